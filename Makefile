@@ -1,0 +1,44 @@
+# `make demo` and `make test` do everything from a fresh clone: environment, pinned dependencies, run.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: demo test test-slow test-gpu lint types imports check bench clean
+
+demo: $(READY)
+	$(BIN)/python examples/fisher_structures.py
+
+test: $(READY)
+	$(PYTEST) tests -m "not slow and not gpu"
+
+test-slow: $(READY)
+	$(PYTEST) tests -m "slow and not gpu"
+
+test-gpu: $(READY)
+	$(PYTEST) tests -m gpu
+
+lint: $(READY)
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
+
+types: $(READY)
+	$(BIN)/pyright
+
+imports: $(READY)
+	$(BIN)/lint-imports
+
+check: lint types imports test
+
+bench: $(READY)
+	$(BIN)/python benchmarks/curvature.py
+
+# pip rather than uv: it honours constraints.txt on every index, also where torch is a local CPU build.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache
