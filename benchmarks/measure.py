@@ -1,0 +1,140 @@
+"""Times by turns and peak memory, for calls that may fail."""
+
+import ctypes
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+Call = Callable[[], object]
+
+
+@dataclass
+class Row:
+    """Something to time. `prepare` is not timed and returns the call that is."""
+
+    name: str
+    prepare: Callable[[], Call]
+    fresh: bool = False  # prepare anew before every call, for calls that cache their result
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    note: str = ""
+    peak_mb: float | None = None
+    _call: Call | None = None
+
+    def seconds(self) -> float | None:
+        return statistics.median(self.wall) if self.wall else None
+
+    def cpu_seconds(self) -> float | None:
+        return statistics.median(self.cpu) if self.cpu else None
+
+    def once(self, device: str) -> tuple[float, float]:
+        if self._call is None or self.fresh:
+            self._call = None  # free the last one first
+            self._call = self.prepare()
+        return clock(self._call, device)
+
+    def keep(self, seconds: tuple[float, float]) -> None:
+        self.wall.append(seconds[0])
+        self.cpu.append(seconds[1])
+
+    def release(self) -> None:
+        self._call = None
+
+
+def synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def clock(call: Call, device: str) -> tuple[float, float]:
+    """Wall and CPU seconds of one call; freeing its result is not counted."""
+    gc.collect()
+    synchronize(device)
+    cpu, wall = time.process_time(), time.perf_counter()
+    result = call()
+    synchronize(device)
+    seconds = time.perf_counter() - wall, time.process_time() - cpu
+    del result
+    return seconds
+
+
+def reason(error: BaseException) -> str:
+    """One short line out of an exception."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:88]
+
+
+def by_turns(rows: list[Row], repeats: int, patience: float, device: str) -> None:
+    """Warm every row up once, then time all rows in turn, `repeats` times.
+
+    A row gets fewer turns where its calls would together take more than `patience` seconds, but at least one.
+    The warm-up of a call of a second or more counts as a turn: what happens only once is lost in it.
+    """
+    turns = {id(row): _warm_up(row, repeats, patience, device) for row in rows if not row.note}
+    for turn in range(repeats):
+        for row in rows:
+            if turn < turns.get(id(row), 0):
+                row.keep(row.once(device))
+    for row in rows:
+        row.release()
+
+
+def _warm_up(row: Row, repeats: int, patience: float, device: str) -> int:
+    """The number of turns the row is still to get; 0 with a note if it fails."""
+    try:
+        seconds = row.once(device)
+    except Exception as error:  # a peer may fail in any way at all; the table says how
+        row.note = f"fails: {reason(error)}"
+        return 0
+    wanted = max(1, min(repeats, int(patience / max(seconds[0], 1e-9))))
+    if seconds[0] < 1:
+        return wanted
+    row.keep(seconds)
+    return wanted - 1
+
+
+def peak_bytes(call: Call, device: str) -> int:
+    """Peak memory of one call above the level just before it."""
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    _return_free_memory()
+    before = _status_bytes("VmRSS") if _reset_high_water_mark() else _status_bytes("VmHWM")
+    result = call()  # held until the mark is read
+    peak = _status_bytes("VmHWM")
+    del result
+    return peak - before
+
+
+def _return_free_memory() -> None:
+    """Give freed pages back to the system; kept, they would hide what the call needs."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):  # not glibc
+        return
+
+
+def _reset_high_water_mark() -> bool:
+    """Where the kernel does not allow it, the difference of two marks is a lower bound of the peak."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _status_bytes(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {key}: peak memory on the CPU is measured on Linux only")

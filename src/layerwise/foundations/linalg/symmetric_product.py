@@ -1,0 +1,103 @@
+"""Products ``XᵀX`` that compute one triangle and mirror it.
+
+On a CPU the product of a wide matrix with itself is done by row panels of the upper triangle, about half of
+the arithmetic. Panels of 128 rows were as fast as any other width or a recursive halving, and panels pay
+above about 256 columns; on CUDA one large product is faster than many small ones.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.foundations.errors import InputError, describe
+
+PANEL_ROWS = 128
+PLAIN_COLUMNS = 256
+CAST_ENTRIES = 1 << 22  # half-precision input is cast by chunks of rows of at most this many entries
+
+
+def gram(X: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch n n"]:
+    """The exactly symmetric product ``XᵀX``, in float32 or better.
+
+    >>> gram(torch.tensor([[1.0, 2.0]])).tolist()
+    [[1.0, 2.0], [2.0, 4.0]]
+    """
+    n = X.shape[-1]
+    total = torch.empty(*X.shape[:-2], n, n, dtype=_result_dtype(X.dtype), device=X.device)
+    return mirror_(accumulate_gram(total, X, beta=0.0))
+
+
+def accumulate_gram(
+    total: Float[Tensor, "*batch n n"],
+    X: Float[Tensor, "*batch m n"],
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+) -> Float[Tensor, "*batch n n"]:
+    """Update the upper triangle of a running sum in place, and return it.
+
+        total ← β total + α XᵀX
+
+    Below the diagonal ``total`` is left undefined until `mirror_` is called, once, after the last batch.
+    With β = 0 the former content is ignored, even if it is not finite.
+
+    >>> total = torch.zeros(2, 2)
+    >>> for row in ([1.0, 0.0], [1.0, 1.0]):
+    ...     _ = accumulate_gram(total, torch.tensor([row]))
+    >>> mirror_(total).tolist()
+    [[2.0, 1.0], [1.0, 1.0]]
+    """
+    if total.dtype != _result_dtype(X.dtype) and total.dtype != torch.float64:
+        raise InputError(
+            describe(
+                f"a total of {total.dtype} for X of {X.dtype}",
+                "a total of float32 (float64 for X of float64) or better",
+                "allocate the total in that type",
+            )
+        )
+    rows = X.shape[-2]
+    chunk = rows if X.dtype == total.dtype else max(1, CAST_ENTRIES * rows // max(1, X.numel()))
+    if rows <= chunk:
+        _add_product(total, X.to(total.dtype), alpha, beta)
+        return total
+    for start in range(0, rows, chunk):
+        part = X[..., start : start + chunk, :].to(total.dtype)
+        _add_product(total, part, alpha, beta if start == 0 else 1.0)
+    return total
+
+
+def mirror_(total: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
+    """Copy the upper triangle onto the lower one in place, and return the matrix.
+
+    >>> mirror_(torch.tensor([[1.0, 2.0], [9.0, 3.0]])).tolist()
+    [[1.0, 2.0], [2.0, 3.0]]
+    """
+    n = total.shape[-1]
+    width = PANEL_ROWS if total.device.type == "cpu" and n > 2 * PANEL_ROWS else max(n, 1)
+    for i in range(0, n, width):
+        j = min(n, i + width)
+        corner = total[..., i:j, i:j]
+        below = corner.mT.tril(-1)  # a copy, made before the corner changes
+        corner.triu_().add_(below)
+        total[..., j:, i:j] = total[..., i:j, j:].mT
+    return total
+
+
+def _add_product(total: Tensor, X: Tensor, alpha: float, beta: float) -> None:
+    if X.ndim > 2 and X.shape[0] == 0:
+        return
+    if X.ndim == 2:
+        n = X.shape[-1]
+        rows = PANEL_ROWS if X.device.type == "cpu" and n > PLAIN_COLUMNS else max(n, 1)
+        for i in range(0, n, rows):
+            j = min(n, i + rows)
+            total[i:j, i:].addmm_(X[:, i:j].T, X[:, i:], alpha=alpha, beta=beta)
+    elif X.ndim == 3 and (X.device.type != "cpu" or X.shape[-1] <= PLAIN_COLUMNS):
+        total.baddbmm_(X.mT, X, alpha=alpha, beta=beta)
+    else:
+        for part, matrix in zip(total, X, strict=True):
+            _add_product(part, matrix, alpha, beta)
+
+
+def _result_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32

@@ -1,0 +1,52 @@
+"""The axis legend, in one place, and the tree of tensors that a model may take as input.
+
+| letter | axis |
+|---|---|
+| `N` | examples in the batch |
+| `S` | positions that share the weight: sequence, pixels, repeated calls |
+| `K` | independent groups: groups of a convolution, features of a norm layer |
+| `I` | inputs of one group, the bias column included |
+| `O` | outputs of one group |
+| `V` | cotangent vectors pulled back from the model's output |
+| `C` | outputs of the model at one position |
+| `B` | columns: several parameter-space vectors at once |
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tree = Any
+"""A tensor, or a tuple, list or mapping of trees: whatever the model is called with."""
+
+
+def leaves(tree: Tree) -> Iterator[Tensor]:
+    """The tensors of a tree, in order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from leaves(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from leaves(value)
+
+
+def map_leaves(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
+    """The same tree with `fn` applied to every tensor; anything else is passed on untouched."""
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    if isinstance(tree, Mapping):
+        return {key: map_leaves(fn, value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # named tuple
+        return type(tree)(*(map_leaves(fn, value) for value in tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(map_leaves(fn, value) for value in tree)
+    return tree
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Factors and moments are kept in float32 or better, whatever the model computes in."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else torch.float32

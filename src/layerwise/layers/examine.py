@@ -1,0 +1,237 @@
+"""First use of a model: where the examples are in every layer, and whether its layers tell the whole gradient.
+
+One example of a small batch gets a cotangent. A layer's gradient must then be non-zero in that example's rows
+only, which finds the example axis (time-first and merged layouts included) or shows that examples interact.
+The same backward gives autograd's own parameter gradients; a layer whose calls do not add up to them (its
+weight is used elsewhere, its forward is not what the rule believes) falls back, with that reason.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.foundations.errors import InputError, InteractionError, describe
+from layerwise.foundations.random import stream
+from layerwise.foundations.types import Tree, leaves, map_leaves
+from layerwise.foundations.vectors import trainable
+from layerwise.layers.calling import call, example_count, take
+from layerwise.layers.form import Part
+from layerwise.layers.layout import Layout, candidates, holds_alone
+from layerwise.layers.table import LayerTable
+from layerwise.layers.tape import Event, SiteKey, Tape
+
+PROBE = 2
+"""Examples that the examination uses; it costs one forward and backward on them."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the examination of a model found."""
+
+    table: LayerTable
+    example_axis: int
+    """Axis of the model's input."""
+    output: Layout
+    layouts: dict[SiteKey, Layout] = field(default_factory=dict)
+
+
+def examine(model: nn.Module, table: LayerTable, x: Tree, y: object, example_axis: int | None) -> Findings:
+    """Examine a model on its first batch."""
+    axes = [example_axis] if example_axis is not None else _likely_axes(x, y)
+    trouble: InteractionError | None = None
+    for axis in axes:
+        n = example_count(x, axis)
+        if n == 0:
+            raise InputError(describe("a batch with 0 examples", "at least one example", "leave empty batches out"))
+        try:
+            return _examine_along(*_record(model, table, x, axis, n), axis, _first_axis(y, n))
+        except InteractionError as error:
+            trouble = trouble or error
+    assert trouble is not None
+    raise trouble
+
+
+def _likely_axes(x: Tree, y: object) -> list[int]:
+    """Axis 0, then 1; the other way round where only axis 1 has as many entries as the target."""
+    first = next(leaves(x), None)
+    if first is None or first.ndim == 0:
+        raise InputError(describe("an input without a batch axis", "a tensor [N, …]", "add a batch axis"))
+    if first.ndim < 2:
+        return [0]
+    target = y.shape[0] if isinstance(y, Tensor) and y.ndim else first.shape[0]
+    time_first = target == first.shape[1] and target != first.shape[0]
+    return [1, 0] if time_first else [0, 1]
+
+
+def _first_axis(y: object, n: int) -> int:
+    """Where the output is likely to have its examples: where the target has them."""
+    if isinstance(y, Tensor):
+        return next((axis for axis, size in enumerate(y.shape) if size == n), 0)
+    return 0
+
+
+def _record(model: nn.Module, table: LayerTable, x: Tree, axis: int, n: int) -> tuple[Tape, Tree, Tensor, int]:
+    """A forward on the last few examples; on all of them where the model insists on its batch size."""
+    sizes = (PROBE, n) if n > PROBE else (n,)
+    for size in sizes:
+        probe = take(x, n - size, n, axis)
+        try:
+            with torch.enable_grad(), Tape(model, table) as tape:
+                return tape, probe, call(model, probe), size
+        except (RuntimeError, ValueError, IndexError):
+            if size == n:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _examine_along(tape: Tape, x: Tree, f: Tensor, n: int, axis: int, first: int) -> Findings:
+    model, table = tape.model, tape.table
+    if not f.requires_grad:
+        raise InputError(
+            describe("an output that does not depend on any trainable parameter", "a differentiable model", "check it")
+        )
+    failures: list[str] = []
+    for output in _output_layouts(tuple(f.shape), n, first):
+        v = _one_example(f, output, n)
+        event_grads, param_grads = _gradients(tape, f, v)
+        layouts, lost = _find_layouts(tape.events, event_grads, n)
+        if lost and _interacts(model, x, f, output, n, axis):
+            failures += lost
+            continue
+        reasons = {name: "its input has no axis that holds the examples" for name in _specs_at(table, lost)}
+        tape.layouts = layouts
+        reasons |= _gradient_mismatches(tape, table, event_grads, param_grads, n, set(reasons))
+        return Findings(table.demote(reasons) if reasons else table, axis, output, layouts)
+    raise InteractionError(
+        describe(
+            f"a model whose batch elements interact (seen at {', '.join(sorted(set(failures))[:3]) or 'the output'})",
+            "examples that do not influence one another",
+            "take out operations over the batch axis, or name the axis of the examples with example_axis=",
+        )
+    )
+
+
+def _output_layouts(shape: tuple[int, ...], n: int, first: int) -> Iterator[Layout]:
+    if n == 1 and shape:
+        yield Layout(0) if shape[0] == 1 else Layout(0, "major")
+        return
+    yield from candidates(shape, n, first)
+
+
+def _one_example(f: Tensor, output: Layout, n: int) -> Tensor:
+    """A random cotangent on the last example."""
+    noise = torch.randn(f.shape, generator=stream(0, "examine")).to(f)
+    chosen = torch.zeros_like(f)
+    layout_view = output.front(chosen, f.ndim, n)
+    layout_view[n - 1] = output.front(noise, f.ndim, n)[n - 1]
+    return chosen
+
+
+def _gradients(tape: Tape, f: Tensor, v: Tensor) -> tuple[list[Tensor | None], dict[str, Tensor | None]]:
+    """Gradients of every recorded output and of every parameter, in one backward."""
+    edges = [event.edge for event in tape.events if event.edge is not None]
+    params = {name: p for name, p in trainable(tape.model).items() if name in tape.table.shapes}
+    found = torch.autograd.grad(f, [*edges, *params.values()], v, retain_graph=True, allow_unused=True)  # type: ignore[list-item]
+    by_edge = iter(found[: len(edges)])
+    event_grads = [next(by_edge) if event.edge is not None else None for event in tape.events]
+    return event_grads, dict(zip(params, found[len(edges) :], strict=True))
+
+
+def _find_layouts(events: list[Event], grads: list[Tensor | None], n: int) -> tuple[dict[SiteKey, Layout], list[str]]:
+    """A layout for each call, and the names of those that have none."""
+    layouts, lost = {}, []
+    for event, grad in zip(events, grads, strict=True):
+        rule, module = event.site.rule, event.site.module
+        lead = rule.lead(module, event.site.key, event.x)
+        sizes = tuple(event.x.shape[:lead])
+        possible = list(candidates(sizes, n))
+        if n == 1 and lead and not possible:
+            possible = [Layout(0, "major")]
+        if grad is not None and n > 1:
+            g = rule.outgrads(module, event.site.key, grad.unsqueeze(0))[0]
+            support = (g != 0).reshape(*g.shape[:lead], -1).any(-1)
+            possible = [layout for layout in possible if holds_alone(support, layout, n, n - 1)]
+        if possible:
+            layouts[event.key] = possible[0]
+        else:
+            lost.append(event.site.module_name)
+    return layouts, lost
+
+
+def _interacts(model: nn.Module, x: Tree, f: Tensor, output: Layout, n: int, axis: int) -> bool:
+    """Whether the last example's output changes when the others' inputs do."""
+    others = next(leaves(x))
+    if n == 1:
+        return False
+
+    def shuffled(t: Tensor) -> Tensor:
+        if t.ndim <= axis or t.shape[axis] != others.shape[axis]:
+            return t
+        last = t.narrow(axis, n - 1, 1)
+        return torch.cat([last] * n, dim=axis)
+
+    with torch.no_grad(), torch.random.fork_rng():
+        again = call(model, map_leaves(shuffled, x))
+    if again.shape != f.shape:
+        return True
+    before = output.front(f.detach(), f.ndim, n)[n - 1]
+    after = output.front(again, f.ndim, n)[n - 1]
+    return not torch.allclose(before, after, rtol=1e-4, atol=1e-5 * float(before.abs().max() + 1e-30))
+
+
+def _specs_at(table: LayerTable, modules: list[str]) -> list[str]:
+    return [spec.name for spec in table.layers if any(site.module_name in modules for site in spec.sites)]
+
+
+def _gradient_mismatches(
+    tape: Tape,
+    table: LayerTable,
+    event_grads: list[Tensor | None],
+    param_grads: dict[str, Tensor | None],
+    n: int,
+    skip: set[str],
+) -> dict[str, str]:
+    """Layers whose calls do not add up to autograd's gradient, with the reason."""
+    for event, grad in zip(tape.events, event_grads, strict=True):
+        event.grad = None if grad is None else grad.unsqueeze(0)
+    reasons = {}
+    for spec in table.layers:
+        if not spec.sites or spec.name in skip:
+            continue
+        calls = tape.calls_of(spec)
+        expected = {name: param_grads[name] for name in spec.parameters}
+        if not calls:
+            if any(g is not None and bool(g.any()) for g in expected.values()):
+                reasons[spec.name] = "its weight is used, but its module is never called"
+            continue
+        try:
+            own = dict(spec.form.split(tape.io(spec, 1, n).grad()[0]))
+        except (RuntimeError, ValueError, IndexError, InputError):
+            reasons[spec.name] = "its calls do not have the shape its rule expects"
+            continue
+        error = _relative_error(own, expected)
+        if error > _tolerance(calls[0].out_dtype):
+            reasons[spec.name] = (
+                f"its calls explain another gradient than autograd's (relative error {error:.1g}): "
+                "the weight is used elsewhere, or the forward is not the layer type's own"
+            )
+    for event in tape.events:
+        event.grad = None
+    return reasons
+
+
+def _relative_error(own: dict[Part, Tensor], expected: dict[str, Tensor | None]) -> float:
+    """Over weight and bias together: the gradient of one alone may be zero but for rounding (a key's bias)."""
+    gap = scale = 0.0
+    for part, grad in own.items():
+        truth = expected[part.name]
+        right = torch.zeros_like(grad) if truth is None else part.of({part.name: truth})
+        gap += float((grad.double() - right.double()).square().sum())
+        scale += float(right.double().square().sum())
+    return (gap / scale) ** 0.5 if scale > 0 else gap**0.5
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return {torch.float64: 1e-6, torch.float32: 1e-2}.get(dtype, 0.2)

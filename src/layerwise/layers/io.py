@@ -1,0 +1,285 @@
+"""`LayerIO`: the inputs and output gradients of one layer in one batch, for all its calls.
+
+Raw tensors are kept as the layer saw them; the standard form is made for a few examples at a time, so that an
+unfolded convolution or per-example gradients never have to fit at once.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from layerwise.foundations.linalg import gram
+from layerwise.foundations.types import statistics_dtype
+from layerwise.layers.layout import Layout
+from layerwise.layers.one_hot import OneHot
+from layerwise.layers.standard import Chunk, Gradients, Standard
+from layerwise.layers.table import LayerSpec, Site
+
+CHUNK_BYTES = 128 * 2**20
+"""Scratch that one layer's standard form may take at a time."""
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a layer: raw input, raw output gradient ``[V, *out]``, and where the examples are."""
+
+    site: Site
+    x: Tensor
+    dy: Tensor | None
+    layout: Layout
+
+    def narrow(self, start: int, stop: int, examples: int) -> "LayerCall":
+        """Some examples."""
+        dy = None if self.dy is None else self.layout.narrow(self.dy, start, stop, examples, offset=1)
+        return LayerCall(self.site, self.layout.narrow(self.x, start, stop, examples), dy, self.layout)
+
+    def sharing(self, examples: int) -> int:
+        """S: positions of one example that share the weight."""
+        assert self.dy is not None
+        one = self.narrow(0, 1, examples)
+        return one.outgrads(1, one.dy.dtype).shape[2]  # type: ignore[union-attr]
+
+    def inputs(self, examples: int, dtype: torch.dtype) -> Tensor | OneHot:
+        """``[N, S, K, I]`` without the bias column."""
+        lead = self.site.rule.lead(self.site.module, self.site.key, self.x)
+        x = self.x.to(dtype) if self.x.is_floating_point() else self.x
+        a = self.site.rule.inputs(self.site.module, self.site.key, x)
+        if isinstance(a, OneHot):
+            index = self.layout.front(a.index, lead, examples)
+            return OneHot(index.reshape(examples, -1), a.size)
+        front = self.layout.front(a, lead, examples)
+        return front.reshape(examples, -1, *a.shape[-2:])
+
+    def outgrads(self, examples: int, dtype: torch.dtype) -> Float[Tensor, "V N S K O"]:
+        """``[V, N, S, K, O]``."""
+        assert self.dy is not None
+        lead = self.site.rule.lead(self.site.module, self.site.key, self.x)
+        g = self.site.rule.outgrads(self.site.module, self.site.key, self.dy.to(dtype))
+        front = self.layout.front(g, lead, examples, offset=1)
+        return front.reshape(g.shape[0], examples, -1, *g.shape[-2:])
+
+
+class LayerIO(ABC):
+    """What one layer did in one batch."""
+
+    spec: LayerSpec
+    examples: int
+    vectors: int
+
+    @abstractmethod
+    def chunks(self, gradients: bool = True) -> Iterator[Chunk]:
+        """The standard form, some examples at a time; `gradients` says that per-example gradients will be made."""
+
+    @abstractmethod
+    def rows(self) -> Float[Tensor, "V N K O I"]:
+        """Per-example gradients of all examples."""
+
+
+@dataclass(frozen=True)
+class RecordedIO(LayerIO):
+    """A layer with a rule."""
+
+    spec: LayerSpec
+    calls: tuple[LayerCall, ...]
+    examples: int
+    mask: Bool[Tensor, "N S"] | None = None
+    """Which output positions count; None: all."""
+    chunk_bytes: int = CHUNK_BYTES
+
+    @property
+    def vectors(self) -> int:  # type: ignore[override]
+        """V."""
+        return next(call.dy.shape[0] for call in self.calls if call.dy is not None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What statistics are computed in."""
+        floats = [t.dtype for c in self.calls for t in (c.dy, c.x) if t is not None and t.is_floating_point()]
+        return statistics_dtype(floats[0])
+
+    def narrow(self, start: int, stop: int) -> "RecordedIO":
+        """Some examples."""
+        calls = tuple(call.narrow(start, stop, self.examples) for call in self.calls)
+        mask = None if self.mask is None else self.mask[start:stop]
+        return RecordedIO(self.spec, calls, stop - start, mask, self.chunk_bytes)
+
+    def parts(self, bytes_per_example: float) -> Iterator["RecordedIO"]:
+        """The same, few enough examples at a time to fit the scratch."""
+        size = int(max(1, min(self.examples, self.chunk_bytes // max(bytes_per_example, 1))))
+        if size >= self.examples:
+            yield self
+            return
+        for start in range(0, self.examples, size):
+            yield self.narrow(start, min(start + size, self.examples))
+
+    def standard(self) -> Standard:
+        """All examples in standard form, calls joined along S."""
+        g = [call.outgrads(self.examples, self.dtype) for call in self.calls]
+        outgrads = g[0] if len(g) == 1 else torch.cat(g, dim=2)
+        if self.spec.form.weight is None:
+            n, s, k = outgrads.shape[1:4]
+            return Standard(outgrads.new_ones(n, s, k, 1), outgrads)
+        return Standard(self.inputs(), outgrads)
+
+    def inputs(self) -> Tensor | OneHot:
+        """``[N, S, K, I]``, the bias column included."""
+        parts = [call.inputs(self.examples, self.dtype) for call in self.calls]
+        if isinstance(parts[0], OneHot):
+            return OneHot(torch.cat([p.index for p in parts if isinstance(p, OneHot)], dim=1), parts[0].size)
+        a = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]  # type: ignore[arg-type]
+        return torch.nn.functional.pad(a, (0, 1), value=1.0) if self.spec.form.bias is not None else a
+
+    def chunks(self, gradients: bool = True) -> Iterator[Standard]:
+        """The standard form, some examples at a time."""
+        for part in self.parts(self._bytes_per_example(gradients)):
+            yield part.standard()
+
+    def _bytes_per_example(self, gradients: bool) -> float:
+        k, o, i = self.spec.form.shape
+        v, s = self.vectors, sum(call.sharing(self.examples) for call in self.calls)
+        numbers = s * k * ((0 if self.spec.form.one_hot else i) + v * o)
+        if gradients and s > 1:
+            numbers += v * k * o * i
+        return numbers * self.dtype.itemsize * 2
+
+    def rows(self) -> Float[Tensor, "V N K O I"]:
+        """Per-example gradients of all examples."""
+        return torch.cat([chunk.per_example_grads() for chunk in self.chunks()], dim=1)
+
+    def grad(self) -> Float[Tensor, "V K O I"]:
+        """``Σ_n Σ_s g aᵀ``."""
+        return torch.stack([chunk.grad() for chunk in self.chunks(gradients=False)]).sum(0)
+
+    def output_moment(self) -> Float[Tensor, "K O O"]:
+        """``Σ_{v,n,s} g gᵀ`` over the positions that count."""
+        return self._sum_over_calls(lambda io: io._output_moment_of_call())
+
+    def input_moment(self) -> tuple[Tensor, int]:
+        """``Σ_{n,s} a aᵀ`` over the positions that count, and how many there are.
+
+        [K, I, I], or the diagonal [K, I] where inputs are one-hot.
+        """
+        totals = [self._one_call(call)._input_moment_of_call() for call in self.calls]
+        return torch.stack([t[0] for t in totals]).sum(0) if len(totals) > 1 else totals[0][0], sum(
+            t[1] for t in totals
+        )
+
+    def channel_moment(self) -> tuple[Tensor, int]:
+        """``Σ a aᵀ`` over input channels alone (SUA)."""
+        total, count = None, 0
+        for call in self.calls:
+            found = call.site.rule.channel_moment(call.site.module, call.site.key, call.x)
+            assert found is not None
+            total = found[0] if total is None else total + found[0]
+            count += found[2]
+        assert total is not None
+        return total, count
+
+    def _one_call(self, call: LayerCall) -> "RecordedIO":
+        return RecordedIO(self.spec, (call,), self.examples, self.mask, self.chunk_bytes)
+
+    def _sum_over_calls(self, fn: Callable[["RecordedIO"], Tensor]) -> Tensor:
+        results = [fn(self._one_call(call)) for call in self.calls]
+        return results[0] if len(results) == 1 else torch.stack(results).sum(0)
+
+    def _keep(self) -> Bool[Tensor, "N S"] | None:
+        """The mask, where this call's positions are the mask's."""
+        if self.mask is None:
+            return None
+        call, positions = self.calls[0], self.mask.shape[1]
+        return self.mask if call.sharing(self.examples) == positions else None
+
+    def _output_moment_of_call(self) -> Tensor:
+        keep = self._keep()
+        if keep is None:
+            g = self.calls[0].outgrads(self.examples, self.dtype)
+            k, o = g.shape[-2:]
+            return gram(g.reshape(-1, o)).unsqueeze(0) if k == 1 else _grouped_gram(g.reshape(-1, k, o))
+        g = self.calls[0].outgrads(self.examples, self.dtype)[:, keep]
+        return _grouped_gram(g.reshape(-1, *g.shape[-2:]))
+
+    def _input_moment_of_call(self) -> tuple[Tensor, int]:
+        keep = self._keep()
+        call, form = self.calls[0], self.spec.form
+        if form.one_hot:
+            a = call.inputs(self.examples, self.dtype)
+            assert isinstance(a, OneHot)
+            index = a.index if keep is None else a.index[keep]
+            return a.counts(keep, self.dtype).unsqueeze(0), index.numel()
+        total, sums, count = self._fast_moment(keep)
+        if form.bias is None:
+            return total, count
+        return _bordered(total, sums, count), count
+
+    def _fast_moment(self, keep: Tensor | None) -> tuple[Tensor, Tensor, int]:
+        """By the rule's own route where it has one, else through the standard form, in chunks."""
+        total = sums = None
+        count = 0
+        per_example = self.calls[0].x.numel() / self.examples * max(self.spec.form.taps, 1) * self.dtype.itemsize
+        for part in self.parts(per_example * 2):
+            call = part.calls[0]
+            found = None
+            if keep is None:
+                found = call.site.rule.input_moment(call.site.module, call.site.key, call.x)
+            if found is None:
+                found = part._plain_moment()
+            total = found[0] if total is None else total + found[0]
+            sums = found[1] if sums is None else sums + found[1]
+            count += found[2]
+        assert total is not None and sums is not None
+        return total, sums, count
+
+    def _plain_moment(self) -> tuple[Tensor, Tensor, int]:
+        keep = self._keep()
+        a = self.calls[0].inputs(self.examples, self.dtype)
+        assert isinstance(a, Tensor)
+        rows = a.flatten(0, 1) if keep is None else a[keep]
+        k, i = rows.shape[-2:]
+        moment = gram(rows.reshape(-1, i)).unsqueeze(0) if k == 1 else _grouped_gram(rows)
+        return moment, rows.sum(0), rows.shape[0]
+
+
+@dataclass(frozen=True)
+class GradientIO(LayerIO):
+    """A parameter without a rule: per-example gradients alone."""
+
+    spec: LayerSpec
+    gradients: Float[Tensor, "V N K O I"]
+
+    @property
+    def examples(self) -> int:  # type: ignore[override]
+        """N."""
+        return self.gradients.shape[1]
+
+    @property
+    def vectors(self) -> int:  # type: ignore[override]
+        """V."""
+        return self.gradients.shape[0]
+
+    def chunks(self, gradients: bool = True) -> Iterator[Gradients]:
+        """All at once."""
+        yield Gradients(self.gradients)
+
+    def rows(self) -> Float[Tensor, "V N K O I"]:
+        """As given."""
+        return self.gradients
+
+
+def _grouped_gram(rows: Float[Tensor, "M K P"]) -> Float[Tensor, "K P P"]:
+    by_group = rows.movedim(1, 0)
+    return by_group.mT @ by_group
+
+
+def _bordered(total: Tensor, sums: Tensor, count: int) -> Tensor:
+    """The moment with the bias column: ``[[Σ aaᵀ, Σ a], [Σ aᵀ, n]]``."""
+    k, i = sums.shape
+    bordered = total.new_empty(k, i + 1, i + 1)
+    bordered[:, :i, :i] = total
+    bordered[:, :i, i] = sums
+    bordered[:, i, :i] = sums
+    bordered[:, i, i] = count
+    return bordered

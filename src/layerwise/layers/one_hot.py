@@ -1,0 +1,46 @@
+"""`OneHot`: inputs of an embedding, kept as indices and never as vectors of the vocabulary's length."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class OneHot:
+    """``a[n, s] = e_{index[n, s]}``; an index of −1 stands for the zero vector (a padding token)."""
+
+    index: Int[Tensor, "*lead"]
+    size: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As the dense tensor [..., K=1, I] would have it."""
+        return (*self.index.shape, 1, self.size)
+
+    def counts(self, keep: Tensor | None, dtype: torch.dtype) -> Float[Tensor, "I"]:
+        """Diagonal of ``Σ a aᵀ``: how often each token occurs."""
+        index = self.index if keep is None else torch.where(keep, self.index, -1)
+        return torch.bincount(index.reshape(-1) + 1, minlength=self.size + 1)[1:].to(dtype)
+
+    def add_rows(self, rows: Float[Tensor, "M O"]) -> Float[Tensor, "O I"]:
+        """``Σ_m rows_m ⊗ a_m``, for rows in the order of the flattened indices."""
+        total = rows.new_zeros(self.size + 1, rows.shape[-1])
+        total.index_add_(0, self.index.reshape(-1) + 1, rows)
+        return total[1:].mT
+
+    def example_tokens(self) -> tuple[Int[Tensor, "P"], Int[Tensor, "M"]]:
+        """Distinct (example, token) pairs: the token of each pair, and for each position which pair it is in.
+
+        Rows of one example that fall on one token add up before they are squared.
+        """
+        index = self.index.reshape(self.index.shape[0], -1)
+        example = torch.arange(index.shape[0], device=index.device).unsqueeze(1)
+        pairs, inverse = torch.unique(example * (self.size + 1) + index + 1, return_inverse=True)
+        return pairs % (self.size + 1) - 1, inverse.reshape(-1)
+
+    def dense(self, dtype: torch.dtype) -> Float[Tensor, "*lead 1 I"]:
+        """The vectors themselves; small vocabularies only."""
+        eye = torch.eye(self.size, dtype=dtype, device=self.index.device)
+        return torch.nn.functional.pad(eye, (0, 0, 1, 0))[self.index + 1].unsqueeze(-2)

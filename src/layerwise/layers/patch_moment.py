@@ -1,0 +1,111 @@
+"""Second moment of all patches of a batch, ``Σ_p patch_p patch_pᵀ``, without forming the patches.
+
+Unfolding a k × k convolution copies the input k² times and multiplies (C k²)² numbers a pixel. Here only the
+axes after the first are unfolded (k copies). Along the first, two rows of the kernel, o and o', see inputs
+at a distance o' − o, so that one product over the whole image serves every pair of rows at that distance; the
+pairs differ only in which border rows take part, and those are corrected one by one:
+
+    M[o, o'] = Σ_{q = o}^{o + H − 1} h(q),   h(q) = b_qᵀ b_{q + o' − o},   b_q row q, unfolded along the rest
+    M[o + 1, o' + 1] = M[o, o'] + h(o + H) − h(o)
+
+For a 3 × 3 kernel that is 24 products of C × C a pixel instead of 81.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.layers.windows import sliding_windows
+
+
+def patch_moment(
+    x: Float[Tensor, "N C *space"],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    zero_rows: tuple[int, int],
+) -> tuple[Float[Tensor, "K I I"], Float[Tensor, "K I"], int]:
+    """``Σ patch patchᵀ``, ``Σ patch`` and the number of patches of a padded input.
+
+    `zero_rows` says how many first and last rows are known to be zero, so that they cost nothing.
+    """
+    rows = _unfold_all_but_first(x, kernel, stride, dilation, groups)
+    out = (x.shape[2] - dilation[0] * (kernel[0] - 1) - 1) // stride[0] + 1
+    k, _, per_row, features = rows.shape
+    blocks = rows.new_empty(k, kernel[0], features, kernel[0], features)
+    for distance in range(kernel[0]):
+        _fill_diagonal(blocks, rows, distance, out, stride[0], dilation[0], zero_rows)
+    sums = rows.sum(2)
+    ends = [sums[:, o * dilation[0] :][:, : (out - 1) * stride[0] + 1 : stride[0]].sum(1) for o in range(kernel[0])]
+    return _order_like_weight(blocks, x.shape[1] // groups), _order_sums(ends, x.shape[1] // groups), out * per_row
+
+
+def _unfold_all_but_first(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int
+) -> Float[Tensor, "K H P F"]:
+    """Row by row: [K, rows, N · positions along the other axes, C/K · other taps]."""
+    n, c = x.shape[:2]
+    dims = len(kernel) - 1
+    grouped = x.unflatten(1, (groups, c // groups))  # N K C/K H *rest
+    windows = sliding_windows(grouped, kernel[1:], stride[1:], dilation[1:]) if dims else grouped
+    # N K c H *out *taps -> K H N *out c *taps
+    order = (1, 3, 0, *range(4, 4 + dims), 2, *range(4 + dims, 4 + 2 * dims))
+    moved = windows.permute(*order)
+    return moved.reshape(groups, x.shape[2], n * _size(moved.shape[3 : 3 + dims]), -1)
+
+
+def _size(shape: Sequence[int]) -> int:
+    size = 1
+    for s in shape:
+        size *= s
+    return size
+
+
+def _fill_diagonal(
+    blocks: Tensor, rows: Tensor, distance: int, out: int, stride: int, dilation: int, zero_rows: tuple[int, int]
+) -> None:
+    """All blocks [o, o + distance] and their mirror images."""
+    offsets = range(blocks.shape[1] - distance)
+    total = None
+    for o in offsets:
+        if total is None or stride > 1:
+            total = _product(rows, o * dilation, distance * dilation, out, stride)
+        else:
+            total = total.clone()
+            for step in range(dilation):
+                leaving = (o - 1) * dilation + step
+                for q, sign in ((leaving + out, 1), (leaving, -1)):
+                    if not _is_zero(q, distance * dilation, rows.shape[1], zero_rows):
+                        total.add_(_product(rows, q, distance * dilation, 1, 1), alpha=sign)
+        blocks[:, o, :, o + distance] = total
+        if distance:
+            blocks[:, o + distance, :, o] = total.mT
+
+
+def _is_zero(q: int, shift: int, height: int, zero_rows: tuple[int, int]) -> bool:
+    first, last = zero_rows[0], height - zero_rows[1]
+    return not (first <= q < last and first <= q + shift < last)
+
+
+def _product(rows: Tensor, start: int, shift: int, count: int, stride: int) -> Float[Tensor, "K F F"]:
+    """``Σ_{i < count} b_{start + i·stride}ᵀ b_{start + shift + i·stride}``."""
+    span = (count - 1) * stride + 1
+    left = rows[:, start : start + span : stride].flatten(1, 2)
+    right = left if shift == 0 else rows[:, start + shift : start + shift + span : stride].flatten(1, 2)
+    return torch.bmm(left.mT, right)
+
+
+def _order_like_weight(blocks: Tensor, channels: int) -> Tensor:
+    """From (first tap, (channel, other taps)) to (channel, first tap, other taps), as weights are stored."""
+    k, taps, features = blocks.shape[:3]
+    split = blocks.view(k, taps, channels, features // channels, taps, channels, features // channels)
+    return split.permute(0, 2, 1, 3, 5, 4, 6).reshape(k, taps * features, taps * features)
+
+
+def _order_sums(ends: list[Tensor], channels: int) -> Tensor:
+    stacked = torch.stack(ends, dim=1)  # K taps F
+    k, taps, features = stacked.shape
+    return stacked.view(k, taps, channels, features // channels).transpose(1, 2).reshape(k, taps * features)

@@ -1,0 +1,202 @@
+"""`Recorder`: a model ready to be recorded batch after batch, examined at its first use."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.likelihoods import Likelihood, Terms
+from layerwise.foundations.types import Tree, leaves
+from layerwise.foundations.vectors import unwrap
+from layerwise.layers.calling import (
+    as_statistics,
+    call,
+    check_devices,
+    example_count,
+    refuse_train_mode_batch_norm,
+    undisturbed,
+)
+from layerwise.layers.examine import Findings, examine
+from layerwise.layers.generic import ExampleGradients
+from layerwise.layers.io import CHUNK_BYTES, GradientIO, LayerIO
+from layerwise.layers.layout import Layout
+from layerwise.layers.table import LayerSpec, LayerTable
+from layerwise.layers.tape import Tape
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch of data, and its number."""
+
+    x: Tree
+    y: object
+    mask: Tensor | None
+    number: int
+
+
+class Recorder:
+    """Runs a model under a tape and hands out every layer's standard form."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        table: LayerTable,
+        example_axis: int | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self.model, self.table = unwrap(model), table
+        self.given_axis = example_axis
+        self.chunk_bytes = chunk_bytes
+        self.findings: Findings | None = None
+        self._examined_on = 0
+        self._generic: ExampleGradients | None = None
+
+    @contextmanager
+    def session(self) -> Iterator["Recorder"]:
+        """Everything between is undone at the end: hooks, buffers, random state."""
+        refuse_train_mode_batch_norm(self.model)
+        with undisturbed(self.model):
+            yield self
+
+    def prepare(self, batch: Batch) -> Findings:
+        """Check a batch, and examine the model if this is the first of its kind."""
+        check_devices(self.model, (batch.x, batch.y if isinstance(batch.y, Tensor) else None))
+        for tensor in leaves(batch.x):
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise InputError(
+                    describe(
+                        f"batch {batch.number} with {int((~torch.isfinite(tensor)).sum())} values that are NaN or infinite",
+                        "finite inputs",
+                        "clean the data or leave the batch out; nothing of this call was kept",
+                    )
+                )
+        axis = self.given_axis if self.findings is None else self.findings.example_axis
+        n = example_count(batch.x, axis or 0)
+        if self.findings is None or (self._examined_on < 2 <= n):
+            self.findings = examine(self.model, self.table, batch.x, batch.y, self.given_axis)
+            self._examined_on = example_count(batch.x, self.findings.example_axis)
+            self.table = self.findings.table
+            names = [name for spec in self.table.layers if not spec.sites for name in spec.parameters]
+            self._generic = ExampleGradients(self.model, names, self.findings.example_axis)
+        return self.findings
+
+    def examples(self, batch: Batch) -> int:
+        """N of a batch."""
+        return example_count(batch.x, self.prepare(batch).example_axis)
+
+    def arrange(self, n: int) -> Callable[[Tensor], Tensor]:
+        """``[*lead, C] -> [N, *positions, C]`` for the model's output."""
+        assert self.findings is not None
+        layout = self.findings.output
+
+        def front(t: Tensor) -> Tensor:
+            lead = tuple(t.shape[:-1])
+            fitting = layout if layout.fits(lead, n) or (n == 1 and layout.merged) else None
+            if fitting is None and n == 1:
+                fitting = Layout(0) if lead[:1] == (1,) else Layout(0, "major")
+            if fitting is None:
+                raise InputError(
+                    describe(
+                        f"an output (or target) with leading axes {lead}",
+                        f"{n} examples on axis {layout.axis}",
+                        "give one target an example, in the model's own layout",
+                    )
+                )
+            return fitting.front(t, t.ndim - 1, n)
+
+        return front
+
+    def record(self, batch: Batch, likelihood: Likelihood, batched: bool = False) -> "Recorded":
+        """Run the model on a batch and bring its output to standard form.
+
+        `batched` prepares for many cotangents at once, which fused attention cannot differentiate.
+        """
+        self.prepare(batch)
+        n = self.examples(batch)
+        assert self.findings is not None
+        kernels = [SDPBackend.MATH] if batched else _any_backend()
+        with torch.enable_grad(), sdpa_kernel(kernels), Tape(
+            self.model, self.table, self.findings.layouts, self.chunk_bytes
+        ) as tape:
+            f = call(self.model, batch.x)
+        if not bool(torch.isfinite(f.detach()).all()):
+            raise InputError(
+                describe(
+                    f"batch {batch.number}, on which the model's output is NaN or infinite",
+                    "finite outputs",
+                    "check the parameters and the inputs; nothing of this call was kept",
+                )
+            )
+        with torch.enable_grad():
+            terms = likelihood.standardize(as_statistics(f), batch.y, batch.mask, self.arrange(n))
+        return Recorded(self, tape, batch, likelihood, terms, n)
+
+
+def _any_backend() -> list[SDPBackend]:
+    return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A batch that was run: terms at the output, and the way back to every layer."""
+
+    recorder: Recorder
+    tape: Tape
+    batch: Batch
+    likelihood: Likelihood
+    terms: Terms
+    examples: int
+
+    def output_bytes(self) -> int:
+        """What the gradients of all recorded outputs take, for one cotangent."""
+        return sum(event.out_shape.numel() * event.out_dtype.itemsize for event in self.tape.events)
+
+    def each_layer(self, v: Tensor, consume: Callable[[LayerSpec, LayerIO], None], last: bool) -> None:
+        """Pull cotangents [V, N, S, C] back and hand over every layer; `last` frees the graph."""
+        generic = self.recorder._generic
+        assert generic is not None
+        if generic.names:
+            self._each_generic(generic, v, consume)
+        f, mask = self.terms.f, self.terms.mask
+        if v.shape[0] == 1:
+            self.tape.stream(f, v[0], consume, retain_graph=not last, mask=mask)
+        else:
+            for name, io in self.tape.pull(f, v, retain_graph=not last, mask=mask).items():
+                consume(self.recorder.table.spec(name), io)
+
+    def all_layers(self, v: Tensor, last: bool) -> dict[str, LayerIO]:
+        """The same, all layers at once; layers that were not called are absent."""
+        found: dict[str, LayerIO] = {}
+        self.each_layer(v, lambda spec, io: found.__setitem__(spec.name, io), last)
+        return found
+
+    def _each_generic(
+        self, generic: ExampleGradients, v: Tensor, consume: Callable[[LayerSpec, LayerIO], None]
+    ) -> None:
+        def standard(out: Tensor) -> Tensor:
+            return self._standard_alone(out)
+
+        rows = generic.rows(self.batch.x, self.terms.f, v, standard)
+        for spec in self.recorder.table.layers:
+            if not spec.sites:
+                blocks = spec.form.join({name: rows[name] for name in spec.parameters})
+                consume(spec, GradientIO(spec, blocks.to(v.dtype)))
+
+    def _standard_alone(self, out: Tensor) -> Tensor:
+        """One example's output in standard form, without its target."""
+        s, c = self.terms.f.shape[1:]
+        axis = self._class_axis(out)
+        moved = as_statistics(out).movedim(axis, -1)
+        return self.recorder.arrange(1)(moved).reshape(1, s, c)
+
+    def _class_axis(self, out: Tensor) -> int:
+        axis = getattr(self.likelihood, "class_axis", None)
+        if axis is not None:
+            return axis
+        c, positions = self.terms.f.shape[-1], self.terms.positions
+        last = out.shape[-1] == c and tuple(out.shape[1:-1]) == positions
+        return -1 if last or out.ndim < 3 or out.shape[1] != c else 1

@@ -1,0 +1,123 @@
+"""The standard form of one layer on some examples, and what follows from it for all layer types at once.
+
+    y[n, s, k] = W[k] a[n, s, k],   a : [N, S, K, I],   g : [V, N, S, K, O]
+
+`Standard` has inputs and gradients; `Gradients` has per-example gradients alone (a parameter without a rule).
+Both answer the same questions, so nothing above needs to know which it holds.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.layers.one_hot import OneHot
+
+
+class Chunk(ABC):
+    """Some examples of one layer."""
+
+    @abstractmethod
+    def per_example_grads(self) -> Float[Tensor, "V N K O I"]:
+        """``Σ_s g aᵀ``, one matrix a cotangent and example."""
+
+    def grad(self) -> Float[Tensor, "V K O I"]:
+        """Summed over examples."""
+        return self.per_example_grads().sum(1)
+
+    def squared_sum(self) -> Float[Tensor, "K O I"]:
+        """``Σ_{v,n} (Σ_s g a)²``: the diagonal of the exact block."""
+        return self.per_example_grads().square().sum((0, 1))
+
+    def bias_cross_sum(self) -> Float[Tensor, "K O I"]:
+        """``Σ_{v,n} (Σ_s g a) (Σ_s g)``: the bias's row of the exact block (its last column belongs to itself)."""
+        rows = self.per_example_grads()
+        return (rows * rows[..., -1:]).sum((0, 1))
+
+    def outer_sum(self) -> Float[Tensor, "D D"]:
+        """``Σ_{v,n} vec(Σ_s g aᵀ) vec(Σ_s g aᵀ)ᵀ``: the exact block, row-major."""
+        rows = self.per_example_grads().flatten(0, 1).flatten(1)
+        return rows.mT @ rows
+
+    def group_outer_sum(self) -> Float[Tensor, "K P P"]:
+        """The exact block of each group, P = O·I."""
+        rows = self.per_example_grads().flatten(0, 1).flatten(2).movedim(1, 0)
+        return rows.mT @ rows
+
+
+@dataclass(frozen=True)
+class Gradients(Chunk):
+    """Per-example gradients, computed elsewhere."""
+
+    rows: Float[Tensor, "V N K O I"]
+
+    def per_example_grads(self) -> Float[Tensor, "V N K O I"]:
+        """As given."""
+        return self.rows
+
+
+@dataclass(frozen=True)
+class Standard(Chunk):
+    """Inputs (bias column included) and output gradients."""
+
+    a: Float[Tensor, "N S K I"] | OneHot
+    g: Float[Tensor, "V N S K O"]
+
+    def per_example_grads(self) -> Float[Tensor, "V N K O I"]:
+        """``einsum("vnsko,nski->vnkoi", g, a)``."""
+        if not isinstance(self.a, OneHot):
+            return torch.einsum("vnsko,nski->vnkoi", self.g, self.a)
+        v, n = self.g.shape[:2]
+        grads = self.g.new_zeros(v, n, self.a.size + 1, self.g.shape[-1])
+        index = (self.a.index.reshape(n, -1) + 1).view(1, n, -1, 1)
+        rows = self.g.flatten(2, 3)
+        grads.scatter_add_(2, index.expand_as(rows), rows)
+        return grads[:, :, 1:].mT.unsqueeze(2)
+
+    def grad(self) -> Float[Tensor, "V K O I"]:
+        """``einsum("vnsko,nski->vkoi", g, a)``."""
+        if isinstance(self.a, OneHot):
+            return torch.stack([self.a.add_rows(g.flatten(0, -2)) for g in self.g]).unsqueeze(1)
+        return torch.einsum("vnsko,nski->vkoi", self.g, self.a)
+
+    def squared_sum(self) -> Float[Tensor, "K O I"]:
+        """Without per-example gradients where each example has one position, or inputs are indices."""
+        if isinstance(self.a, OneHot):
+            token, pair = self.a.example_tokens()
+            rows = self.g.flatten(1, -2)  # V M O
+            sums = rows.new_zeros(rows.shape[0], token.numel(), rows.shape[-1]).index_add_(1, pair, rows)
+            total = OneHot(token, self.a.size).add_rows(sums.square().sum(0))
+            return total.unsqueeze(0)
+        if self.a.shape[1] == 1:
+            return torch.einsum("nko,nki->koi", self.g[:, :, 0].square().sum(0), self.a[:, 0].square())
+        return super().squared_sum()
+
+    def bias_cross_sum(self) -> Float[Tensor, "K O I"]:
+        """Without per-example gradients where each example has one position."""
+        if not isinstance(self.a, OneHot) and self.a.shape[1] == 1:
+            return torch.einsum("nko,nki->koi", self.g[:, :, 0].square().sum(0), self.a[:, 0])
+        return super().bias_cross_sum()
+
+    def rotated_squared_sum(
+        self, U_A: Float[Tensor, "K I I"] | None, U_G: Float[Tensor, "K O O"]
+    ) -> Float[Tensor, "K O I"]:
+        """``Σ_{v,n} (U_Gᵀ (Σ_s g aᵀ) U_A)²``: the diagonal of the exact block in a Kronecker basis.
+
+        Rotating a and g costs S (I² + O²) an example, rotating the gradient O I (O + I): the cheaper is taken.
+        `U_A` None stands for the identity.
+        """
+        s, o = self.g.shape[2], self.g.shape[-1]
+        i = self.a.shape[-1]
+        if isinstance(self.a, OneHot) or U_A is None or s * (i * i + o * o) <= o * i * (o + i):
+            a = self.a if isinstance(self.a, OneHot) or U_A is None else torch.einsum("nski,kij->nskj", self.a, U_A)
+            return Standard(a, torch.einsum("vnsko,kop->vnskp", self.g, U_G)).squared_sum()
+        grads = self.per_example_grads()
+        return torch.einsum("kop,vnkoi,kij->vnkpj", U_G, grads, U_A).square().sum((0, 1))
+
+    def reduced(self) -> "Standard":
+        """Mean of a and sum of g over the positions, for layers whose output is averaged."""
+        if isinstance(self.a, OneHot):
+            return self
+        return Standard(self.a.mean(1, keepdim=True), self.g.sum(2, keepdim=True))

@@ -1,0 +1,393 @@
+"""`LayerTable`: which parameters get which form, decided once. ``print(table)`` is the first thing to look at."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.foundations.errors import (
+    InputError,
+    NameLookupError,
+    UnsupportedError,
+    describe,
+    nearest,
+)
+from layerwise.foundations.vectors import trainable, unwrap
+from layerwise.layers.form import Form, Part, flat_form
+from layerwise.layers.rule import RULES, LayerRule
+
+OnUnsupported = Literal["elementwise", "skip", "raise"]
+FALLBACK_BLOCK = 1024
+"""A parameter without a rule keeps its exact block up to this many entries, its diagonal above."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in the model where a form is used: a module, and which of its calls."""
+
+    module_name: str
+    module: nn.Module
+    rule: LayerRule
+    key: str
+
+    def same_role(self, other: "Site") -> bool:
+        """Whether two sites may share one form."""
+        return type(self.rule) is type(other.rule)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One block of parameter space."""
+
+    name: str
+    form: Form
+    kind: str
+    """Name of the module's type."""
+    sites: tuple[Site, ...] = ()
+    reason: str | None = None
+    """Why the block falls back; None if it has a rule."""
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters in this block."""
+        return tuple(part.name for part in self.form.parts)
+
+    def structure(self, asked: str = "kfac") -> str:
+        """The structure this block gets where `asked` is requested."""
+        if asked not in ("kfac", "ekfac"):
+            return asked
+        if not self.sites:
+            return "block" if self.form.numel() <= FALLBACK_BLOCK else "diag"
+        return asked if self.form.kronecker else "group"
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """All blocks, and the parameters left out with the reason.
+
+    >>> table = LayerTable.from_model(nn.Sequential(nn.Linear(3, 2), nn.ReLU()))
+    >>> [layer.name for layer in table.layers], table.layers[0].form.shape
+    (['0'], (1, 2, 4))
+    """
+
+    layers: tuple[LayerSpec, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shape of every parameter that takes part, in flat order."""
+    untracked: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        select: str | Iterable[str] = "*",
+        on_unsupported: OnUnsupported = "elementwise",
+        separate_bias: tuple[type[nn.Module], ...] = (),
+    ) -> "LayerTable":
+        """Read a model: tied weights, frozen parameters and unknown modules included."""
+        if on_unsupported not in ("elementwise", "skip", "raise"):
+            raise InputError(
+                describe(f"on_unsupported={on_unsupported!r}", '"elementwise", "skip" or "raise"', "choose one of them")
+            )
+        model = unwrap(model)
+        parameters = trainable(model)
+        if not parameters:
+            raise InputError(
+                describe("a model without trainable parameters", "at least one parameter with requires_grad", "unfreeze")
+            )
+        specs, reasons = _specs(model, parameters, separate_bias)
+        covered = {name for spec in specs for name in spec.parameters}
+        untracked = {}
+        for name, parameter in parameters.items():
+            if name in covered:
+                continue
+            reason = reasons.get(name, "no layer rule covers it")
+            if on_unsupported == "raise":
+                raise UnsupportedError(_unsupported_message(name, reason))
+            if on_unsupported == "skip":
+                untracked[name] = reason
+                continue
+            specs.append(fallback_spec(name, tuple(parameter.shape), reason))
+        order = {name: index for index, name in enumerate(parameters)}
+        specs.sort(key=lambda spec: min(order[p] for p in spec.parameters))
+        shapes = {name: tuple(p.shape) for name, p in parameters.items() if name not in untracked}
+        return cls(tuple(specs), shapes, untracked).selected(select)
+
+    def selected(self, select: str | Iterable[str]) -> "LayerTable":
+        """The blocks whose layer or parameter name matches a pattern (``*`` and ``?`` as in a shell)."""
+        patterns = [select] if isinstance(select, str) else list(select)
+        if patterns == ["*"]:
+            return self
+        kept = []
+        for pattern in patterns:
+            matching = [spec for spec in self.layers if matches(spec, pattern)]
+            if not matching:
+                raise NameLookupError(f"no layer matches {pattern!r}; {nearest(pattern, self.names())}")
+            kept += matching
+        layers = tuple(spec for spec in self.layers if spec in kept)
+        names = {name for spec in layers for name in spec.parameters}
+        _require_whole(layers, names, self.shapes)
+        return replace(self, layers=layers, shapes={k: v for k, v in self.shapes.items() if k in names})
+
+    def names(self) -> list[str]:
+        """Names of the blocks."""
+        return [spec.name for spec in self.layers]
+
+    def spec(self, name: str) -> LayerSpec:
+        """The block of that name."""
+        for candidate in self.layers:
+            if candidate.name == name:
+                return candidate
+        raise NameLookupError(f"no layer {name!r}; {nearest(name, self.names())}")
+
+    def numel(self) -> int:
+        """Number of parameters that take part."""
+        return sum(spec.form.numel() for spec in self.layers)
+
+    def slices(self) -> dict[str, slice]:
+        """Where each parameter lies in a flat vector."""
+        where, start = {}, 0
+        for name, shape in self.shapes.items():
+            size = int(torch.Size(shape).numel())
+            where[name] = slice(start, start + size)
+            start += size
+        return where
+
+    def to_blocks(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``{layer: [*B, K, O, I]}`` from ``{parameter: [*B, *shape]}``."""
+        return {spec.name: spec.form.join(params) for spec in self.layers}
+
+    def to_params(self, blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `to_blocks`."""
+        pieces: dict[str, list[tuple[int, Tensor, Part]]] = {}
+        for spec in self.layers:
+            for part, tensor in spec.form.split(blocks[spec.name]):
+                start = 0 if part.rows is None else part.rows[0]
+                pieces.setdefault(part.name, []).append((start, tensor, part))
+        return {name: _assemble(pieces[name]) for name in self.shapes}
+
+    def demote(self, reasons: Mapping[str, str]) -> "LayerTable":
+        """The same table with the blocks of these names fallen back, each for the reason given.
+
+        Parameters whose rows are shared by several blocks fall back together.
+        """
+        lost = {name: why for spec in self.layers if (why := reasons.get(spec.name)) for name in spec.parameters}
+        layers: list[LayerSpec] = []
+        for spec in self.layers:
+            touched = [name for name in spec.parameters if name in lost]
+            if not touched:
+                layers.append(spec)
+                continue
+            for part in spec.form.parts:
+                why = lost.get(part.name, reasons.get(spec.name) or lost[touched[0]])
+                if part.name not in {layer.name for layer in layers}:
+                    layers.append(fallback_spec(part.name, part.shape, why))
+        return replace(self, layers=tuple(layers))
+
+    def describe(self, structure: Any = "kfac") -> str:
+        """One row a parameter tensor: layer, type, form, what it gets, and why if it falls back."""
+        rows = [("parameter", "layer", "type", "K×O×I", str(structure), "reason")]
+        for name in self.shapes:
+            for spec in self.layers:
+                if name in spec.parameters:
+                    k, o, i = spec.form.shape
+                    rows.append(
+                        (name, spec.name, spec.kind, f"{k}×{o}×{i}", spec.structure(structure), spec.reason or "")
+                    )
+        rows += [(name, "-", "-", "-", "left out", reason) for name, reason in self.untracked.items()]
+        widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.insert(1, "-" * min(sum(widths) + 2 * len(widths), 110))
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    def __iter__(self) -> Iterator[LayerSpec]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
+def fallback_spec(name: str, shape: tuple[int, ...], reason: str) -> LayerSpec:
+    """The block of a parameter that no rule covers."""
+    return LayerSpec(name, flat_form(Part(name, shape)), "Parameter", (), reason)
+
+
+def matches(spec: LayerSpec, pattern: str) -> bool:
+    """Whether a pattern names this block, or a parameter of it."""
+    return any(fnmatchcase(name, pattern) for name in (spec.name, *spec.parameters))
+
+
+def layers(
+    model: nn.Module, select: str | Iterable[str] = "*", on_unsupported: OnUnsupported = "elementwise"
+) -> LayerTable:
+    """Which layers of a model are seen, in which form, and what falls back and why.
+
+    >>> print(layers(nn.Linear(2, 1)))
+    parameter  layer   type    K×O×I  kfac  reason
+    --------------------------------------------------
+    weight     Linear  Linear  1×1×3  kfac
+    bias       Linear  Linear  1×1×3  kfac
+
+    Args:
+        model: any module. A parameter whose module has no rule falls back (its exact block if small, else its
+            diagonal) and the table says so.
+        select: a pattern, or several, of layer or parameter names.
+        on_unsupported: "elementwise" falls back, "skip" leaves the parameter out, "raise" is an error.
+    """
+    return LayerTable.from_model(model, select, on_unsupported)
+
+
+# --- building the table ----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Use:
+    """One form at one site, before ties are resolved."""
+
+    site: Site
+    form: Form
+
+    @property
+    def label(self) -> str:
+        name = self.site.module_name or type(self.site.module).__name__
+        return f"{name}.{self.site.key}" if self.site.key else name
+
+
+def _specs(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], separate_bias: tuple[type[nn.Module], ...]
+) -> tuple[list[LayerSpec], dict[str, str]]:
+    uses, reasons = _uses(model, parameters)
+    uses = _resolve_roles(uses, reasons)
+    specs = []
+    for group in _groups(uses):
+        specs += _specs_of_group(group, separate_bias)
+    return specs, reasons
+
+
+def _uses(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> tuple[list[_Use], dict[str, str]]:
+    names = {id(p): name for name, p in parameters.items()}
+    uses, reasons = [], {}
+    for module_name, module in model.named_modules():
+        parts = {
+            local: Part(names[id(p)], tuple(p.shape))
+            for local, p in module.named_parameters(recurse=False)
+            if id(p) in names
+        }
+        if not parts:
+            continue
+        rule = RULES.find(type(module))
+        why = f"{type(module).__name__} has no layer rule" if rule is None else rule.refuses(module)
+        if rule is None or why is not None:
+            reasons |= {part.name: str(why) for part in parts.values()}
+            continue
+        for key, form in rule.forms(module, parts).items():
+            uses.append(_Use(Site(module_name, module, rule, key), form))
+    return uses, reasons
+
+
+def _resolve_roles(uses: list[_Use], reasons: dict[str, str]) -> list[_Use]:
+    """A parameter used in two different forms (embedding tied to the head) loses its form, not its peers'."""
+    roles: dict[str, list[tuple[_Use, str]]] = {}
+    for use in uses:
+        for role, part in (("weight", use.form.weight), ("bias", use.form.bias)):
+            if part is not None:
+                roles.setdefault(part.name, []).append((use, role))
+    for name, users in roles.items():
+        (first, role), *others = users
+        for other, other_role in others:
+            packed = first.site.module is other.site.module and role == other_role
+            if not packed and not _compatible(first, role, other, other_role):
+                reasons[name] = f"tied in different roles: {first.label} and {other.label}"
+    stripped = []
+    for use in uses:
+        form = use.form
+        if form.weight is not None and form.weight.name in reasons:
+            form = replace(form, weight=None, weight_inputs=0, transposed=False, one_hot=False, taps=1)
+        if form.bias is not None and form.bias.name in reasons:
+            form = replace(form, bias=None)
+        if form.parts:
+            stripped.append(_Use(use.site, form))
+    return stripped
+
+
+def _compatible(first: _Use, role: str, other: _Use, other_role: str) -> bool:
+    if role != other_role or not first.site.same_role(other.site):
+        return False
+    a, b = first.form, other.form
+    if role == "bias":
+        return (a.groups, a.outputs) == (b.groups, b.outputs)
+    return (a.groups, a.outputs, a.weight_inputs, a.transposed) == (b.groups, b.outputs, b.weight_inputs, b.transposed)
+
+
+def _groups(uses: list[_Use]) -> list[list[_Use]]:
+    """Uses joined by a shared weight or bias."""
+    groups: list[tuple[set[Part], list[_Use]]] = []
+    for use in uses:
+        keys = set(use.form.parts)
+        touching = [group for group in groups if group[0] & keys]
+        merged = (keys.union(*(g[0] for g in touching)), [u for g in touching for u in g[1]] + [use])
+        groups = [group for group in groups if group not in touching] + [merged]
+    return [group[1] for group in groups]
+
+
+def _specs_of_group(group: list[_Use], separate_bias: tuple[type[nn.Module], ...]) -> list[LayerSpec]:
+    first = group[0]
+    kind = type(first.site.module).__name__
+    joint = all(use.form == first.form for use in group)
+    if joint and not (isinstance(first.site.module, separate_bias) and len(first.form.parts) == 2):
+        return [LayerSpec(first.label, first.form, kind, tuple(use.site for use in group))]
+    specs: list[LayerSpec] = []
+    for role in ("weight", "bias"):
+        by_part: dict[Part, list[_Use]] = {}
+        for use in group:
+            part = getattr(use.form, role)
+            if part is not None:
+                by_part.setdefault(part, []).append(use)
+        for users in by_part.values():
+            lead = users[0]
+            form = _weight_alone(lead.form) if role == "weight" else _bias_alone(lead.form)
+            name = lead.label if role == "weight" else f"{lead.label}.bias"
+            specs.append(LayerSpec(name, form, kind, tuple(use.site for use in users)))
+    return specs
+
+
+def _weight_alone(form: Form) -> Form:
+    return replace(form, bias=None)
+
+
+def _bias_alone(form: Form) -> Form:
+    return Form(form.groups, form.outputs, 0, None, form.bias, kronecker=False)
+
+
+def _assemble(pieces: list[tuple[int, Tensor, Part]]) -> Tensor:
+    if len(pieces) == 1:
+        return pieces[0][1]
+    pieces = sorted(pieces, key=lambda piece: piece[0])
+    axis = pieces[0][1].ndim - len(pieces[0][2].shape)
+    return torch.cat([tensor for _, tensor, _ in pieces], dim=axis)
+
+
+def _require_whole(layers: tuple[LayerSpec, ...], names: set[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Rows of a packed parameter are selected together or not at all."""
+    for name in names:
+        covered = sum(part.numel() for spec in layers for part in spec.form.parts if part.name == name)
+        if covered != torch.Size(shapes[name]).numel():
+            raise InputError(
+                describe(
+                    f"a selection with some rows of {name!r}",
+                    "all projections packed in one parameter",
+                    f"select the parameter: {name!r}",
+                )
+            )
+
+
+def _unsupported_message(name: str, reason: str) -> str:
+    return (
+        f"parameter `{name}`: {reason}. Rules exist for {', '.join(RULES.names())}. Register one with "
+        '`@layer_rule(MyLayer)`, or leave out `on_unsupported="raise"` to let it fall back.'
+    )

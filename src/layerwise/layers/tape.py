@@ -1,0 +1,311 @@
+"""`Tape`: the one capture. It records every layer's input and pulls back its output gradient.
+
+    with Tape(model, table) as tape:
+        f = model(x)
+    ios = tape.pull(f, v)                    # v: [V, N, *out], explicit
+    tape.listen(); loss.backward(); ios = tape.heard()   # passive: the user's own backward
+
+Gradients are taken with respect to gradient *edges*, not tensors: an in-place operation on a layer's output
+(``ReLU(inplace=True)``) would silently make the stored tensor stand for something else.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.vectors import unwrap
+from layerwise.layers.io import CHUNK_BYTES, LayerCall, LayerIO, RecordedIO
+from layerwise.layers.layout import Layout
+from layerwise.layers.table import LayerSpec, LayerTable, Site
+
+SiteKey = tuple[str, str, int]
+"""Module name, call site, and how many calls came before: what a layout is kept under."""
+
+
+@dataclass
+class Event:
+    """One recorded call."""
+
+    site: Site
+    number: int
+    x: Tensor
+    version: int
+    edge: GradientEdge | None
+    out_shape: torch.Size
+    out_dtype: torch.dtype
+    waiting: int = 0
+    """Layers that still need the gradient."""
+    grad: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def key(self) -> SiteKey:
+        """Where its layout is kept."""
+        return self.site.module_name, self.site.key, self.number
+
+    def missing_grad(self, vectors: int) -> Tensor:
+        """The gradient of a call that the output does not depend on."""
+        return torch.zeros((), dtype=self.out_dtype, device=self.x.device).expand(vectors, *self.out_shape)
+
+
+class Tape:
+    """Records the calls of a model's layers while active; see the module's docstring."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        table: LayerTable,
+        layouts: Mapping[SiteKey, Layout] | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self.model, self.table = unwrap(model), table
+        self.layouts: Mapping[SiteKey, Layout] = layouts or {}
+        self.chunk_bytes = chunk_bytes
+        self.events: list[Event] = []
+        self._recording = False
+        self._arrived: Callable[[Event, Tensor], None] | None = None
+        self._handles: list[Any] = []
+        self._patched: list[nn.Module] = []
+        self._counts: dict[tuple[str, str], int] = {}
+
+    # --- recording ---------------------------------------------------------------------------------------
+
+    def __enter__(self) -> "Tape":
+        sites: dict[nn.Module, list[Site]] = {}
+        for spec in self.table.layers:
+            for site in spec.sites:
+                known = sites.setdefault(site.module, [])
+                if site not in known:
+                    known.append(site)
+        self._fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # the fused encoder layer calls no submodule
+        for module, of_module in sites.items():
+            if of_module[0].rule.own_forward:
+                self._patch(module, of_module)
+            else:
+                self._handles.append(module.register_forward_hook(self._hook(of_module), with_kwargs=True))
+        self._recording = True
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._recording = False
+        torch.backends.mha.set_fastpath_enabled(self._fast_path)
+        for handle in self._handles:
+            handle.remove()
+        for module in self._patched:
+            del module.forward  # the instance attribute; the class's own forward is back
+        self._handles, self._patched = [], []
+
+    def _hook(self, sites: list[Site]) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            x = args[0] if args else next(iter(kwargs.values()), None)
+            for site in sites:
+                self._record(site, x, out)
+
+        return hook
+
+    def _patch(self, module: nn.Module, sites: list[Site]) -> None:
+        by_key = {site.key: site for site in sites}
+        rule = sites[0].rule
+
+        def record(key: str, x: Tensor, out: Tensor) -> None:
+            if key in by_key:
+                self._record(by_key[key], x, out)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return rule.forward(module, record, *args, **kwargs)
+
+        module.forward = forward  # type: ignore[method-assign]
+        self._patched.append(module)
+
+    def _record(self, site: Site, x: Any, out: Any) -> None:
+        if not self._recording or not isinstance(x, Tensor) or not isinstance(out, Tensor):
+            return
+        where = (site.module_name, site.key)
+        number = self._counts.get(where, 0)
+        self._counts[where] = number + 1
+        edge = get_gradient_edge(out) if out.requires_grad else None
+        raw = x.detach()
+        event = Event(site, number, raw, raw._version, edge, out.shape, out.dtype)
+        self.events.append(event)
+        if edge is not None:
+            out.register_hook(lambda g, event=event: self._on_grad(event, g))
+
+    def _on_grad(self, event: Event, g: Tensor) -> None:
+        if self._arrived is not None:
+            self._arrived(event, g)
+
+    # --- pulling back ------------------------------------------------------------------------------------
+
+    def pull(
+        self, f: Float[Tensor, "N *out"], v: Float[Tensor, "V N *out"], retain_graph: bool = False, mask: Tensor | None = None
+    ) -> dict[str, LayerIO]:
+        """Pull V cotangents back to every layer at once, in one batched backward."""
+        self._check_inputs()
+        live = [event for event in self.events if event.edge is not None]
+        grads = batched_grad(f, [event.edge for event in live], v, retain_graph)  # type: ignore[misc]
+        for event, grad in zip(live, grads, strict=True):
+            event.grad = grad
+        ios = {spec.name: self.io(spec, v.shape[0], f.shape[0], mask) for spec in self._recorded_specs()}
+        for event in self.events:
+            event.grad = None
+        return ios
+
+    def stream(
+        self,
+        f: Float[Tensor, "N *out"],
+        v: Float[Tensor, "N *out"],
+        consume: Callable[[LayerSpec, LayerIO], None],
+        retain_graph: bool = False,
+        mask: Tensor | None = None,
+    ) -> None:
+        """Pull one cotangent back and hand over each layer as its gradient arrives, so that none is kept."""
+        self._check_inputs()
+        examples = f.shape[0]
+        remaining = {spec.name: spec for spec in self._recorded_specs()}
+        waiting, missing = self._subscribe(remaining.values())
+
+        def hand_over(spec: LayerSpec) -> None:
+            consume(spec, self.io(spec, 1, examples, mask))
+            del remaining[spec.name]
+            for event in self.calls_of(spec):
+                event.waiting -= 1
+                if event.waiting == 0:
+                    event.grad = None
+
+        def arrived(event: Event, g: Tensor) -> None:
+            event.grad = g.detach().unsqueeze(0)
+            for spec in waiting.pop(id(event), []):
+                missing[spec.name] -= 1
+                if missing[spec.name] == 0:
+                    hand_over(spec)
+
+        sources = _sources(f, [event for event in self.events if event.edge is not None])
+        self._arrived = arrived
+        try:
+            if sources:
+                torch.autograd.grad(f, sources, v, retain_graph=retain_graph, allow_unused=True)
+        finally:
+            self._arrived = None
+        for spec in list(remaining.values()):  # the output does not depend on some of their calls
+            hand_over(spec)
+
+    def listen(self) -> None:
+        """Fill output gradients from the next backward that the user makes."""
+        self._recording = False
+        heard: dict[int, Tensor] = {}
+
+        def arrived(event: Event, g: Tensor) -> None:
+            heard[id(event)] = heard[id(event)] + g.detach() if id(event) in heard else g.detach()
+            event.grad = heard[id(event)].unsqueeze(0)
+
+        self._arrived = arrived
+
+    def heard(self, examples: int | None = None, mask: Tensor | None = None) -> dict[str, LayerIO]:
+        """What `listen` has caught. `examples` is N; by default the size of the first recorded input."""
+        self._arrived = None
+        self._check_inputs()
+        if examples is None:
+            first = self.events[0]
+            layout = self.layouts.get(first.key, Layout())
+            examples = first.x.shape[layout.axis]
+        return {spec.name: self.io(spec, 1, examples, mask) for spec in self._recorded_specs()}
+
+    def calls_of(self, spec: LayerSpec) -> list[Event]:
+        """The recorded calls of a layer, in order."""
+        wanted = {(site.module_name, site.key) for site in spec.sites}
+        return [event for event in self.events if event.key[:2] in wanted]
+
+    def _recorded_specs(self) -> list[LayerSpec]:
+        return [spec for spec in self.table.layers if spec.sites and self.calls_of(spec)]
+
+    def _subscribe(self, specs: Iterable[LayerSpec]) -> tuple[dict[int, list[LayerSpec]], dict[str, int]]:
+        """Which layers wait for which event, and how many events each layer waits for."""
+        waiting: dict[int, list[LayerSpec]] = {}
+        missing: dict[str, int] = {}
+        for spec in specs:
+            for event in self.calls_of(spec):
+                event.waiting += 1
+                if event.edge is not None:
+                    waiting.setdefault(id(event), []).append(spec)
+                    missing[spec.name] = missing.get(spec.name, 0) + 1
+        return waiting, missing
+
+    def io(self, spec: LayerSpec, vectors: int, examples: int, mask: Tensor | None = None) -> RecordedIO:
+        """What a layer did, from the gradients its calls now hold (zero where they hold none)."""
+        calls = []
+        for event in self.calls_of(spec):
+            dy = event.missing_grad(vectors) if event.grad is None else event.grad
+            calls.append(LayerCall(event.site, event.x, dy, self.layout_of(event, examples)))
+        return RecordedIO(spec, tuple(calls), examples, mask, self.chunk_bytes)
+
+    def layout_of(self, event: Event, examples: int) -> Layout:
+        """Where the examples are in this call."""
+        known = self.layouts.get(event.key) or self.layouts.get((*event.key[:2], 0), Layout())
+        lead = tuple(event.x.shape[: event.site.rule.lead(event.site.module, event.site.key, event.x)])
+        if not known.fits(lead, examples) and not (examples == 1 and known.merged):
+            raise InputError(
+                describe(
+                    f"layer {event.site.module_name!r} called on an input of shape {tuple(event.x.shape)}",
+                    f"{examples} examples on axis {known.axis}{' merged with positions' if known.merged else ''}, "
+                    "as in the first batch",
+                    "give batches of one kind, or leave the layer out with select=",
+                )
+            )
+        return known
+
+    def _check_inputs(self) -> None:
+        self._recording = False
+        for event in self.events:
+            if event.x._version != event.version:
+                raise InputError(
+                    describe(
+                        f"an in-place change of the input of layer {event.site.module_name!r} after the layer used it",
+                        "inputs that stay as the layer saw them",
+                        "replace the in-place operation (x += y, relu_(x), …) by one that makes a new tensor",
+                    )
+                )
+
+
+def batched_grad(
+    f: Tensor, inputs: Sequence[Any], v: Float[Tensor, "V *out"], retain_graph: bool = False
+) -> list[Tensor | None]:
+    """``[V, *input]`` for each input: vectorised where every operation allows it, else one backward a vector."""
+    if v.shape[0] == 1:
+        grads = torch.autograd.grad(f, inputs, v[0], retain_graph=retain_graph, allow_unused=True)
+        return [None if g is None else g.unsqueeze(0) for g in grads]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns where it loops over a batching rule it lacks
+            grads = torch.autograd.grad(f, inputs, v, retain_graph=True, is_grads_batched=True, allow_unused=True)
+    except RuntimeError:
+        rows = [torch.autograd.grad(f, inputs, row, retain_graph=True, allow_unused=True) for row in v]
+        grads = [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
+    return list(grads)
+
+
+def _sources(f: Tensor, events: Sequence[Event]) -> list[GradientEdge]:
+    """Edges from which no other recorded edge can be reached.
+
+    A backward down to these passes through every recorded layer, and keeps no gradient but theirs.
+    """
+    recorded = {event.edge.node: event.edge for event in events if event.edge is not None}
+    reaches: dict[Any, bool] = {}
+    root = get_gradient_edge(f).node
+    stack = [(root, False)]
+    while stack:  # depth first; a node is settled after its children
+        node, settled = stack.pop()
+        children = [child for child, _ in node.next_functions if child is not None]
+        if settled:
+            reaches[node] = any(child in recorded or reaches.get(child, False) for child in children)
+        elif node not in reaches:
+            reaches[node] = False
+            stack.append((node, True))
+            stack += [(child, False) for child in children if child not in reaches]
+    return [edge for node, edge in recorded.items() if node in reaches and not reaches[node]]

@@ -1,0 +1,125 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerwise.foundations.errors import InputError, NumericalError
+from layerwise.foundations.linalg import guarded_cholesky, guarded_eigh
+
+F64 = torch.float64
+
+
+def spd(n, *batch, seed=0, dtype=F64, low=-2.0, high=1.0):
+    """Random positive definite matrices with eigenvalues 10**low … 10**high."""
+    g = torch.Generator().manual_seed(seed)
+    Q = torch.linalg.qr(torch.randn(*batch, n, n, generator=g, dtype=F64)).Q
+    s = torch.logspace(low, high, n, dtype=F64)
+    return ((Q * s) @ Q.mT).to(dtype), s
+
+
+@given(n=st.integers(0, 7), batch=st.lists(st.integers(0, 3), max_size=2), seed=st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_eigh_reconstructs_the_symmetric_part(n, batch, seed):
+    M = torch.randn(*batch, n, n, generator=torch.Generator().manual_seed(seed), dtype=F64)
+    s, U = guarded_eigh(M, clamp=False)
+    torch.testing.assert_close((U * s[..., None, :]) @ U.mT, (M + M.mT) / 2)
+    torch.testing.assert_close(U.mT @ U, torch.eye(n, dtype=F64).expand(*batch, n, n))
+    assert (s.diff(dim=-1) >= 0).all()
+
+
+def test_eigh_ill_conditioned_float32_is_clamped():
+    M, s = spd(40, dtype=torch.float32, low=-12, high=3)
+    values, U = guarded_eigh(M)
+    assert values.dtype == torch.float32
+    assert (values >= 0).all()
+    assert (guarded_eigh(M, clamp=False)[0] < 0).any()  # the clamp had something to do
+    torch.testing.assert_close(values.double(), s, rtol=0, atol=1e-6 * 1e3)
+    torch.testing.assert_close(U.mT @ U, torch.eye(40), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_eigh_of_half_types_is_float32(dtype):
+    s, U = guarded_eigh(torch.eye(3, dtype=dtype))
+    assert s.dtype == U.dtype == torch.float32
+    assert guarded_cholesky(torch.eye(3, dtype=dtype)).dtype == torch.float32
+
+
+def test_eigh_of_entries_near_overflow():
+    big = torch.full((2, 2), 3e38).fill_diagonal_(0.0)
+    s, _ = guarded_eigh(big, clamp=False)
+    torch.testing.assert_close(s, torch.tensor([-3e38, 3e38]))
+
+
+@pytest.mark.parametrize("decompose", [guarded_eigh, guarded_cholesky])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_non_finite_entries_are_counted_and_named(decompose, value):
+    M = torch.eye(3)
+    M[0, 1] = M[1, 2] = value
+    with pytest.raises(NumericalError, match=r"factor A of `fc1`.*2 of 9 entries not finite") as error:
+        decompose(M, name="factor A of `fc1`")
+    assert "do:" in str(error.value)
+
+
+@pytest.mark.parametrize("decompose", [guarded_eigh, guarded_cholesky])
+def test_a_matrix_that_is_not_square_is_refused(decompose):
+    with pytest.raises((InputError, TypeError)):  # TypeError where shapes are checked at the call
+        decompose(torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("how", ["raises", "nan"])
+def test_eigh_falls_back_to_float64(monkeypatch, how):
+    eigh, seen = torch.linalg.eigh, []
+
+    def fails_in_float32(M):
+        seen.append(M.dtype)
+        if M.dtype == torch.float32:
+            if how == "raises":
+                raise torch.linalg.LinAlgError("did not converge")
+            return torch.full(M.shape[:-1], float("nan")), torch.full(M.shape, float("nan"))
+        return eigh(M)
+
+    monkeypatch.setattr(torch.linalg, "eigh", fails_in_float32)
+    M, s = spd(5, dtype=torch.float32)
+    values, U = guarded_eigh(M)
+    assert seen == [torch.float32, F64]
+    assert values.dtype == U.dtype == torch.float32
+    torch.testing.assert_close(values, s.float())
+
+
+def test_eigh_that_never_converges_says_so(monkeypatch):
+    def fails(M):
+        raise torch.linalg.LinAlgError("did not converge")
+
+    monkeypatch.setattr(torch.linalg, "eigh", fails)
+    with pytest.raises(NumericalError, match=r"factor G .*did not converge.*damping"):
+        guarded_eigh(torch.eye(2), name="factor G")
+
+
+@given(
+    n=st.integers(0, 6), batch=st.lists(st.integers(0, 2), max_size=2), damping=st.sampled_from([0.0, 0.3])
+)
+@settings(max_examples=30, deadline=None)
+def test_cholesky_is_the_root(n, batch, damping):
+    M, _ = spd(n, *batch)
+    kept = M.clone()
+    L = guarded_cholesky(M, damping=damping)
+    torch.testing.assert_close(L @ L.mT, M + damping * torch.eye(n, dtype=F64))
+    assert torch.equal(L, L.tril())
+    assert torch.equal(M, kept)
+
+
+def test_cholesky_succeeds_in_float64_where_float32_fails():
+    M = torch.ones(2, 2)
+    assert torch.linalg.cholesky_ex(M + 1e-9 * torch.eye(2))[1].any()
+    L = guarded_cholesky(M, damping=1e-9)
+    assert L.dtype == torch.float32
+    assert L[1, 1] > 0
+
+
+def test_cholesky_of_an_indefinite_matrix_names_the_eigenvalue():
+    with pytest.raises(NumericalError, match=r"factor A .*eigenvalue before damping -2.*pass damping > 0"):
+        guarded_cholesky(torch.diag(torch.tensor([1.0, -2.0])), name="factor A")
+    with pytest.raises(NumericalError, match=r"damping=1,.*larger than this"):
+        guarded_cholesky(torch.diag(torch.tensor([1.0, -2.0])), damping=1.0)
+    with pytest.raises(InputError, match="damping=-1"):
+        guarded_cholesky(torch.eye(2), damping=-1.0)
