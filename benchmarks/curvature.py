@@ -6,7 +6,8 @@
     python benchmarks/curvature.py --check                           # do the systems compute the same matrix?
 
 Times are medians of calls made by turns; × is relative to one forward+backward of the same group, × limit to
-the sum of bare operations no method can avoid (the rows marked ·). Peers that are not installed are skipped.
+the sum of bare operations no method can avoid (the rows marked ·). Both are given for wall and for CPU time:
+on a busy machine trust the second, or --threads 1. Peers that are not installed are skipped.
 """
 
 import os
@@ -25,7 +26,7 @@ from collections.abc import Callable
 import torch
 from agreement import check
 from limits import TRAINING, Bare, unavoidable
-from measure import Row, by_turns, peak_bytes
+from measure import Row, Seconds, by_turns, peak_bytes
 from models import MODELS, SMALL_BATCH, Problem, problem
 from peers import SYSTEMS
 from report import aims, print_aims, print_group, record
@@ -70,7 +71,7 @@ def system_row(name: str, p: Problem, task: str, slow: bool) -> Row:
     row = Row(cls.name, lambda: prepare(lambda: cls(p), task), fresh)
     why = cls.supports(p.name, task)
     if not cls.available():
-        row.note = f"skipped: {cls.package} is not installed"
+        row.note = f"skipped: no usable {cls.package} is installed"
     elif why and not (slow and why.startswith("slow")):
         row.note = f"not measured: {why}"
     return row
@@ -91,12 +92,12 @@ def measure_group(p: Problem, task: str, args: argparse.Namespace) -> dict:
     bare_rows = [Row(name, operations[name]) for name in dict.fromkeys((TRAINING, *limit))]
     rows = [system_row(name, p, task, args.slow) for name in args.systems]
     by_turns(bare_rows + rows, args.repeats, args.patience, args.device)
-    seconds = {row.name: row.seconds() for row in bare_rows}
-    total = sum(count * seconds[name] for name, count in limit.items())
+    bare_named = {row.name: row for row in bare_rows}
+    total = Seconds.weighted([(bare_named[name].seconds(), count) for name, count in limit.items()])
     if args.memory:
         for name, row in [(TRAINING, bare_rows[0]), *zip(args.systems, rows, strict=True)]:
             row.peak_mb = peak_in_fresh_process(p.name, task, name, args) if not row.note else None
-    return {"model": p.name, "task": task, "limit_s": total, "bare": bare_rows, "rows": rows}
+    return {"model": p.name, "task": task, "limit": total, "bare": bare_rows, "rows": rows}
 
 
 def peak_in_fresh_process(model: str, task: str, system: str, args: argparse.Namespace) -> float | None:
@@ -136,7 +137,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(DEFAULT_TASKS))
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--patience", type=float, default=8, help="seconds for the turns of one row")
+    parser.add_argument("--patience", type=float, default=5, help="seconds a row may take in all")
     parser.add_argument("--slow", action="store_true", help="also what takes minutes a call")
     parser.add_argument("--threads", type=int, default=0, help="0: torch's default")
     parser.add_argument("--device", default="cpu")

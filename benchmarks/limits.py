@@ -152,7 +152,8 @@ def _damped(M: Tensor) -> Tensor:
 def unavoidable(task: str, outputs: int) -> dict[str, float]:
     """The limit of a task as a sum of bare operations, each with its multiplicity.
 
-    `outputs` is the number of backward passes an exact Fisher needs.
+    `outputs` is the number of output directions of an exact Fisher, here pulled back one at a time: at a
+    small batch, where a pass does not fill the cores, stacking directions can be faster than this sum.
     """
     one_pass = {TO_OUTPUTS: 1, INPUT_PRODUCTS: 1, GRADIENT_PRODUCTS: 1}
     if task == "kfac-exact":  # one forward pass, then `outputs` backward passes over the same graph

@@ -13,6 +13,26 @@ import torch
 Call = Callable[[], object]
 
 
+@dataclass(frozen=True)
+class Seconds:
+    """Wall and CPU time. CPU time says more where other processes take turns on the cores."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def median(cls, samples: list["Seconds"]) -> "Seconds":
+        return cls(statistics.median(s.wall for s in samples), statistics.median(s.cpu for s in samples))
+
+    @classmethod
+    def weighted(cls, terms: list[tuple["Seconds", float]]) -> "Seconds":
+        return cls(sum(w * s.wall for s, w in terms), sum(w * s.cpu for s, w in terms))
+
+    def over(self, other: "Seconds") -> "Seconds":
+        """Ratios, not seconds any more."""
+        return Seconds(self.wall / max(other.wall, 1e-9), self.cpu / max(other.cpu, 1e-9))
+
+
 @dataclass
 class Row:
     """Something to time. `prepare` is not timed and returns the call that is."""
@@ -20,27 +40,19 @@ class Row:
     name: str
     prepare: Callable[[], Call]
     fresh: bool = False  # prepare anew before every call, for calls that cache their result
-    wall: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
+    samples: list[Seconds] = field(default_factory=list)
     note: str = ""
     peak_mb: float | None = None
     _call: Call | None = None
 
-    def seconds(self) -> float | None:
-        return statistics.median(self.wall) if self.wall else None
+    def seconds(self) -> Seconds:
+        return Seconds.median(self.samples)
 
-    def cpu_seconds(self) -> float | None:
-        return statistics.median(self.cpu) if self.cpu else None
-
-    def once(self, device: str) -> tuple[float, float]:
+    def once(self, device: str) -> Seconds:
         if self._call is None or self.fresh:
             self._call = None  # free the last one first
             self._call = self.prepare()
         return clock(self._call, device)
-
-    def keep(self, seconds: tuple[float, float]) -> None:
-        self.wall.append(seconds[0])
-        self.cpu.append(seconds[1])
 
     def release(self) -> None:
         self._call = None
@@ -51,14 +63,14 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def clock(call: Call, device: str) -> tuple[float, float]:
-    """Wall and CPU seconds of one call; freeing its result is not counted."""
+def clock(call: Call, device: str) -> Seconds:
+    """One call; freeing its result is not counted."""
     gc.collect()
     synchronize(device)
     cpu, wall = time.process_time(), time.perf_counter()
     result = call()
     synchronize(device)
-    seconds = time.perf_counter() - wall, time.process_time() - cpu
+    seconds = Seconds(time.perf_counter() - wall, time.process_time() - cpu)
     del result
     return seconds
 
@@ -79,7 +91,7 @@ def by_turns(rows: list[Row], repeats: int, patience: float, device: str) -> Non
     for turn in range(repeats):
         for row in rows:
             if turn < turns.get(id(row), 0):
-                row.keep(row.once(device))
+                row.samples.append(row.once(device))
     for row in rows:
         row.release()
 
@@ -91,10 +103,10 @@ def _warm_up(row: Row, repeats: int, patience: float, device: str) -> int:
     except Exception as error:  # a peer may fail in any way at all; the table says how
         row.note = f"fails: {reason(error)}"
         return 0
-    wanted = max(1, min(repeats, int(patience / max(seconds[0], 1e-9))))
-    if seconds[0] < 1:
+    wanted = max(1, min(repeats, int(patience / max(seconds.wall, 1e-9))))
+    if seconds.wall < 1:
         return wanted
-    row.keep(seconds)
+    row.samples.append(seconds)
     return wanted - 1
 
 

@@ -222,7 +222,7 @@ class Kronfluence(System):
         from kronfluence.utils.state import State
 
         self.task = _kronfluence_task(problem)
-        self.model = prepare_model(self.model, self.task)
+        self.model = prepare_model(self.model, self.task).to(problem.x.device)  # it adds tensors of its own
         self.state = State(cpu=problem.x.device.type == "cpu")
 
     def fisher(self, structure: str, estimator: str):
@@ -251,7 +251,7 @@ class Kronfluence(System):
             V = v[f"{layer}.weight"].flatten(1)
             if module.bias is not None:
                 V = torch.cat([V, v[f"{layer}.bias"].unsqueeze(1)], dim=1)
-            W = _kronfluence_product(F, layer, V)
+            W = _kronfluence_product(F, layer, V.cpu()).to(V.device)  # it hands its factors over on the CPU
             n = v[f"{layer}.weight"].flatten(1).shape[1]
             out[f"{layer}.weight"] = W[:, :n].view_as(v[f"{layer}.weight"])
             if module.bias is not None:

@@ -1,1 +1,25 @@
-"""layerwise."""
+"""The geometry of a network, layer by layer.
+
+>>> import torch, layerwise as lw
+>>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+>>> x, y = torch.randn(32, 4), torch.randint(3, (32,))
+>>> F = lw.fisher(model, (x, y), structure="ekfac", estimator="exact")
+>>> float(F.trace()) > 0
+True
+"""
+
+from layerwise.curvature.build import fisher as fisher
+from layerwise.curvature.build import ggn as ggn
+from layerwise.curvature.build import gradient_moment as gradient_moment
+from layerwise.curvature.build import hessian as hessian
+from layerwise.curvature.matrix import ParamMatrix as ParamMatrix
+from layerwise.curvature.storage import load as load
+from layerwise.foundations import likelihoods as likelihoods
+from layerwise.foundations.errors import LayerwiseError as LayerwiseError
+from layerwise.foundations.vectors import ParamVector as ParamVector
+from layerwise.layers.rule import LayerRule as LayerRule
+from layerwise.layers.rule import layer_rule as layer_rule
+from layerwise.layers.table import LayerTable as LayerTable
+from layerwise.layers.table import layers as layers
+
+__version__ = "0.1.0"

@@ -40,7 +40,11 @@ class Terms:
         """The target, or an error that says one is needed."""
         if self.y is None:
             raise InputError(
-                describe("a batch without a target", "a batch (x, y)", 'give y, or use estimator="sampled" or "exact"')
+                describe(
+                    "a batch without a target",
+                    "a batch (x, y)",
+                    'give y, or use estimator="sampled" or "exact"',
+                )
             )
         return self.y
 
@@ -85,7 +89,9 @@ class Likelihood(ABC):
 def _last_axis_terms(f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], name: str) -> Terms:
     """Standard form for likelihoods of real or 0/1 vectors: target and output have one shape."""
     if y is not None and (not isinstance(y, Tensor) or y.shape != f.shape):
-        given = f"a target of shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a target of type {type(y).__name__}"
+        given = (
+            f"a target of shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a target of type {type(y).__name__}"
+        )
         raise InputError(
             describe(
                 f"{given} for an output of shape {tuple(f.shape)}",
@@ -174,7 +180,9 @@ class Bernoulli(Likelihood):
         if isinstance(y, Tensor):
             y = y.to(f.dtype) if not y.is_complex() else y
             if y.numel() and not bool(((y >= 0) & (y <= 1)).all()):
-                raise InputError(describe("targets outside [0, 1]", "probabilities or 0/1 labels", "rescale the target"))
+                raise InputError(
+                    describe("targets outside [0, 1]", "probabilities or 0/1 labels", "rescale the target")
+                )
         return _last_axis_terms(f, y, mask, arrange, self.name)
 
     def loss(self, terms: Terms) -> Float[Tensor, "N S"]:
@@ -232,9 +240,7 @@ class Categorical(Likelihood):
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.label_smoothing <= 1.0:
-            raise InputError(
-                describe(f"label_smoothing={self.label_smoothing}", "a number in [0, 1]", "pass e.g. 0.1")
-            )
+            raise InputError(describe(f"label_smoothing={self.label_smoothing}", "a number in [0, 1]", "pass e.g. 0.1"))
 
     def standardize(self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor]) -> Terms:
         """Logits with the classes on their axis, labels without it."""
@@ -262,12 +268,20 @@ class Categorical(Likelihood):
         if self.class_axis is not None:
             if not -f.ndim <= self.class_axis < f.ndim:
                 raise InputError(
-                    describe(f"class_axis={self.class_axis}", f"an axis of the output {tuple(f.shape)}", "correct it")
+                    describe(
+                        f"class_axis={self.class_axis}",
+                        f"an axis of the output {tuple(f.shape)}",
+                        "correct it",
+                    )
                 )
             return self.class_axis % f.ndim
         if f.ndim < 2:
             raise InputError(
-                describe(f"an output of shape {tuple(f.shape)}", "logits [N, C] or [N, positions, C]", "add a class axis")
+                describe(
+                    f"an output of shape {tuple(f.shape)}",
+                    "logits [N, C] or [N, positions, C]",
+                    "add a class axis",
+                )
             )
         if f.ndim == 2:
             return 1
@@ -308,7 +322,9 @@ class Categorical(Likelihood):
         if self.weight.shape != f.shape[-1:]:
             raise InputError(
                 describe(
-                    f"class weights of shape {tuple(self.weight.shape)}", f"shape ({f.shape[-1]},)", "one a class"
+                    f"class weights of shape {tuple(self.weight.shape)}",
+                    f"shape ({f.shape[-1]},)",
+                    "one a class",
                 )
             )
         return self.weight.to(f)
@@ -318,7 +334,11 @@ class Categorical(Likelihood):
             weight = f.new_ones(f.shape[:2])
         elif labels is None:
             raise InputError(
-                describe("class weights and no target", "labels y: the weight of a term is that of its label", "give y")
+                describe(
+                    "class weights and no target",
+                    "labels y: the weight of a term is that of its label",
+                    "give y",
+                )
             )
         else:
             weight = self._class_weights(f)[labels]
@@ -482,7 +502,11 @@ def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(like.shape, generator=generator, device=generator.device).to(like.device, like.dtype)
 
 
-_BY_NAME: Mapping[str, type[Likelihood]] = {"categorical": Categorical, "gaussian": Gaussian, "bernoulli": Bernoulli}
+_BY_NAME: Mapping[str, type[Likelihood]] = {
+    "categorical": Categorical,
+    "gaussian": Gaussian,
+    "bernoulli": Bernoulli,
+}
 
 
 def resolve(likelihood: "str | Likelihood", **options: Any) -> Likelihood:

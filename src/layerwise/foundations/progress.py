@@ -32,10 +32,9 @@ class Bar:
 
     def track(self, items: Iterable[T], description: str, total: int | None) -> Iterator[T]:
         """Yield the items, showing a bar once `delay` has passed."""
-        start, shown, done = time.monotonic(), False, 0
-        for item in items:
+        start, shown = time.monotonic(), False
+        for done, item in enumerate(items, start=1):
             yield item
-            done += 1
             elapsed = time.monotonic() - start
             if elapsed > self.delay:
                 shown = True

@@ -48,10 +48,7 @@ class ParamVector:
     def grad(cls, model: nn.Module) -> "ParamVector":
         """The gradients now stored in ``.grad``; zero where there is none."""
         return cls(
-            {
-                name: torch.zeros_like(p) if p.grad is None else p.grad.detach()
-                for name, p in trainable(model).items()
-            }
+            {name: torch.zeros_like(p) if p.grad is None else p.grad.detach() for name, p in trainable(model).items()}
         )
 
     @classmethod

@@ -101,7 +101,10 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _merged_mask(
-    module: nn.MultiheadAttention, qkv: list[Tensor], key_padding_mask: Tensor | None, attn_mask: Tensor | None
+    module: nn.MultiheadAttention,
+    qkv: list[Tensor],
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
 ) -> Tensor | None:
     """Both masks as one, [N or 1, heads or 1, T, keys]. A causal hint adds nothing to the mask it describes."""
     n, t, _ = qkv[0].shape

@@ -22,6 +22,40 @@ def call(model: nn.Module, x: Tree) -> Tensor:
     return output_tensor(out)
 
 
+@contextmanager
+def substituted(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
+    """Other tensors in the place of some parameters, for a while.
+
+    ``torch.func.functional_call`` does not put the parameters of a module back that is registered under two names,
+    and recurrent layers keep a second list of their weights that it does not reach.
+    """
+    instead = {id(p): params[name] for name, p in model.named_parameters() if name in params}
+    replaced = [
+        (module, local, p)
+        for module in model.modules()
+        for local, p in module._parameters.items()
+        if p is not None and id(p) in instead
+    ]
+    lists = [
+        (module, module._flat_weights) for module in {id(m): m for m, _, _ in replaced}.values() if _is_rnn(module)
+    ]
+    try:
+        for module, local, p in replaced:
+            module._parameters[local] = instead[id(p)]  # type: ignore[assignment]
+        for module, weights in lists:
+            module._flat_weights = [instead.get(id(w), w) for w in weights]  # type: ignore[assignment]
+        yield
+    finally:
+        for module, local, p in replaced:
+            module._parameters[local] = p
+        for module, weights in lists:
+            module._flat_weights = weights
+
+
+def _is_rnn(module: nn.Module) -> bool:
+    return isinstance(module, nn.RNNBase)
+
+
 def output_tensor(out: Any) -> Tensor:
     """The tensor in a model's output: itself, ``logits``, or the first floating-point tensor."""
     if isinstance(out, Tensor):
@@ -32,7 +66,11 @@ def output_tensor(out: Any) -> Tensor:
     found = next((t for t in leaves(out if not hasattr(out, "values") else dict(out)) if t.is_floating_point()), None)
     if found is None:
         raise InputError(
-            describe(f"a model that returns {type(out).__name__}", "a tensor, or a container with one", "wrap the model")
+            describe(
+                f"a model that returns {type(out).__name__}",
+                "a tensor, or a container with one",
+                "wrap the model",
+            )
         )
     return found
 
@@ -58,9 +96,7 @@ def take(x: Tree, start: int, stop: int, axis: int) -> Tree:
 def refuse_train_mode_batch_norm(model: nn.Module) -> None:
     """Batch norm in train mode makes the examples of a batch interact."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (
-            module.training or module.running_mean is None
-        ):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None):
             raise InteractionError(
                 describe(
                     f"layer {name!r}, a {type(module).__name__} that uses the statistics of the batch",

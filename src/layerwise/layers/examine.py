@@ -35,6 +35,8 @@ class Findings:
     """Axis of the model's input."""
     output: Layout
     layouts: dict[SiteKey, Layout] = field(default_factory=dict)
+    bytes_per_example: float = 0.0
+    """Recorded inputs and outputs of one example."""
 
 
 def examine(model: nn.Module, table: LayerTable, x: Tree, y: object, example_axis: int | None) -> Findings:
@@ -90,7 +92,11 @@ def _examine_along(tape: Tape, x: Tree, f: Tensor, n: int, axis: int, first: int
     model, table = tape.model, tape.table
     if not f.requires_grad:
         raise InputError(
-            describe("an output that does not depend on any trainable parameter", "a differentiable model", "check it")
+            describe(
+                "an output that does not depend on any trainable parameter",
+                "a differentiable model",
+                "check it",
+            )
         )
     failures: list[str] = []
     for output in _output_layouts(tuple(f.shape), n, first):
@@ -100,16 +106,22 @@ def _examine_along(tape: Tape, x: Tree, f: Tensor, n: int, axis: int, first: int
         if lost and _interacts(model, x, f, output, n, axis):
             failures += lost
             continue
-        reasons = {name: "its input has no axis that holds the examples" for name in _specs_at(table, lost)}
+        reasons = dict.fromkeys(_specs_at(table, lost), "its input has no axis that holds the examples")
         tape.layouts = layouts
         reasons |= _gradient_mismatches(tape, table, event_grads, param_grads, n, set(reasons))
-        return Findings(table.demote(reasons) if reasons else table, axis, output, layouts)
+        return Findings(table.demote(reasons) if reasons else table, axis, output, layouts, _recorded_bytes(tape) / n)
     raise InteractionError(
         describe(
             f"a model whose batch elements interact (seen at {', '.join(sorted(set(failures))[:3]) or 'the output'})",
             "examples that do not influence one another",
             "take out operations over the batch axis, or name the axis of the examples with example_axis=",
         )
+    )
+
+
+def _recorded_bytes(tape: Tape) -> int:
+    return sum(
+        event.x.numel() * event.x.itemsize + event.out_shape.numel() * event.out_dtype.itemsize for event in tape.events
     )
 
 

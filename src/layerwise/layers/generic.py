@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
+from torch.func import vjp, vmap
 
 from layerwise.foundations.types import Tree, leaves, map_leaves
-from layerwise.layers.calling import example_count, output_tensor, take
+from layerwise.layers.calling import call, example_count, substituted, take
 from layerwise.layers.tape import batched_grad
 
 Arrange = Callable[[Tensor], Tensor]
@@ -23,9 +23,7 @@ Arrange = Callable[[Tensor], Tensor]
 
 def is_random(model: nn.Module) -> bool:
     """Whether the forward draws random numbers: then only the batch's own graph gives its gradients."""
-    return any(
-        module.training and getattr(module, "p", getattr(module, "dropout", 0.0)) for module in model.modules()
-    )
+    return any(module.training and getattr(module, "p", getattr(module, "dropout", 0.0)) for module in model.modules())
 
 
 WAYS = ("vmap", "loop", "graph")
@@ -62,16 +60,16 @@ class ExampleGradients:
 
     def _adds_up(self, rows: Mapping[str, Tensor], f: Tensor, v: Tensor) -> bool:
         truth = self._pull(f, v[:1], retain_graph=True)
-        gap = sum(float((rows[k][0].sum(0) - t[0]).double().square().sum()) for k, t in zip(self.params, truth, strict=True))
+        gap = sum(
+            float((rows[k][0].sum(0) - t[0]).double().square().sum()) for k, t in zip(self.params, truth, strict=True)
+        )
         scale = sum(float(t.double().square().sum()) for t in truth)
         tolerance = {torch.float64: 1e-6, torch.float32: 1e-2}.get(f.dtype, 0.2)
         return gap <= tolerance**2 * scale or (scale == 0 and gap == 0)
 
     def _forward(self, params: Mapping[str, Tensor], x: Tree, arrange: Arrange) -> Tensor:
-        args = x if isinstance(x, tuple | list) else () if isinstance(x, Mapping) else (x,)
-        kwargs = dict(x) if isinstance(x, Mapping) else {}
-        out = functional_call(self.model, dict(params), tuple(args), kwargs)
-        return arrange(output_tensor(out))
+        with substituted(self.model, params):
+            return arrange(call(self.model, x))
 
     def _vmap(self, x: Tree, f: Tensor, v: Tensor, arrange: Arrange) -> dict[str, Tensor]:
         n = f.shape[0]

@@ -78,6 +78,10 @@ class LayerIO(ABC):
     def rows(self) -> Float[Tensor, "V N K O I"]:
         """Per-example gradients of all examples."""
 
+    @abstractmethod
+    def narrow(self, start: int, stop: int) -> "LayerIO":
+        """Some examples."""
+
 
 @dataclass(frozen=True)
 class RecordedIO(LayerIO):
@@ -153,6 +157,28 @@ class RecordedIO(LayerIO):
     def grad(self) -> Float[Tensor, "V K O I"]:
         """``Σ_n Σ_s g aᵀ``."""
         return torch.stack([chunk.grad() for chunk in self.chunks(gradients=False)]).sum(0)
+
+    def reduced_chunks(self) -> Iterator[tuple[Float[Tensor, "N K I"], Float[Tensor, "V N K O"]]]:
+        """Mean of a and sum of g over the positions that count, some examples at a time.
+
+        An example none of whose positions count is left out of the means.
+        """
+        for part in self.parts(self._bytes_per_example(gradients=False)):
+            chunk, keep = part.standard(), part._keep_all_calls()
+            assert isinstance(chunk.a, Tensor)
+            if keep is None:
+                yield chunk.a.mean(1), chunk.g.sum(2)
+                continue
+            weight = keep.to(chunk.g.dtype)
+            count = weight.sum(1)
+            a = torch.einsum("nski,ns->nki", chunk.a, weight) / count.clamp_min(1).view(-1, 1, 1)
+            yield a[count > 0], torch.einsum("vnsko,ns->vnko", chunk.g, weight)
+
+    def _keep_all_calls(self) -> Bool[Tensor, "N S"] | None:
+        keeps = [self._one_call(call)._keep() for call in self.calls]
+        if any(keep is None for keep in keeps):
+            return None
+        return torch.cat([keep for keep in keeps if keep is not None], dim=1)
 
     def output_moment(self) -> Float[Tensor, "K O O"]:
         """``Σ_{v,n,s} g gᵀ`` over the positions that count."""
@@ -230,7 +256,8 @@ class RecordedIO(LayerIO):
             total = found[0] if total is None else total + found[0]
             sums = found[1] if sums is None else sums + found[1]
             count += found[2]
-        assert total is not None and sums is not None
+        assert total is not None
+        assert sums is not None
         return total, sums, count
 
     def _plain_moment(self) -> tuple[Tensor, Tensor, int]:
@@ -259,6 +286,10 @@ class GradientIO(LayerIO):
     def vectors(self) -> int:  # type: ignore[override]
         """V."""
         return self.gradients.shape[0]
+
+    def narrow(self, start: int, stop: int) -> "GradientIO":
+        """Some examples."""
+        return GradientIO(self.spec, self.gradients[:, start:stop])
 
     def chunks(self, gradients: bool = True) -> Iterator[Gradients]:
         """All at once."""

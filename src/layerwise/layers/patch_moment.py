@@ -40,7 +40,11 @@ def patch_moment(
         _fill_diagonal(blocks, rows, distance, out, stride[0], dilation[0], zero_rows)
     sums = rows.sum(2)
     ends = [sums[:, o * dilation[0] :][:, : (out - 1) * stride[0] + 1 : stride[0]].sum(1) for o in range(kernel[0])]
-    return _order_like_weight(blocks, x.shape[1] // groups), _order_sums(ends, x.shape[1] // groups), out * per_row
+    return (
+        _order_like_weight(blocks, x.shape[1] // groups),
+        _order_sums(ends, x.shape[1] // groups),
+        out * per_row,
+    )
 
 
 def _unfold_all_but_first(
@@ -65,7 +69,13 @@ def _size(shape: Sequence[int]) -> int:
 
 
 def _fill_diagonal(
-    blocks: Tensor, rows: Tensor, distance: int, out: int, stride: int, dilation: int, zero_rows: tuple[int, int]
+    blocks: Tensor,
+    rows: Tensor,
+    distance: int,
+    out: int,
+    stride: int,
+    dilation: int,
+    zero_rows: tuple[int, int],
 ) -> None:
     """All blocks [o, o + distance] and their mirror images."""
     offsets = range(blocks.shape[1] - distance)

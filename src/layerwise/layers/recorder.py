@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods import Likelihood, Terms
+from layerwise.foundations.random import stream
 from layerwise.foundations.types import Tree, leaves
 from layerwise.foundations.vectors import unwrap
 from layerwise.layers.calling import (
@@ -21,7 +22,7 @@ from layerwise.layers.calling import (
     undisturbed,
 )
 from layerwise.layers.examine import Findings, examine
-from layerwise.layers.generic import ExampleGradients
+from layerwise.layers.generic import ExampleGradients, is_random
 from layerwise.layers.io import CHUNK_BYTES, GradientIO, LayerIO
 from layerwise.layers.layout import Layout
 from layerwise.layers.table import LayerSpec, LayerTable
@@ -47,7 +48,9 @@ class Recorder:
         table: LayerTable,
         example_axis: int | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        seed: int = 0,
     ) -> None:
+        self.seed = seed
         self.model, self.table = unwrap(model), table
         self.given_axis = example_axis
         self.chunk_bytes = chunk_bytes
@@ -64,16 +67,7 @@ class Recorder:
 
     def prepare(self, batch: Batch) -> Findings:
         """Check a batch, and examine the model if this is the first of its kind."""
-        check_devices(self.model, (batch.x, batch.y if isinstance(batch.y, Tensor) else None))
-        for tensor in leaves(batch.x):
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise InputError(
-                    describe(
-                        f"batch {batch.number} with {int((~torch.isfinite(tensor)).sum())} values that are NaN or infinite",
-                        "finite inputs",
-                        "clean the data or leave the batch out; nothing of this call was kept",
-                    )
-                )
+        self.check(batch)
         axis = self.given_axis if self.findings is None else self.findings.example_axis
         n = example_count(batch.x, axis or 0)
         if self.findings is None or (self._examined_on < 2 <= n):
@@ -83,6 +77,40 @@ class Recorder:
             names = [name for spec in self.table.layers if not spec.sites for name in spec.parameters]
             self._generic = ExampleGradients(self.model, names, self.findings.example_axis)
         return self.findings
+
+    def check(self, batch: Batch) -> None:
+        """Device and finiteness of a batch."""
+        check_devices(self.model, (batch.x, batch.y if isinstance(batch.y, Tensor) else None))
+        for tensor in leaves(batch.x):
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                bad = int((~torch.isfinite(tensor)).sum())
+                raise InputError(
+                    describe(
+                        f"batch {batch.number} with {bad} values that are NaN or infinite",
+                        "finite inputs",
+                        "clean the data or leave the batch out; nothing of this call was kept",
+                    )
+                )
+
+    @staticmethod
+    def check_output(f: Tensor, batch: Batch) -> None:
+        """Finiteness of the model's output."""
+        if not bool(torch.isfinite(f.detach()).all()):
+            raise InputError(
+                describe(
+                    f"batch {batch.number}, on which the model's output is NaN or infinite",
+                    "finite outputs",
+                    "check the parameters and the inputs; nothing of this call was kept",
+                )
+            )
+
+    def seed_forward(self, batch: Batch) -> None:
+        """Fix what a random forward (dropout) draws, by seed and batch: the same at every pass.
+
+        Only inside `session`, which puts the generators back.
+        """
+        if is_random(self.model):
+            torch.manual_seed(stream(self.seed, "forward", batch.number).initial_seed())
 
     def examples(self, batch: Batch) -> int:
         """N of a batch."""
@@ -118,26 +146,27 @@ class Recorder:
         self.prepare(batch)
         n = self.examples(batch)
         assert self.findings is not None
+        self.seed_forward(batch)
         kernels = [SDPBackend.MATH] if batched else _any_backend()
-        with torch.enable_grad(), sdpa_kernel(kernels), Tape(
-            self.model, self.table, self.findings.layouts, self.chunk_bytes
-        ) as tape:
+        with (
+            torch.enable_grad(),
+            sdpa_kernel(kernels),
+            Tape(self.model, self.table, self.findings.layouts, self.chunk_bytes) as tape,
+        ):
             f = call(self.model, batch.x)
-        if not bool(torch.isfinite(f.detach()).all()):
-            raise InputError(
-                describe(
-                    f"batch {batch.number}, on which the model's output is NaN or infinite",
-                    "finite outputs",
-                    "check the parameters and the inputs; nothing of this call was kept",
-                )
-            )
+        self.check_output(f, batch)
         with torch.enable_grad():
             terms = likelihood.standardize(as_statistics(f), batch.y, batch.mask, self.arrange(n))
         return Recorded(self, tape, batch, likelihood, terms, n)
 
 
 def _any_backend() -> list[SDPBackend]:
-    return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
+    return [
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.MATH,
+    ]
 
 
 @dataclass(frozen=True)

@@ -115,9 +115,3 @@ class Standard(Chunk):
             return Standard(a, torch.einsum("vnsko,kop->vnskp", self.g, U_G)).squared_sum()
         grads = self.per_example_grads()
         return torch.einsum("kop,vnkoi,kij->vnkpj", U_G, grads, U_A).square().sum((0, 1))
-
-    def reduced(self) -> "Standard":
-        """Mean of a and sum of g over the positions, for layers whose output is averaged."""
-        if isinstance(self.a, OneHot):
-            return self
-        return Standard(self.a.mean(1, keepdim=True), self.g.sum(2, keepdim=True))

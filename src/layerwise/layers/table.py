@@ -61,7 +61,7 @@ class LayerSpec:
             return asked
         if not self.sites:
             return "block" if self.form.numel() <= FALLBACK_BLOCK else "diag"
-        return asked if self.form.kronecker else "group"
+        return asked if self.form.kronecker and self.form.weight is not None else "group"
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,21 @@ class LayerTable:
         """Read a model: tied weights, frozen parameters and unknown modules included."""
         if on_unsupported not in ("elementwise", "skip", "raise"):
             raise InputError(
-                describe(f"on_unsupported={on_unsupported!r}", '"elementwise", "skip" or "raise"', "choose one of them")
+                describe(
+                    f"on_unsupported={on_unsupported!r}",
+                    '"elementwise", "skip" or "raise"',
+                    "choose one of them",
+                )
             )
         model = unwrap(model)
         parameters = trainable(model)
         if not parameters:
             raise InputError(
-                describe("a model without trainable parameters", "at least one parameter with requires_grad", "unfreeze")
+                describe(
+                    "a model without trainable parameters",
+                    "at least one parameter with requires_grad",
+                    "unfreeze",
+                )
             )
         specs, reasons = _specs(model, parameters, separate_bias)
         covered = {name for spec in specs for name in spec.parameters}
@@ -194,7 +202,14 @@ class LayerTable:
                 if name in spec.parameters:
                     k, o, i = spec.form.shape
                     rows.append(
-                        (name, spec.name, spec.kind, f"{k}×{o}×{i}", spec.structure(structure), spec.reason or "")
+                        (
+                            name,
+                            spec.name,
+                            spec.kind,
+                            f"{k}×{o}×{i}",
+                            spec.structure(structure),
+                            spec.reason or "",
+                        )
                     )
         rows += [(name, "-", "-", "-", "left out", reason) for name, reason in self.untracked.items()]
         widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
@@ -321,7 +336,12 @@ def _compatible(first: _Use, role: str, other: _Use, other_role: str) -> bool:
     a, b = first.form, other.form
     if role == "bias":
         return (a.groups, a.outputs) == (b.groups, b.outputs)
-    return (a.groups, a.outputs, a.weight_inputs, a.transposed) == (b.groups, b.outputs, b.weight_inputs, b.transposed)
+    return (a.groups, a.outputs, a.weight_inputs, a.transposed) == (
+        b.groups,
+        b.outputs,
+        b.weight_inputs,
+        b.transposed,
+    )
 
 
 def _groups(uses: list[_Use]) -> list[list[_Use]]:

@@ -144,7 +144,11 @@ class Tape:
     # --- pulling back ------------------------------------------------------------------------------------
 
     def pull(
-        self, f: Float[Tensor, "N *out"], v: Float[Tensor, "V N *out"], retain_graph: bool = False, mask: Tensor | None = None
+        self,
+        f: Float[Tensor, "N *out"],
+        v: Float[Tensor, "V N *out"],
+        retain_graph: bool = False,
+        mask: Tensor | None = None,
     ) -> dict[str, LayerIO]:
         """Pull V cotangents back to every layer at once, in one batched backward."""
         self._check_inputs()

@@ -264,9 +264,7 @@ _conv(
     (2, 6),
     lambda: nn.Conv1d(2, 3, 4, padding="same", padding_mode="circular"),
 )
-_conv(
-    "conv_transpose1d", "conv_transpose", (3, 4), lambda: nn.ConvTranspose1d(3, 2, 3, 2, 1, output_padding=1)
-)
+_conv("conv_transpose1d", "conv_transpose", (3, 4), lambda: nn.ConvTranspose1d(3, 2, 3, 2, 1, output_padding=1))
 _conv(
     "conv_transpose2d",
     "conv_transpose",
@@ -390,9 +388,7 @@ _norm("batch_norm1d", "", lambda: _trained(nn.BatchNorm1d(5)), 4)
 _conv_norm("batch_norm2d", lambda: _trained(nn.BatchNorm2d(4)))
 _conv_norm("group_norm", lambda: nn.GroupNorm(2, 4))
 _conv_norm("instance_norm", lambda: nn.InstanceNorm2d(4, affine=True))
-_conv_norm(
-    "instance_norm_running", lambda: _trained(nn.InstanceNorm2d(4, affine=True, track_running_stats=True))
-)
+_conv_norm("instance_norm_running", lambda: _trained(nn.InstanceNorm2d(4, affine=True, track_running_stats=True)))
 
 
 # --- embeddings -------------------------------------------------------------------------------------------

@@ -27,9 +27,7 @@ def require_at_least(name: str, value: int, least: int) -> None:
 def require_square(M: Tensor, name: str) -> None:
     """Raise `InputError` unless the last two axes of ``M`` have the same length."""
     if M.ndim < 2 or M.shape[-1] != M.shape[-2]:
-        raise InputError(
-            describe(f"{name} of shape {tuple(M.shape)}", "square matrices [..., n, n]", "check its axes")
-        )
+        raise InputError(describe(f"{name} of shape {tuple(M.shape)}", "square matrices [..., n, n]", "check its axes"))
 
 
 def require_finite(M: Tensor, name: str) -> None:

@@ -63,8 +63,7 @@ def guarded_eigh(
         reason = f"the result in {dtype} on {device} was not finite"
     raise NumericalError(
         describe(
-            f"{name} of shape {tuple(M.shape)}, largest entry {_largest(S):.3g}, which does not decompose "
-            f"({reason})",
+            f"{name} of shape {tuple(M.shape)}, largest entry {_largest(S):.3g}, which does not decompose ({reason})",
             "a symmetric matrix whose eigendecomposition converges",
             "pass more damping, or rescale the matrix",
         )

@@ -1,0 +1,213 @@
+"""One operator a layer: diag, quasidiag, block, kfac, ekfac and mixtures of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.curvature.columns import Params
+from layerwise.curvature.matrix import ParamMatrix, merge_weights
+from layerwise.foundations.errors import InputError, LayerwiseError, describe
+from layerwise.foundations.kronecker import InputFactor, Kronecker
+from layerwise.foundations.operators import BlockOperator, check_damping
+from layerwise.foundations.vectors import ParamVector
+from layerwise.layers.form import Part
+from layerwise.layers.table import LayerSpec, LayerTable
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockDiagonal(ParamMatrix):
+    """Layers do not interact; each has an operator of its own."""
+
+    table: LayerTable
+    operators: Mapping[str, BlockOperator]
+    structure: str
+    examples: int | None = None
+    positions: Mapping[str, int] | None = None
+    """Rows that each layer's input factor was averaged over."""
+    memory: int | None = None
+    diagonal_error: ParamVector | None = None
+    """Standard error of a diagonal that was estimated."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:  # type: ignore[override]
+        """Of the parameters."""
+        return self.table.shapes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the first operator."""
+        return next(iter(self._first().tensors().values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first operator."""
+        return next(iter(self._first().tensors().values())).device
+
+    @property
+    def is_psd(self) -> bool:
+        """Whether every block is."""
+        return all(op.is_psd for op in self.operators.values())
+
+    def _first(self) -> BlockOperator:
+        return next(iter(self.operators.values()))
+
+    def _each(self, params: Params, fn: str, *args: object) -> Params:
+        blocks = self.table.to_blocks(params)
+        out = {}
+        for name, X in blocks.items():
+            try:
+                out[name] = getattr(self.operators[name], fn)(X, *args)
+            except LayerwiseError as error:
+                raise type(error)(f"layer {name!r}: {error}") from error
+        return self.table.to_params(out)
+
+    def _mv(self, params: Params) -> Params:
+        return self._each(params, "mv")
+
+    def _solve(self, params: Params, damping: float, split: str | None, tol: float, max_iterations: int) -> Params:
+        return self._each(params, "solve", damping, split)
+
+    def _power(self, params: Params, exponent: float, damping: float, split: str | None) -> Params:
+        return self._each(params, "power", exponent, damping, split)
+
+    def _sample(self, n: int, damping: float, generator: torch.Generator) -> Params:
+        return self.table.to_params({k: op.sample(n, damping, generator) for k, op in self.operators.items()})
+
+    def trace(self, samples: int = 0, seed: int = 0) -> Tensor:
+        """Sum over layers."""
+        return torch.stack([op.trace() for op in self.operators.values()]).sum()
+
+    def frobenius(self, samples: int = 0, seed: int = 0) -> Tensor:
+        """Root of the sum of squares over layers."""
+        return torch.stack([op.frobenius_squared() for op in self.operators.values()]).sum().sqrt()
+
+    def diagonal(self, samples: int = 0, seed: int = 0) -> ParamVector:
+        """Every layer's diagonal."""
+        values = self.table.to_params({k: op.diagonal() for k, op in self.operators.items()})
+        return ParamVector(values, self.diagonal_error)
+
+    def logdet(
+        self, damping: float = 0.0, *, damping_split: str | None = None, samples: int = 0, seed: int = 0
+    ) -> Tensor:
+        """Sum over layers of ``log det(M_l + λI)``; exact damping unless `damping_split` says otherwise."""
+        damping = check_damping(damping)
+        return torch.stack([op.logdet(damping, damping_split) for op in self.operators.values()]).sum()
+
+    def eigenvalues(self, k: int | None = None) -> Tensor:
+        """All eigenvalues, or the k largest, ascending."""
+        if k is not None:
+            self._check_k(k)
+        return torch.cat([op.eigenvalues() for op in self.operators.values()]).sort().values[-(k or self.numel()) :]
+
+    def eigh(self, k: int | None = None) -> tuple[Tensor, Tensor]:
+        """Eigenvalues ascending and eigenvectors as columns; each vector lives in one layer."""
+        if k is None:
+            self._require_dense()
+        else:
+            self._check_k(k)
+        values, owners, places = [], [], []
+        for index, op in enumerate(self.operators.values()):
+            own = op.eigenvalues()
+            values.append(own)
+            owners.append(torch.full_like(own, index, dtype=torch.long))
+            places.append(torch.arange(len(own), device=own.device))
+        order = torch.cat(values).sort().indices[-(k or self.numel()) :]
+        owner, place = torch.cat(owners)[order], torch.cat(places)[order]
+        blocks = {}
+        for index, (name, op) in enumerate(self.operators.items()):
+            blocks[name] = torch.zeros(len(order), *op.shape, dtype=self.dtype, device=self.device)
+            mine = owner == index
+            if bool(mine.any()):
+                blocks[name][mine] = op.eigenvectors(place[mine]).to(self.dtype)
+        rows = self.table.to_params(blocks)
+        vectors = torch.cat([rows[p].flatten(1) for p in self.shapes], dim=1).mT
+        return torch.cat(values)[order], vectors
+
+    def layer(self, name: str) -> "BlockDiagonal":
+        """The block of one layer; rows of a packed parameter become a parameter of their own."""
+        spec = _standalone(self.table.spec(name))
+        shapes = {part.name: part.shape for part in spec.form.parts}
+        table = replace(self.table, layers=(spec,), shapes=shapes, untracked={})
+        positions = None if self.positions is None else {name: self.positions.get(name, 0)}
+        return replace(self, table=table, operators={name: self.operators[name]}, positions=positions)
+
+    def _scaled(self, factor: float) -> ParamMatrix:
+        try:
+            return replace(self, operators={k: op.scaled(factor) for k, op in self.operators.items()})
+        except InputError:  # a Kronecker product cannot be negative
+            return super()._scaled(factor)
+
+    def plus(self, other: ParamMatrix) -> "BlockDiagonal | None":
+        """The sum, where every layer's operator has one."""
+        if not isinstance(other, BlockDiagonal) or other.table.names() != self.table.names():
+            return None
+        sums = {name: op.plus(other.operators[name]) for name, op in self.operators.items()}
+        if any(op is None for op in sums.values()):
+            return None
+        return replace(self, operators=sums, examples=None, positions=None)
+
+    def merge(self, other: "BlockDiagonal") -> ParamMatrix:
+        """The estimate from both data sets together.
+
+        Diagonals, blocks and Kronecker factors merge exactly (factors separately, by their counts of rows);
+        where a structure cannot hold the union (two different eigenbases), the result is a lazy weighted sum.
+        """
+        if not isinstance(other, BlockDiagonal) or other.structure != self.structure:
+            raise InputError(
+                describe(
+                    f"a {other.structure!r} matrix",
+                    f"another {self.structure!r} matrix",
+                    "estimate both alike",
+                )
+            )
+        a, b = merge_weights(self.examples, other.examples)
+        merged: dict[str, BlockOperator] = {}
+        for name, op in self.operators.items():
+            joint = self._merged(name, op, other, a, b)
+            if joint is None:
+                return a * self + b * other
+            merged[name] = joint
+        total = (self.examples or 0) + (other.examples or 0)
+        mine, yours = self.positions or {}, other.positions or {}
+        positions = {k: mine.get(k, 0) + yours.get(k, 0) for k in merged}
+        return replace(self, operators=merged, examples=total, positions=positions)
+
+    def _merged(self, name: str, op: BlockOperator, other: "BlockDiagonal", a: float, b: float) -> BlockOperator | None:
+        theirs = other.operators[name]
+        if not isinstance(op, Kronecker) or not isinstance(theirs, Kronecker):
+            return op.scaled(a).plus(theirs.scaled(b))
+        s, t = (m.positions.get(name, 0) if m.positions else 0 for m in (self, other))
+        share = s / (s + t) if s + t else 0.5
+        A = InputFactor(share * op.A.values + (1 - share) * theirs.A.values, op.A.taps)
+        return Kronecker(A, a * op.G + b * theirs.G, op.solve_split)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "BlockDiagonal":
+        """Another device or dtype."""
+        return replace(self, operators={k: op.to(device, dtype) for k, op in self.operators.items()})
+
+    def _dense(self) -> "object":
+        from layerwise.curvature.dense import DenseMatrix
+
+        eye = torch.eye(self.numel(), dtype=self.dtype, device=self.device)
+        layers = {spec.name: spec.parameters for spec in self.table.layers}
+        return DenseMatrix(self._columns(eye), self.shapes, self.is_psd, self.examples, layers, self.memory)
+
+    def to_dense(self) -> Float[Tensor, "d d"]:
+        """The matrix itself, in flat order."""
+        self._require_dense()
+        return self._dense().matrix  # type: ignore[attr-defined]
+
+
+def _standalone(spec: LayerSpec) -> LayerSpec:
+    """A layer whose parts are whole parameters."""
+
+    def whole(part: Part | None) -> Part | None:
+        if part is None or part.rows is None:
+            return part
+        return Part(f"{part.name}[{part.rows[0]}:{part.rows[1]}]", part.part_shape())
+
+    form = replace(spec.form, weight=whole(spec.form.weight), bias=whole(spec.form.bias))
+    return replace(spec, form=form, sites=())

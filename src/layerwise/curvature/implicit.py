@@ -1,0 +1,145 @@
+"""Nothing is kept: every product goes over the data by autodiff, ``M v = 1/N Σ_n J_nᵀ H_n J_n v``."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerwise.curvature.approximation import Options
+from layerwise.curvature.columns import Params, Shapes
+from layerwise.curvature.estimate import by_layer, dense, low_rank
+from layerwise.curvature.lazy import Restricted
+from layerwise.curvature.linearize import Linearization
+from layerwise.curvature.matrix import SMALL, ParamMatrix
+from layerwise.curvature.sweep import Sweep
+from layerwise.foundations.cotangents import HessianRoot
+from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.likelihoods import Terms
+from layerwise.foundations.types import statistics_dtype
+from layerwise.foundations.vectors import ParamVector
+from layerwise.layers.calling import as_statistics
+from layerwise.layers.recorder import Batch
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Implicit(ParamMatrix):
+    """Fisher, GGN or gradient moment as products over the data.
+
+    Sampled labels are drawn from the same seeds at every pass, so that the matrix stays one matrix.
+    """
+
+    sweep: Sweep
+    centered: bool = False
+    _linearization: list[Linearization] = field(default_factory=list, repr=False)
+    structure = "implicit"
+
+    @property
+    def shapes(self) -> Shapes:  # type: ignore[override]
+        """Of the parameters."""
+        return self.sweep.recorder.table.shapes
+
+    @property
+    def memory(self) -> int:  # type: ignore[override]
+        """As allowed."""
+        return self.sweep.memory
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the statistics."""
+        return statistics_dtype(self._parameter().dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the model."""
+        return self._parameter().device
+
+    def _parameter(self) -> Tensor:
+        return next(p for p in self.sweep.recorder.model.parameters() if p.requires_grad)
+
+    def _mv(self, params: Params) -> Params:
+        recorder = self.sweep.recorder
+        if not self._linearization:
+            self._linearization.append(Linearization(recorder.model, list(self.shapes)))
+        linear = self._linearization[0]
+        total = {k: torch.zeros_like(t) for k, t in params.items()}
+        mean = {k: torch.zeros_like(t[:1]) for k, t in params.items()}
+        examples = terms = 0.0
+        with recorder.session():
+            for batch in self.sweep.source.batches("product"):
+                for part in self.sweep.parts(batch):
+                    n, weight = self._add_part(linear, part, params, total, mean)
+                    examples, terms = examples + n, terms + weight
+        count = examples if self.sweep.normalize == "examples" else terms
+        out = {k: t / count for k, t in total.items()}
+        return self._uncentered(out, mean, params, count) if self.centered else out
+
+    def _add_part(
+        self, linear: Linearization, part: Batch, params: Params, total: Params, mean: Params
+    ) -> tuple[int, float]:
+        recorder, likelihood, cotangent = self.sweep.recorder, self.sweep.likelihood, self.sweep.cotangent
+        n = recorder.examples(part)
+
+        def standard(out: Tensor) -> Terms:
+            return likelihood.standardize(as_statistics(out), part.y, part.mask, recorder.arrange(n))
+
+        recorder.seed_forward(part)
+        with torch.enable_grad():
+            terms = standard(linear.run(part.x))
+        recorder.seed_forward(part)
+        pushed = linear.push(part.x, terms.f, params, lambda out: standard(out).f)
+        if isinstance(cotangent, HessianRoot):
+            weighted = likelihood.hessian_product(terms, pushed)
+        else:
+            v = cotangent.slice(terms, 0, cotangent.count(terms), part.number)
+            inner = torch.einsum("vnsc,bnsc->bvn", v, pushed)
+            weighted = torch.einsum("bvn,vnsc->bnsc", inner, v)
+            if self.centered:
+                for k, g in linear.pull(terms.f, v, retain_graph=True).items():
+                    mean[k] += g
+        for k, g in linear.pull(terms.f, weighted).items():
+            total[k] += g
+        return n, float(terms.weight.double().sum())
+
+    @staticmethod
+    def _uncentered(out: Params, mean: Params, params: Params, count: float) -> Params:
+        """Subtract ``ḡ ḡᵀ v``."""
+        inner = sum(((mean[k] / count) * params[k]).flatten(1).sum(1) for k in params)
+        assert isinstance(inner, Tensor)
+        return {k: out[k] - inner.view(-1, *[1] * (out[k].ndim - 1)) * mean[k] / count for k in out}
+
+    # --- closed forms over the data ----------------------------------------------------------------------
+
+    def _by_layer(self, structure: str) -> ParamMatrix:
+        return by_layer(self.sweep, structure, Options(), self.centered)
+
+    def trace(self, samples: int = 0, seed: int = 0) -> Tensor:
+        """Exact: squared norms of per-example gradients, in one pass."""
+        return self._by_layer("diag").trace()
+
+    def diagonal(self, samples: int = 0, seed: int = 0) -> ParamVector:
+        """Exact: squared per-example gradients, in one pass."""
+        return self._by_layer("diag").diagonal()
+
+    def _dense(self) -> Any:
+        return dense(self.sweep, self.centered)
+
+    def to_low_rank(self) -> ParamMatrix:
+        """The same matrix with its rows kept."""
+        return low_rank(self.sweep, self.centered)
+
+    def frobenius(self, samples: int = 64, seed: int = 0) -> Tensor:
+        """Exact for few parameters; otherwise an estimate with its standard error."""
+        if self.numel() <= SMALL:
+            return self._dense().frobenius()
+        return super().frobenius(samples, seed)
+
+    def layer(self, name: str) -> Restricted:
+        """The block of one layer, still without forming it."""
+        return Restricted(self, self.sweep.recorder.table.spec(name).parameters, self.memory)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Implicit":
+        """Not possible: the matrix lives where its model does."""
+        raise InputError(
+            describe("to() of an implicit matrix", "the model's own device and dtype", "move the model and rebuild")
+        )

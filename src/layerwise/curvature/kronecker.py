@@ -1,0 +1,82 @@
+"""K-FAC: ``G ⊗ A`` with A the second moment of inputs and G that of output gradients.
+
+expand: ``A = Σ_{n,s} a aᵀ / (N S)``, ``G = Σ_{v,n,s} g gᵀ / N``: every position counts for itself.
+reduce: the same after the mean of a and the sum of g over positions.
+"""
+
+from torch import Tensor
+
+from layerwise.curvature.approximation import Approximation
+from layerwise.foundations.kronecker import InputFactor, Kronecker
+from layerwise.foundations.linalg import gram
+from layerwise.foundations.operators import BlockOperator
+from layerwise.layers.io import LayerIO, RecordedIO
+from layerwise.layers.table import LayerSpec
+
+
+class KroneckerApproximation(Approximation):
+    """Two factors a layer."""
+
+    name = "kfac"
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        k, o, i = self.spec.form.shape
+        form = self.spec.form
+        self.channels_only = self.options.conv == "sua" and form.taps > 1
+        if form.one_hot:
+            self.A = self.zeros(k, i)
+        else:
+            size = form.weight_inputs // form.taps if self.channels_only else i
+            self.A = self.zeros(k, size, size)
+        self.G = self.zeros(k, o, o)
+        self.rows = 0
+
+    def observe(self, io: LayerIO, first: bool) -> None:
+        """Add second moments; inputs once a batch, whatever the number of cotangents."""
+        assert isinstance(io, RecordedIO)
+        if self.options.sharing == "reduce" and not self.spec.form.one_hot and not self.channels_only:
+            self._observe_reduced(io, first)
+            return
+        self.G += io.output_moment()
+        if first:
+            moment, rows = io.channel_moment() if self.channels_only else io.input_moment()
+            self.A += moment
+            self.rows += rows
+
+    def _observe_reduced(self, io: RecordedIO, first: bool) -> None:
+        for a, g in io.reduced_chunks():
+            self.G += _grouped_gram(g.flatten(0, 1))
+            if first:
+                self.A += _grouped_gram(a)
+                self.rows += a.shape[0]
+
+    def factors(self, count: float) -> tuple[InputFactor, Tensor]:
+        """A as a mean over rows, G as a mean over examples."""
+        return InputFactor(self.A / max(self.rows, 1), self._taps()), self.G / count
+
+    def _taps(self) -> int:
+        return self.spec.form.taps if self.channels_only else 1
+
+    def finish(self, count: float) -> BlockOperator:
+        """``G ⊗ A``."""
+        A, G = self.factors(count)
+        return Kronecker(A, G, self.options.damping_split or "trace")
+
+    def positions(self) -> int:
+        """Rows of A."""
+        return self.rows
+
+    @classmethod
+    def bytes_needed(cls, spec: LayerSpec, itemsize: int) -> int:
+        """Two factors, twice while they are added."""
+        k, o, i = spec.form.shape
+        return 2 * k * (o * o + (i if spec.form.one_hot else i * i)) * itemsize
+
+
+def _grouped_gram(rows: Tensor) -> Tensor:
+    """``Σ_m x xᵀ`` for rows [M, K, P]."""
+    if rows.shape[1] == 1:
+        return gram(rows[:, 0]).unsqueeze(0)
+    by_group = rows.movedim(1, 0)
+    return by_group.mT @ by_group

@@ -1,0 +1,107 @@
+"""``J v`` and ``Jᵀ u`` of a model on a batch, by autodiff and without forming J.
+
+``J v`` is tried in forward mode, then by two backward passes; the first answer of each way is checked with
+``⟨u, J v⟩ = ⟨Jᵀ u, v⟩``, since not every operation has a right forward-mode (or second) derivative.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.func import jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from layerwise.foundations.errors import NumericalError, describe
+from layerwise.foundations.random import stream
+from layerwise.foundations.types import Tree
+from layerwise.foundations.vectors import trainable
+from layerwise.layers.calling import call, substituted
+from layerwise.layers.tape import batched_grad
+
+
+@contextmanager
+def twice_differentiable() -> Iterator[None]:
+    """Fused attention and cuDNN's recurrent kernels have no second derivative; these have."""
+    with sdpa_kernel([SDPBackend.MATH]), torch.backends.cudnn.flags(enabled=False):
+        yield
+
+
+def forward(model: nn.Module, params: Mapping[str, Tensor], x: Tree) -> Tensor:
+    """The model's output as a function of some of its parameters."""
+    with substituted(model, params):
+        return call(model, x)
+
+
+class Linearization:
+    """The derivative of one model; remembers which way to ``J v`` works."""
+
+    def __init__(self, model: nn.Module, names: list[str]) -> None:
+        self.model = model
+        self.params: dict[str, nn.Parameter] = {k: p for k, p in trainable(model).items() if k in names}
+        self.ways = ["forward", "double"]
+        self._checked = False
+
+    def run(self, x: Tree) -> Tensor:
+        """The output, with its graph."""
+        with torch.enable_grad(), twice_differentiable():
+            return forward(self.model, self.params, x)
+
+    def pull(self, f: Tensor, u: Tensor, retain_graph: bool = False) -> dict[str, Tensor]:
+        """``Jᵀ u`` for columns ``u [B, *f]``."""
+        grads = batched_grad(f, list(self.params.values()), u.to(f.dtype), retain_graph)
+        return {
+            k: p.new_zeros(u.shape[0], *p.shape) if g is None else g
+            for (k, p), g in zip(self.params.items(), grads, strict=True)
+        }
+
+    def push(self, x: Tree, f: Tensor, v: Mapping[str, Tensor], arrange: Callable[[Tensor], Tensor]) -> Tensor:
+        """``J v`` for columns ``v {parameter: [B, *shape]}``: ``[B, *f]``."""
+        while self.ways:
+            try:
+                pushed = getattr(self, f"_{self.ways[0]}")(x, f, v, arrange)
+                if self._checked or self._is_adjoint(f, v, pushed):
+                    self._checked = True
+                    return pushed
+            except (RuntimeError, NotImplementedError):
+                if len(self.ways) == 1:
+                    raise
+            self.ways.pop(0)
+        raise NumericalError(
+            describe(
+                "a model whose derivatives do not agree with one another",
+                "operations with a right forward-mode or second derivative",
+                'use structure="lowrank" or "dense", which need first derivatives only',
+            )
+        )
+
+    def _forward(self, x: Tree, f: Tensor, v: Mapping[str, Tensor], arrange: Callable[[Tensor], Tensor]) -> Tensor:
+        primal = {k: p.detach() for k, p in self.params.items()}
+        columns = []
+        with warnings.catch_warnings(), twice_differentiable():
+            warnings.simplefilter("ignore")
+            for b in range(next(iter(v.values())).shape[0]):
+                tangent = {k: v[k][b].to(p.dtype) for k, p in primal.items()}
+                columns.append(jvp(lambda p: arrange(forward(self.model, p, x)), (primal,), (tangent,))[1])
+        return torch.stack(columns).detach()
+
+    def _double(self, x: Tree, f: Tensor, v: Mapping[str, Tensor], arrange: Callable[[Tensor], Tensor]) -> Tensor:
+        with torch.enable_grad(), twice_differentiable():
+            u = torch.zeros_like(f, requires_grad=True)
+            pulled = torch.autograd.grad(f, list(self.params.values()), u, create_graph=True, allow_unused=True)
+            kept = [(g, v[k]) for (k, _), g in zip(self.params.items(), pulled, strict=True) if g is not None]
+            columns = []
+            for b in range(next(iter(v.values())).shape[0]):
+                total = sum((g * t[b].to(g.dtype)).sum() for g, t in kept)
+                columns.append(torch.autograd.grad(total, u, retain_graph=True)[0])  # type: ignore[arg-type]
+        return torch.stack(columns).detach()
+
+    def _is_adjoint(self, f: Tensor, v: Mapping[str, Tensor], pushed: Tensor) -> bool:
+        u = torch.randn(f.shape, generator=stream(0, "adjoint")).to(f)
+        left = float((u * pushed[0]).sum())
+        back = self.pull(f, u.unsqueeze(0), retain_graph=True)
+        right = sum(float((back[k][0] * v[k][0]).sum()) for k in self.params)
+        size = float(u.norm()) * float(pushed[0].norm()) + 1e-30
+        tolerance = 1e-6 if f.dtype == torch.float64 else 1e-2
+        return abs(left - right) <= tolerance * size

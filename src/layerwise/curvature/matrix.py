@@ -1,0 +1,369 @@
+"""`ParamMatrix`: a symmetric matrix on parameter space that answers every operation.
+
+A structure must say how it multiplies; everything else then has a matrix-free answer here (conjugate gradients,
+Lanczos, random probes with their standard error), and structures override it where a closed form exists.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.curvature.columns import Params, Shapes, from_flat, numel, read, to_flat
+from layerwise.foundations.errors import InputError, NumericalError, describe
+from layerwise.foundations.linalg import (
+    conjugate_gradient,
+    frobenius_squared,
+    guarded_eigh,
+    hutchinson_diagonal,
+    hutchinson_trace,
+    lanczos_function,
+    lanczos_top,
+    slq_logdet,
+)
+from layerwise.foundations.memory import budget, require
+from layerwise.foundations.operators import check_damping, damped_spectrum
+from layerwise.foundations.random import seed_of, stream
+from layerwise.foundations.vectors import ParamVector
+
+SMALL = 2048
+"""Up to this many parameters, an operation without a closed form is done on the dense matrix."""
+
+
+class ParamMatrix(ABC):
+    """A symmetric matrix on the parameters named in `shapes`."""
+
+    shapes: Shapes
+    structure: str
+    memory: int | None = None
+    """Bytes that a result may take; None: half of what is free."""
+
+    # --- what a structure must say -----------------------------------------------------------------------
+
+    @abstractmethod
+    def _mv(self, params: Params) -> Params:
+        """``M v`` for columns ``{parameter: [B, *shape]}``."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """What the matrix is kept in."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where it is kept."""
+
+    @property
+    def is_psd(self) -> bool:
+        """Whether the matrix is known to be positive semi-definite."""
+        return True
+
+    # --- shapes ------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(d, d)."""
+        return self.numel(), self.numel()
+
+    def numel(self) -> int:
+        """d."""
+        return numel(self.shapes)
+
+    def parameters(self) -> list[str]:
+        """Names of the parameters it acts on, in flat order."""
+        return list(self.shapes)
+
+    # --- products ----------------------------------------------------------------------------------------
+
+    def __matmul__(self, v: Any) -> Any:
+        params, write = read(v, self.shapes, self.dtype, self.device)
+        return write(self._mv(params))
+
+    def quad(self, v: Any) -> Tensor:
+        """``vᵀ M v``; one number a column."""
+        params, _ = read(v, self.shapes, self.dtype, self.device)
+        values = self._quad(params)
+        return values if isinstance(v, Tensor) and v.ndim == 2 else values[0]
+
+    def _quad(self, params: Params) -> Float[Tensor, "B"]:
+        out = self._mv(params)
+        return torch.stack([(params[k] * out[k]).flatten(1).sum(1) for k in self.shapes]).sum(0)
+
+    def solve(
+        self,
+        v: Any,
+        damping: float = 0.0,
+        *,
+        damping_split: str | None = None,
+        tol: float = 1e-10,
+        max_iterations: int = 1000,
+    ) -> Any:
+        """``(M + λI)⁻¹ v``.
+
+        `damping_split` matters to Kronecker structures (see `lw.fisher`). `tol` and `max_iterations` matter
+        to structures without a closed form, which use conjugate gradients and raise if they do not converge.
+        """
+        params, write = read(v, self.shapes, self.dtype, self.device)
+        return write(self._solve(params, check_damping(damping), damping_split, tol, max_iterations))
+
+    def _solve(self, params: Params, damping: float, split: str | None, tol: float, max_iterations: int) -> Params:
+        self._refuse_split(split)
+        if self.numel() <= SMALL:
+            return self._dense().as_small()._solve(params, damping, split, tol, max_iterations)
+        if not self.is_psd and damping == 0:
+            raise NumericalError(
+                describe("damping=0 and an indefinite matrix", "a positive definite matrix", "pass damping > 0")
+            )
+        b = to_flat(params, self.shapes).mT
+        found = conjugate_gradient(lambda X: self._columns(X) + damping * X, b, tol=tol, max_iterations=max_iterations)
+        if not found.converged:
+            raise NumericalError(
+                describe(
+                    f"a solve that reached a relative residual of {float(found.residuals.max()):.1g} "
+                    f"in {found.iterations} iterations",
+                    f"a residual ≤ {tol:g}",
+                    "pass more damping, a larger tol, or more max_iterations",
+                )
+            )
+        return from_flat(found.solution.mT, self.shapes)
+
+    def power(self, v: Any, exponent: float, damping: float = 0.0, *, damping_split: str | None = None) -> Any:
+        """``(M + λI)^p v``; exact damping unless `damping_split` says otherwise."""
+        params, write = read(v, self.shapes, self.dtype, self.device)
+        return write(self._power(params, float(exponent), check_damping(damping), damping_split))
+
+    def _power(self, params: Params, exponent: float, damping: float, split: str | None) -> Params:
+        self._refuse_split(split)
+        if self.numel() <= SMALL:
+            return self._dense().as_small()._power(params, exponent, damping, split)
+        columns = to_flat(params, self.shapes).mT
+        name = f"{self.structure} matrix"
+
+        def fn(s: Tensor) -> Tensor:
+            low = s.clamp_min(0) if self.is_psd else s
+            return damped_spectrum(low, damping, name, exponent) ** exponent
+
+        return from_flat(lanczos_function(self._columns, columns, fn, 200, tol=1e-8).mT, self.shapes)
+
+    def sample(
+        self,
+        n: int = 1,
+        damping: float = 0.0,
+        generator: torch.Generator | int | None = None,
+    ) -> list[ParamVector]:
+        """`n` draws from ``N(0, (M + λI)⁻¹)``."""
+        damping = check_damping(damping)
+        if n < 1:
+            raise InputError(describe(f"n={n}", "a number of samples ≥ 1", "pass e.g. n=1"))
+        if not isinstance(generator, torch.Generator):
+            generator = stream(seed_of(generator), "sample")
+        drawn = self._sample(n, damping, generator)
+        return [ParamVector({k: drawn[k][i] for k in self.shapes}) for i in range(n)]
+
+    def _sample(self, n: int, damping: float, generator: torch.Generator) -> Params:
+        z = torch.randn(n, self.numel(), generator=generator, device=generator.device, dtype=self.dtype)
+        return self._power(from_flat(z.to(self.device), self.shapes), -0.5, damping, None)
+
+    # --- numbers -----------------------------------------------------------------------------------------
+
+    def trace(self, samples: int = 64, seed: int = 0) -> Tensor:
+        """Sum of the eigenvalues. Where there is no closed form, an estimate with its standard error."""
+        return hutchinson_trace(self._columns, *self._probe(samples, seed))
+
+    def frobenius(self, samples: int = 64, seed: int = 0) -> Tensor:
+        """Frobenius norm ``√Σ s²``, or an estimate with its standard error."""
+        squared = frobenius_squared(self._columns, *self._probe(samples, seed))
+        root = squared.sqrt()
+        error = squared.standard_error / (2 * float(root)) if float(root) > 0 else 0.0
+        return type(squared)(root, standard_error=error, samples=squared.samples)
+
+    def diagonal(self, samples: int = 64, seed: int = 0) -> ParamVector:
+        """The diagonal as a vector, or an estimate with its `standard_error` (a vector too)."""
+        values, error = hutchinson_diagonal(self._columns, *self._probe(samples, seed))
+        spread = self._vector(error) if bool(error.any()) else None
+        return ParamVector(self._vector(values).dict(), spread)
+
+    def logdet(
+        self, damping: float = 0.0, *, damping_split: str | None = None, samples: int = 32, seed: int = 0
+    ) -> Tensor:
+        """``log det(M + λI)``, or an estimate with its standard error."""
+        self._refuse_split(damping_split)
+        damping = check_damping(damping)
+        if self.numel() <= SMALL:
+            return self._dense().as_small().logdet(damping)
+        if damping == 0:
+            raise NumericalError(describe("damping=0", "a matrix known to be positive definite", "pass damping > 0"))
+        d, samples, generator, dtype, device = self._probe(samples, seed)
+        return slq_logdet(self._columns, d, damping, samples, 100, generator, dtype, device)
+
+    def eigenvalues(self, k: int | None = None) -> Tensor:
+        """All eigenvalues, or the k largest, ascending."""
+        return self.eigh(k)[0] if k is not None else guarded_eigh(self.to_dense(), clamp=self.is_psd)[0]
+
+    def eigh(self, k: int | None = None) -> tuple[Tensor, Tensor]:
+        """Eigenvalues ascending and eigenvectors as columns ``[d, k]``; the k largest, or all."""
+        if k is None:
+            return guarded_eigh(self.to_dense(), name=f"{self.structure} matrix", clamp=self.is_psd)
+        self._check_k(k)
+        if self.numel() <= SMALL:
+            values, vectors = self.eigh()
+            return values[-k:], vectors[:, -k:]
+        values, vectors, residuals = lanczos_top(
+            self._columns,
+            self.numel(),
+            k,
+            generator=stream(0, "lanczos"),
+            dtype=self.dtype,
+            device=self.device,
+        )
+        if bool((residuals > 1e-3 * values.abs().max()).any()):
+            raise NumericalError(
+                describe(
+                    f"k={k} eigenvalues that did not converge",
+                    "a gap in the spectrum",
+                    "ask for fewer, or all",
+                )
+            )
+        return values, vectors
+
+    def to_dense(self) -> Float[Tensor, "d d"]:
+        """The matrix itself, in flat order; refused where it would not fit in memory."""
+        self._require_dense()
+        return self._dense().matrix
+
+    # --- parts, sums, places -----------------------------------------------------------------------------
+
+    def layer(self, name: str) -> "ParamMatrix":
+        """The block of one layer, as a matrix of its own."""
+        raise NotImplementedError
+
+    def __add__(self, other: "ParamMatrix") -> "ParamMatrix":
+        from layerwise.curvature.lazy import add
+
+        if not isinstance(other, ParamMatrix):
+            return NotImplemented
+        return add(self, other)
+
+    def __sub__(self, other: "ParamMatrix") -> "ParamMatrix":
+        return self + (-1.0) * other
+
+    def __mul__(self, factor: float) -> "ParamMatrix":
+        return self._scaled(float(factor))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, factor: float) -> "ParamMatrix":
+        return self._scaled(1 / float(factor))
+
+    def _scaled(self, factor: float) -> "ParamMatrix":
+        from layerwise.curvature.lazy import WeightedSum
+
+        return WeightedSum(((factor, self),))
+
+    def plus(self, other: "ParamMatrix") -> "ParamMatrix | None":
+        """The sum in the same structure; None where it has none."""
+        return None
+
+    @abstractmethod
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ParamMatrix":
+        """Another device or dtype."""
+
+    def save(self, path: str | Path) -> None:
+        """Write to a safetensors file; read it back with `lw.load`."""
+        from layerwise.curvature.storage import save
+
+        save(self, path)
+
+    def to_scipy(self) -> Any:
+        """A `scipy.sparse.linalg.LinearOperator` over flat vectors."""
+        import numpy as np
+        from scipy.sparse.linalg import LinearOperator
+
+        def matmat(X: Any) -> Any:
+            columns = torch.as_tensor(np.ascontiguousarray(X)).to(self.dtype).reshape(self.numel(), -1)
+            return self._columns(columns.to(self.device)).cpu().numpy().reshape(X.shape)
+
+        dtype = {torch.float64: np.float64}.get(self.dtype, np.float32)
+        return LinearOperator(self.shape, matvec=matmat, rmatvec=matmat, matmat=matmat, rmatmat=matmat, dtype=dtype)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.structure}, {self.numel()} parameters, {self.dtype}, {self.device})"
+
+    # --- for structures ----------------------------------------------------------------------------------
+
+    def _columns(self, X: Float[Tensor, "d B"]) -> Float[Tensor, "d B"]:
+        return to_flat(self._mv(from_flat(X.mT, self.shapes)), self.shapes).mT
+
+    def _vector(self, flat: Tensor) -> ParamVector:
+        return ParamVector({k: t[0] for k, t in from_flat(flat.unsqueeze(0), self.shapes).items()})
+
+    def _probe(self, samples: int, seed: int) -> tuple[int, int, torch.Generator, torch.dtype, torch.device]:
+        return self.numel(), samples, stream(seed, "probe"), self.dtype, self.device
+
+    def _dense(self) -> Any:
+        from layerwise.curvature.dense import DenseMatrix
+
+        eye = torch.eye(self.numel(), dtype=self.dtype, device=self.device)
+        return DenseMatrix(self._columns(eye), self.shapes, self.is_psd)
+
+    def _require_dense(self) -> None:
+        size = self.numel() ** 2 * self.dtype.itemsize
+        require(
+            size,
+            budget(self.memory, self.device),
+            f"a dense matrix of {self.numel()} × {self.numel()} entries",
+            'use structure="kfac" or "diag", or products with structure="implicit"; or allow more with memory=',
+        )
+
+    def _check_k(self, k: int) -> None:
+        if not 1 <= k <= self.numel():
+            raise InputError(describe(f"k={k}", f"1 … {self.numel()}", "choose how many eigenvalues to compute"))
+
+    def _refuse_split(self, split: str | None) -> None:
+        if split not in (None, "exact"):
+            raise InputError(
+                describe(
+                    f'damping_split={split!r} for structure "{self.structure}"',
+                    '"exact": only Kronecker structures split their damping',
+                    "leave it out",
+                )
+            )
+
+
+def merge_weights(first: int | None, second: int | None) -> tuple[float, float]:
+    """Shares of two estimates in their union, by their numbers of examples."""
+    if not first or not second:
+        raise InputError(
+            describe(
+                "a matrix without its number of examples",
+                "matrices from lw.fisher, lw.ggn, …",
+                "add them instead",
+            )
+        )
+    return first / (first + second), second / (first + second)
+
+
+def same_space(matrices: Iterable[ParamMatrix]) -> None:
+    """All must act on the same parameters."""
+    first, *others = matrices
+    for other in others:
+        if dict(first.shapes) != dict(other.shapes):
+            odd = sorted(set(first.shapes) ^ set(other.shapes)) or ["shapes"]
+            raise InputError(
+                describe(
+                    f"matrices that differ in {', '.join(odd[:4])}",
+                    "matrices on the same parameters",
+                    "select alike",
+                )
+            )
+
+
+def sub_shapes(shapes: Shapes, names: Iterable[str]) -> Mapping[str, tuple[int, ...]]:
+    """Shapes of these parameters alone."""
+    wanted = set(names)
+    return {name: shape for name, shape in shapes.items() if name in wanted}

@@ -1,0 +1,113 @@
+"""The loop over batches, and nothing more: run, pull back, hand every layer over."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from layerwise.curvature.source import Source
+from layerwise.foundations.cotangents import Cotangent, HessianRoot, OutputBasis
+from layerwise.foundations.likelihoods import Likelihood
+from layerwise.layers.calling import take
+from layerwise.layers.io import LayerIO
+from layerwise.layers.recorder import Batch, Recorded, Recorder
+from layerwise.layers.table import LayerSpec
+
+COTANGENT_BYTES = 256 * 2**20
+"""Gradients of all layers that are pulled back at once take about this much, or less under `memory`."""
+GRAPH_FACTOR = 3
+"""A forward keeps about this many times the recorded inputs and outputs."""
+
+
+@dataclass
+class Totals:
+    """What the data added up to."""
+
+    examples: int = 0
+    terms: float = 0.0
+    batches: int = 0
+
+    def scale(self, normalize: str) -> float:
+        """What sums are divided by: N, or ``Σ m w`` ("terms")."""
+        return float(self.examples) if normalize == "examples" else self.terms
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Everything needed to go over the data once more."""
+
+    recorder: Recorder
+    source: Source
+    likelihood: Likelihood
+    cotangent: Cotangent
+    memory: int
+    normalize: str = "examples"
+    batched: bool = field(default=False)
+
+    def layers(self, observe: Callable[[LayerSpec, LayerIO, bool], None], description: str) -> Totals:
+        """Hand every layer over as it comes; the flag says whether it is the batch's first cotangents."""
+
+        def visit(recorded: Recorded) -> None:
+            for v, first, last in self.cotangents(recorded):
+                recorded.each_layer(v, lambda spec, io, first=first: observe(spec, io, first), last)
+
+        return self.visit(visit, description)
+
+    def all_layers(self, observe: Callable[[dict[str, LayerIO]], None], description: str) -> Totals:
+        """Hand all layers over at once."""
+
+        def visit(recorded: Recorded) -> None:
+            for v, _, last in self.cotangents(recorded):
+                observe(recorded.all_layers(v, last))
+
+        return self.visit(visit, description)
+
+    def visit(self, visit: Callable[[Recorded], None], description: str) -> Totals:
+        """Record every batch, in parts where memory asks for it."""
+        totals = Totals()
+        many = isinstance(self.cotangent, HessianRoot | OutputBasis) or getattr(self.cotangent, "samples", 1) > 1
+        with self.recorder.session():
+            for batch in self.source.batches(description):
+                for part in self.parts(batch):
+                    recorded = self.recorder.record(part, self.likelihood, batched=many)
+                    totals.examples += recorded.examples
+                    totals.terms += float(recorded.terms.weight.double().sum())
+                    visit(recorded)
+                totals.batches += 1
+        return totals
+
+    def cotangents(self, recorded: Recorded) -> Iterator[tuple[Tensor, bool, bool]]:
+        """Cotangents in groups that fit, each with whether it is the first and the last."""
+        count = self.cotangent.count(recorded.terms)
+        allowed = min(COTANGENT_BYTES, self.memory // 4)
+        size = max(1, min(count, allowed // max(2 * recorded.output_bytes(), 1)))
+        for start in range(0, count, size):
+            stop = min(start + size, count)
+            v = self.cotangent.slice(recorded.terms, start, stop, recorded.batch.number)
+            yield v.detach(), start == 0, stop == count
+
+    def parts(self, batch: Batch) -> Iterator[Batch]:
+        """A batch, or parts of it that are predicted to fit in memory.
+
+        Random labels are named by the batch's number, so each part gets a number of its own.
+        """
+        findings = self.recorder.prepare(batch)
+        n = self.recorder.examples(batch)
+        per_example = max(findings.bytes_per_example * GRAPH_FACTOR, 1)
+        size = max(1, min(n, int(self.memory // 2 // per_example)))
+        if size >= n:
+            yield batch
+            return
+        for index, start in enumerate(range(0, n, size)):
+            stop = min(start + size, n)
+
+            def some(t: object, start: int = start, stop: int = stop) -> object:
+                return findings.output.narrow(t, start, stop, n) if isinstance(t, Tensor) else t
+
+            yield replace(
+                batch,
+                x=take(batch.x, start, stop, findings.example_axis),
+                y=some(batch.y),
+                mask=some(batch.mask),
+                number=batch.number if index == 0 else (batch.number + 1) * 1_000_003 + index,
+            )
