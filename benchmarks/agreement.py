@@ -52,12 +52,8 @@ def _compare(system: System, layers: dict, V: dict[str, Tensor], structure: str,
     W = system.named(system.product(F, system.vector(_split(system, V))))
     errors, constants = [], []
     for name, (A, G, eigenvalues) in layers.items():
-        expected = _product(
-            A, G, eigenvalues if structure == "ekfac" else None, _without_bias(system, name, V)
-        )
-        columns = (
-            W[f"{name}.weight"].flatten(1).shape[1]
-        )  # the bias is compared through the weights it acts on
+        expected = _product(A, G, eigenvalues if structure == "ekfac" else None, _without_bias(system, name, V))
+        columns = W[f"{name}.weight"].flatten(1).shape[1]  # the bias is compared through the weights it acts on
         w, e = W[f"{name}.weight"].flatten().double().cpu(), expected[:, :columns].flatten()
         errors.append(float((w / w.norm() - e / e.norm()).norm()))
         constants.append(float(w.norm() / e.norm()))

@@ -6,15 +6,13 @@
     python benchmarks/curvature.py --check                           # do the systems compute the same matrix?
 
 Times are medians of calls made by turns; × is relative to one forward+backward of the same group, × limit to
-the sum of bare operations no method can avoid (the rows marked ·). Both are given for wall and for CPU time:
-on a busy machine trust the second, or --threads 1. Peers that are not installed are skipped.
+the sum of bare operations no method can avoid (the rows marked ·). Peers that are not installed are skipped.
+On a busy machine use --threads 1 and the ratios of CPU time: threads that wait for each other burn time in both.
 """
 
 import os
 
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "PASSIVE"
-)  # read when torch loads: idle threads must not burn a core
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch loads: idle threads must not burn a core
 
 import argparse
 import json
@@ -130,9 +128,7 @@ def planned(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(DEFAULT_TASKS))
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
@@ -141,15 +137,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--slow", action="store_true", help="also what takes minutes a call")
     parser.add_argument("--threads", type=int, default=0, help="0: torch's default")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--exact-large", action="store_true", help="exact Fisher of the autoencoder, at batch 16"
-    )
-    parser.add_argument(
-        "--memory", action="store_true", help="peak memory of each call, in a process of its own"
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="compare results on tiny models instead of timing"
-    )
+    parser.add_argument("--exact-large", action="store_true", help="exact Fisher of the autoencoder, at batch 16")
+    parser.add_argument("--memory", action="store_true", help="peak memory of each call, in a process of its own")
+    parser.add_argument("--check", action="store_true", help="compare results on tiny models instead of timing")
     parser.add_argument("--json", metavar="PATH", help="write the JSON line to a file too")
     parser.add_argument("--peak-of", nargs=3, metavar=("MODEL", "TASK", "SYSTEM"), help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -174,7 +164,8 @@ def main() -> int:
     found = aims(groups)
     print_aims(found)
     settings = {"device": args.device, "threads": torch.get_num_threads(), "repeats": args.repeats}
-    settings["load"] = os.getloadavg()[1]  # five minutes; numbers from a busy machine are not for keeps
+    settings["load"] = round(os.getloadavg()[1], 2)  # five minutes, our own threads among them
+    print(f"\nload {settings['load']}, {settings['threads']} threads, {os.cpu_count()} cores")
     line = json.dumps(record(groups, found, settings))
     print(line)
     if args.json:

@@ -88,9 +88,7 @@ class BasicBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(c_out)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or c_in != c_out:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(c_in, c_out, 1, stride, bias=False), nn.BatchNorm2d(c_out)
-            )
+            self.shortcut = nn.Sequential(nn.Conv2d(c_in, c_out, 1, stride, bias=False), nn.BatchNorm2d(c_out))
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu(self.bn1(self.conv1(x)))
@@ -162,9 +160,7 @@ def _autoencoder_problem(tiny: bool) -> Problem:
 def _resnet_problem(tiny: bool) -> Problem:
     width, side, n, stages = (3, 6, 5, 2) if tiny else (16, 32, 128, 4)
     model = ResNet(width, classes=10, stages=stages).eval()  # BatchNorm mixes no examples in eval mode
-    return Problem(
-        "resnet", model, torch.randn(n, 3, side, side), torch.randint(10, (n,)), likelihood="categorical"
-    )
+    return Problem("resnet", model, torch.randn(n, 3, side, side), torch.randint(10, (n,)), likelihood="categorical")
 
 
 def _gpt_problem(tiny: bool) -> Problem:

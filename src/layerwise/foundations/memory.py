@@ -30,7 +30,7 @@ def budget(memory: int | float | None, device: torch.device) -> int:
     return int(memory)
 
 
-def readable(size: float) -> str:
+def readable(size: int | float) -> str:
     """A size with its unit.
 
     >>> readable(3_500_000_000)

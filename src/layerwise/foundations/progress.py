@@ -3,11 +3,12 @@
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 T = TypeVar("T")
 
 
+@runtime_checkable
 class Progress(Protocol):
     """Anything that can wrap an iterable and show how far it is."""
 

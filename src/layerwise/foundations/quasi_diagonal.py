@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.foundations.errors import NumericalError, describe
+from layerwise.foundations.errors import InputError, NumericalError, describe
 from layerwise.foundations.linalg import guarded_eigh
 from layerwise.foundations.operators import BlockOperator, damped_spectrum
 
@@ -113,9 +113,14 @@ class QuasiDiagonal(BlockOperator):
         return out.reshape(*lead, *self.shape)
 
     def sample(self, count: int, damping: float, generator: torch.Generator) -> Float[Tensor, "n K O I"]:
-        """``T⁻¹ diag(D − κ²/f, f)^{-1/2} z`` of the damped statistics."""
+        """``T⁻¹ diag(D − κ²/f, f)^{-1/2} z`` of the damped statistics; the arrow by its own Schur complement."""
         z = torch.randn(count, *self.shape, generator=generator, device=generator.device, dtype=self.D.dtype)
         z = z.to(self.D.device)
+        if not self._psd(default=True):
+            D = damped_spectrum(self.D, damping, self.kind)
+            schur = damped_spectrum(self.f + damping - (self.cross.square() / D).sum(-1), 0.0, self.kind)
+            b = (z[..., -1] / schur.sqrt()).unsqueeze(-1)
+            return torch.cat([z[..., :-1] / D.sqrt() - self.cross * b / D, b], dim=-1)
         schur = damped_spectrum(self._schur(damping), 0.0, self.kind)
         f = damped_spectrum(self.f, damping, self.kind)
         w = z[..., :-1] / schur.sqrt()
@@ -197,6 +202,8 @@ class QuasiDiagonal(BlockOperator):
 
     def scaled(self, factor: float) -> "QuasiDiagonal":
         """``c M``."""
+        if factor < 0 and self.completion == "psd":
+            raise InputError(describe(f"a factor of {factor}", "a factor ≥ 0", "use a lazy sum"))
         return replace(self, D=self.D * factor, f=self.f * factor, cross=self.cross * factor)
 
     def plus(self, other: BlockOperator) -> BlockOperator | None:

@@ -26,9 +26,9 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 class ParamVector:
     """A vector of parameter space, kept as one tensor for each parameter name.
 
-    >>> v = ParamVector({"w": torch.ones(2, 3), "b": torch.zeros(2)})
-    >>> float((2 * v) @ v), float(v.norm() ** 2), v.flat().shape
-    (12.0, 6.0, torch.Size([8]))
+    >>> v = ParamVector({"w": torch.ones(2, 2), "b": torch.zeros(2)})
+    >>> float((2 * v) @ v), float(v.norm()), v.flat().shape
+    (8.0, 2.0, torch.Size([6]))
     """
 
     __slots__ = ("_tensors", "standard_error")

@@ -17,6 +17,7 @@ from layerwise.foundations.random import stream
 from layerwise.foundations.types import Tree, leaves, map_leaves
 from layerwise.foundations.vectors import trainable
 from layerwise.layers.calling import call, example_count, take
+from layerwise.layers.copies import Copies, find_copies
 from layerwise.layers.form import Part
 from layerwise.layers.layout import Layout, candidates, holds_alone
 from layerwise.layers.table import LayerTable
@@ -24,6 +25,9 @@ from layerwise.layers.tape import Event, SiteKey, Tape
 
 PROBE = 2
 """Examples that the examination uses; it costs one forward and backward on them."""
+
+
+NO_AXIS = "its input has no axis that holds the examples"
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,10 @@ class Findings:
     layouts: dict[SiteKey, Layout] = field(default_factory=dict)
     bytes_per_example: float = 0.0
     """Recorded inputs and outputs of one example."""
+    broadcast: frozenset[str] = frozenset()
+    """Modules called on an input that all examples share (position embeddings)."""
+    copies: Copies = field(default_factory=Copies)
+    """Bare parameters that can be given to each example apart."""
 
 
 def examine(model: nn.Module, table: LayerTable, x: Tree, y: object, example_axis: int | None) -> Findings:
@@ -48,7 +56,7 @@ def examine(model: nn.Module, table: LayerTable, x: Tree, y: object, example_axi
         if n == 0:
             raise InputError(describe("a batch with 0 examples", "at least one example", "leave empty batches out"))
         try:
-            return _examine_along(*_record(model, table, x, axis, n), axis, _first_axis(y, n))
+            return _examine_along(_record(model, table, x, axis, n), _first_axis(y, n))
         except InteractionError as error:
             trouble = trouble or error
     assert trouble is not None
@@ -74,42 +82,63 @@ def _first_axis(y: object, n: int) -> int:
     return 0
 
 
-def _record(model: nn.Module, table: LayerTable, x: Tree, axis: int, n: int) -> tuple[Tape, Tree, Tensor, int]:
+def _record(model: nn.Module, table: LayerTable, x: Tree, axis: int, n: int) -> "_Probe":
     """A forward on the last few examples; on all of them where the model insists on its batch size."""
     sizes = (PROBE, n) if n > PROBE else (n,)
     for size in sizes:
-        probe = take(x, n - size, n, axis)
+        few = take(x, n - size, n, axis)
         try:
-            with torch.enable_grad(), Tape(model, table) as tape:
-                return tape, probe, call(model, probe), size
+            return _Probe.run(model, table, few, size, axis)
         except (RuntimeError, ValueError, IndexError):
             if size == n:
                 raise
     raise AssertionError("unreachable")
 
 
-def _examine_along(tape: Tape, x: Tree, f: Tensor, n: int, axis: int, first: int) -> Findings:
-    model, table = tape.model, tape.table
-    if not f.requires_grad:
-        raise InputError(
-            describe(
-                "an output that does not depend on any trainable parameter",
-                "a differentiable model",
-                "check it",
+@dataclass(frozen=True)
+class _Probe:
+    """A few examples, run under a tape."""
+
+    tape: Tape
+    x: Tree
+    f: Tensor
+    n: int
+    axis: int
+    broadcast: frozenset[str] = frozenset()
+
+    @classmethod
+    def run(
+        cls, model: nn.Module, table: LayerTable, x: Tree, n: int, axis: int, broadcast: frozenset[str] = frozenset()
+    ) -> "_Probe":
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.enable_grad(),
+            Tape(model, table, broadcast=broadcast, examples=n) as tape,
+        ):
+            f = call(model, x)
+        if not f.requires_grad:
+            raise InputError(
+                describe("an output that no trainable parameter takes part in", "a differentiable model", "check it")
             )
-        )
+        return cls(tape, x, f, n, axis, broadcast)
+
+    def spread(self, modules: list[str]) -> "_Probe | None":
+        """The same with an example axis for the inputs of these modules; None if that changes the output."""
+        try:
+            again = _Probe.run(self.tape.model, self.tape.table, self.x, self.n, self.axis, frozenset(modules))
+        except (RuntimeError, ValueError, IndexError):
+            return None
+        same = again.f.shape == self.f.shape and torch.allclose(again.f, self.f, rtol=1e-4, atol=1e-6)
+        return again if same else None
+
+
+def _examine_along(probe: _Probe, first: int) -> Findings:
     failures: list[str] = []
-    for output in _output_layouts(tuple(f.shape), n, first):
-        v = _one_example(f, output, n)
-        event_grads, param_grads = _gradients(tape, f, v)
-        layouts, lost = _find_layouts(tape.events, event_grads, n)
-        if lost and _interacts(model, x, f, output, n, axis):
-            failures += lost
-            continue
-        reasons = dict.fromkeys(_specs_at(table, lost), "its input has no axis that holds the examples")
-        tape.layouts = layouts
-        reasons |= _gradient_mismatches(tape, table, event_grads, param_grads, n, set(reasons))
-        return Findings(table.demote(reasons) if reasons else table, axis, output, layouts, _recorded_bytes(tape) / n)
+    for output in _output_layouts(tuple(probe.f.shape), probe.n, first):
+        found = _examine_output(probe, output)
+        if isinstance(found, Findings):
+            return found
+        failures += found
     raise InteractionError(
         describe(
             f"a model whose batch elements interact (seen at {', '.join(sorted(set(failures))[:3]) or 'the output'})",
@@ -117,6 +146,31 @@ def _examine_along(tape: Tape, x: Tree, f: Tensor, n: int, axis: int, first: int
             "take out operations over the batch axis, or name the axis of the examples with example_axis=",
         )
     )
+
+
+def _examine_output(probe: _Probe, output: Layout) -> Findings | list[str]:
+    """What is found if the output's examples are where `output` says, or the layers that contradict it."""
+    n, v = probe.n, _one_example(probe.f, output, probe.n)
+    event_grads, param_grads = _gradients(probe.tape, probe.f, v)
+    layouts, lost = _find_layouts(probe.tape.events, event_grads, n)
+    if lost and not probe.broadcast:
+        shared = probe.spread(lost)
+        if shared is not None:
+            found = _examine_output(shared, output)
+            if isinstance(found, Findings) and not any(spec.reason == NO_AXIS for spec in found.table.layers):
+                return found
+    if lost and _interacts(probe, output):
+        return lost
+    table = probe.tape.table
+    reasons = dict.fromkeys(_specs_at(table, lost), NO_AXIS)
+    probe.tape.layouts = layouts
+    reasons |= _gradient_mismatches(probe.tape, table, event_grads, param_grads, n, set(reasons))
+    table = table.demote(reasons) if reasons else table
+    bare = [name for spec in table.layers if not spec.sites for name in spec.parameters]
+    with torch.random.fork_rng(devices=[]):
+        copies = find_copies(probe.tape.model, bare, probe.x, n, probe.f, v, param_grads)
+    size = _recorded_bytes(probe.tape) / n
+    return Findings(table, probe.axis, output, layouts, size, probe.broadcast, copies)
 
 
 def _recorded_bytes(tape: Tape) -> int:
@@ -172,20 +226,19 @@ def _find_layouts(events: list[Event], grads: list[Tensor | None], n: int) -> tu
     return layouts, lost
 
 
-def _interacts(model: nn.Module, x: Tree, f: Tensor, output: Layout, n: int, axis: int) -> bool:
+def _interacts(probe: _Probe, output: Layout) -> bool:
     """Whether the last example's output changes when the others' inputs do."""
-    others = next(leaves(x))
+    n, axis, f = probe.n, probe.axis, probe.f
     if n == 1:
         return False
+    size = next(leaves(probe.x)).shape[axis]
 
-    def shuffled(t: Tensor) -> Tensor:
-        if t.ndim <= axis or t.shape[axis] != others.shape[axis]:
-            return t
-        last = t.narrow(axis, n - 1, 1)
-        return torch.cat([last] * n, dim=axis)
+    def last_everywhere(t: Tensor) -> Tensor:
+        held = t.ndim > axis and t.shape[axis] == size
+        return torch.cat([t.narrow(axis, n - 1, 1)] * n, dim=axis) if held else t
 
-    with torch.no_grad(), torch.random.fork_rng():
-        again = call(model, map_leaves(shuffled, x))
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        again = call(probe.tape.model, map_leaves(last_everywhere, probe.x))
     if again.shape != f.shape:
         return True
     before = output.front(f.detach(), f.ndim, n)[n - 1]

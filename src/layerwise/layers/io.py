@@ -111,7 +111,7 @@ class RecordedIO(LayerIO):
         mask = None if self.mask is None else self.mask[start:stop]
         return RecordedIO(self.spec, calls, stop - start, mask, self.chunk_bytes)
 
-    def parts(self, bytes_per_example: float) -> Iterator["RecordedIO"]:
+    def parts(self, bytes_per_example: int | float) -> Iterator["RecordedIO"]:
         """The same, few enough examples at a time to fit the scratch."""
         size = int(max(1, min(self.examples, self.chunk_bytes // max(bytes_per_example, 1))))
         if size >= self.examples:
@@ -142,7 +142,7 @@ class RecordedIO(LayerIO):
         for part in self.parts(self._bytes_per_example(gradients)):
             yield part.standard()
 
-    def _bytes_per_example(self, gradients: bool) -> float:
+    def _bytes_per_example(self, gradients: bool) -> int:
         k, o, i = self.spec.form.shape
         v, s = self.vectors, sum(call.sharing(self.examples) for call in self.calls)
         numbers = s * k * ((0 if self.spec.form.one_hot else i) + v * o)

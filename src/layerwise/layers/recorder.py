@@ -1,6 +1,6 @@
 """`Recorder`: a model ready to be recorded batch after batch, examined at its first use."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,8 +19,10 @@ from layerwise.layers.calling import (
     check_devices,
     example_count,
     refuse_train_mode_batch_norm,
+    substituted,
     undisturbed,
 )
+from layerwise.layers.copies import Copies
 from layerwise.layers.examine import Findings, examine
 from layerwise.layers.generic import ExampleGradients, is_random
 from layerwise.layers.io import CHUNK_BYTES, GradientIO, LayerIO
@@ -74,7 +76,8 @@ class Recorder:
             self.findings = examine(self.model, self.table, batch.x, batch.y, self.given_axis)
             self._examined_on = example_count(batch.x, self.findings.example_axis)
             self.table = self.findings.table
-            names = [name for spec in self.table.layers if not spec.sites for name in spec.parameters]
+            bare = [name for spec in self.table.layers if not spec.sites for name in spec.parameters]
+            names = [name for name in bare if name not in self.findings.copies.axes]
             self._generic = ExampleGradients(self.model, names, self.findings.example_axis)
         return self.findings
 
@@ -143,21 +146,18 @@ class Recorder:
 
         `batched` prepares for many cotangents at once, which fused attention cannot differentiate.
         """
-        self.prepare(batch)
+        found = self.prepare(batch)
         n = self.examples(batch)
-        assert self.findings is not None
         self.seed_forward(batch)
+        copies = found.copies.make(self.model, n)
+        tape = Tape(self.model, self.table, found.layouts, self.chunk_bytes, found.broadcast, n)
         kernels = [SDPBackend.MATH] if batched else _any_backend()
-        with (
-            torch.enable_grad(),
-            sdpa_kernel(kernels),
-            Tape(self.model, self.table, self.findings.layouts, self.chunk_bytes) as tape,
-        ):
+        with torch.enable_grad(), sdpa_kernel(kernels), substituted(self.model, copies), tape:
             f = call(self.model, batch.x)
         self.check_output(f, batch)
         with torch.enable_grad():
             terms = likelihood.standardize(as_statistics(f), batch.y, batch.mask, self.arrange(n))
-        return Recorded(self, tape, batch, likelihood, terms, n)
+        return Recorded(self, tape, batch, likelihood, terms, n, copies)
 
 
 def _any_backend() -> list[SDPBackend]:
@@ -179,6 +179,7 @@ class Recorded:
     likelihood: Likelihood
     terms: Terms
     examples: int
+    copies: Mapping[str, Tensor]
 
     def output_bytes(self) -> int:
         """What the gradients of all recorded outputs take, for one cotangent."""
@@ -190,12 +191,25 @@ class Recorded:
         assert generic is not None
         if generic.names:
             self._each_generic(generic, v, consume)
-        f, mask = self.terms.f, self.terms.mask
+        f, mask, leaves = self.terms.f, self.terms.mask, list(self.copies.values())
         if v.shape[0] == 1:
-            self.tape.stream(f, v[0], consume, retain_graph=not last, mask=mask)
+            grads = self.tape.stream(f, v[0], consume, not last, mask, leaves)
+            grads = [None if g is None else g.unsqueeze(0) for g in grads]
         else:
-            for name, io in self.tape.pull(f, v, retain_graph=not last, mask=mask).items():
+            ios, grads = self.tape.pull_beside(f, v, leaves, not last, mask)
+            for name, io in ios.items():
                 consume(self.recorder.table.spec(name), io)
+        self._each_copy(dict(zip(self.copies, grads, strict=True)), v, consume)
+
+    def _each_copy(
+        self, grads: Mapping[str, Tensor | None], v: Tensor, consume: Callable[[LayerSpec, LayerIO], None]
+    ) -> None:
+        for spec in self.recorder.table.layers:
+            name = spec.parameters[0]
+            grad = None if spec.sites else grads.get(name)
+            if grad is not None:
+                rows = Copies.rows(grad, self.recorder.table.shapes[name])
+                consume(spec, GradientIO(spec, spec.form.join({name: rows}).to(v.dtype)))
 
     def all_layers(self, v: Tensor, last: bool) -> dict[str, LayerIO]:
         """The same, all layers at once; layers that were not called are absent."""
@@ -211,7 +225,7 @@ class Recorded:
 
         rows = generic.rows(self.batch.x, self.terms.f, v, standard)
         for spec in self.recorder.table.layers:
-            if not spec.sites:
+            if not spec.sites and spec.parameters[0] in rows:
                 blocks = spec.form.join({name: rows[name] for name in spec.parameters})
                 consume(spec, GradientIO(spec, blocks.to(v.dtype)))
 

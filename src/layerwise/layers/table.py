@@ -244,7 +244,7 @@ def layers(
 
     >>> print(layers(nn.Linear(2, 1)))
     parameter  layer   type    K×O×I  kfac  reason
-    --------------------------------------------------
+    ------------------------------------------------
     weight     Linear  Linear  1×1×3  kfac
     bias       Linear  Linear  1×1×3  kfac
 

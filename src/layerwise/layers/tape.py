@@ -10,7 +10,7 @@ Gradients are taken with respect to gradient *edges*, not tensors: an in-place o
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +63,10 @@ class Tape:
         table: LayerTable,
         layouts: Mapping[SiteKey, Layout] | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        broadcast: Collection[str] = (),
+        examples: int = 1,
     ) -> None:
+        self.broadcast, self.examples = broadcast, examples
         self.model, self.table = unwrap(model), table
         self.layouts: Mapping[SiteKey, Layout] = layouts or {}
         self.chunk_bytes = chunk_bytes
@@ -88,8 +91,10 @@ class Tape:
         for module, of_module in sites.items():
             if of_module[0].rule.own_forward:
                 self._patch(module, of_module)
-            else:
-                self._handles.append(module.register_forward_hook(self._hook(of_module), with_kwargs=True))
+                continue
+            if of_module[0].module_name in self.broadcast:
+                self._handles.append(module.register_forward_pre_hook(self._spread, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._hook(of_module), with_kwargs=True))
         self._recording = True
         return self
 
@@ -101,6 +106,15 @@ class Tape:
         for module in self._patched:
             del module.forward  # the instance attribute; the class's own forward is back
         self._handles, self._patched = [], []
+
+    def _spread(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Give an input that all examples share (position indices) an axis of its own for them."""
+        x = args[0] if args else next(iter(kwargs.values()))
+        own_axis = x.ndim > 1 and x.shape[0] == 1
+        spread = x.expand(self.examples, *(x.shape[1:] if own_axis else x.shape))
+        return ((spread, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): spread})
 
     def _hook(self, sites: list[Site]) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -151,15 +165,26 @@ class Tape:
         mask: Tensor | None = None,
     ) -> dict[str, LayerIO]:
         """Pull V cotangents back to every layer at once, in one batched backward."""
+        return self.pull_beside(f, v, (), retain_graph, mask)[0]
+
+    def pull_beside(
+        self,
+        f: Float[Tensor, "N *out"],
+        v: Float[Tensor, "V N *out"],
+        leaves: Sequence[Tensor],
+        retain_graph: bool = False,
+        mask: Tensor | None = None,
+    ) -> tuple[dict[str, LayerIO], list[Tensor | None]]:
+        """The same, and the gradients of `leaves` from the same backward."""
         self._check_inputs()
         live = [event for event in self.events if event.edge is not None]
-        grads = batched_grad(f, [event.edge for event in live], v, retain_graph)  # type: ignore[misc]
-        for event, grad in zip(live, grads, strict=True):
+        grads = batched_grad(f, [*(event.edge for event in live), *leaves], v, retain_graph)
+        for event, grad in zip(live, grads[: len(live)], strict=True):
             event.grad = grad
         ios = {spec.name: self.io(spec, v.shape[0], f.shape[0], mask) for spec in self._recorded_specs()}
         for event in self.events:
             event.grad = None
-        return ios
+        return ios, grads[len(live) :]
 
     def stream(
         self,
@@ -168,8 +193,12 @@ class Tape:
         consume: Callable[[LayerSpec, LayerIO], None],
         retain_graph: bool = False,
         mask: Tensor | None = None,
-    ) -> None:
-        """Pull one cotangent back and hand over each layer as its gradient arrives, so that none is kept."""
+        leaves: Sequence[Tensor] = (),
+    ) -> list[Tensor | None]:
+        """Pull one cotangent back and hand over each layer as its gradient arrives, so that none is kept.
+
+        Returns the gradients of `leaves`, which are taken in the same backward.
+        """
         self._check_inputs()
         examples = f.shape[0]
         remaining = {spec.name: spec for spec in self._recorded_specs()}
@@ -193,12 +222,13 @@ class Tape:
         sources = _sources(f, [event for event in self.events if event.edge is not None])
         self._arrived = arrived
         try:
-            if sources:
-                torch.autograd.grad(f, sources, v, retain_graph=retain_graph, allow_unused=True)
+            targets = [*sources, *leaves]
+            grads = torch.autograd.grad(f, targets, v, retain_graph=retain_graph, allow_unused=True) if targets else ()
         finally:
             self._arrived = None
         for spec in list(remaining.values()):  # the output does not depend on some of their calls
             hand_over(spec)
+        return list(grads[len(sources) :])
 
     def listen(self) -> None:
         """Fill output gradients from the next backward that the user makes."""

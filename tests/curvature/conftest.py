@@ -1,0 +1,15 @@
+from collections.abc import Iterator
+
+import coverage_table
+import pytest
+
+
+@pytest.fixture(scope="session")
+def covered() -> Iterator[set[coverage_table.Cell]]:
+    """What the matrix has compared and found equal; the page is written when that is all of it."""
+    cells: set[coverage_table.Cell] = set()
+    yield cells
+    if cells == coverage_table.expected():
+        page = coverage_table.render(cells)
+        if not coverage_table.PAGE.exists() or coverage_table.PAGE.read_text() != page:
+            coverage_table.PAGE.write_text(page)
