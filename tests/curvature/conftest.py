@@ -2,6 +2,16 @@ from collections.abc import Iterator
 
 import coverage_table
 import pytest
+from jaxtyping import config
+
+
+@pytest.fixture
+def untyped() -> Iterator[None]:
+    """Annotations unchecked: for the bulk of the matrix, whose code the exact estimator has run with checks."""
+    before = config.jaxtyping_disable
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", before)
 
 
 @pytest.fixture(scope="session")

@@ -90,7 +90,7 @@ class BlockDiagonal(ParamMatrix):
         return ParamVector(values, self.diagonal_error)
 
     def logdet(
-        self, damping: float = 0.0, *, damping_split: str | None = None, samples: int = 0, seed: int = 0
+        self, damping: int | float = 0.0, *, damping_split: str | None = None, samples: int = 0, seed: int = 0
     ) -> Tensor:
         """Sum over layers of ``log det(M_l + λI)``; exact damping unless `damping_split` says otherwise."""
         damping = check_damping(damping)

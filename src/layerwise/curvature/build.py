@@ -119,7 +119,10 @@ def fisher(
         progress,
         conv,
     )
-    return Implicit(sweep) if structure == "implicit" else estimate(sweep, structure, options)
+    if structure == "implicit":
+        sweep.source.require_passes(2, 'structure "implicit"')
+        return Implicit(sweep)
+    return estimate(sweep, structure, options)
 
 
 def ggn(
@@ -275,6 +278,7 @@ def gradient_moment(
         conv,
     )
     if structure == "implicit":
+        sweep.source.require_passes(2, 'structure "implicit"')
         return Implicit(sweep, centered)
     return estimate(sweep, structure, _options(sharing, conv, damping_split, completion), centered)
 

@@ -83,7 +83,7 @@ class DenseMatrix(ParamMatrix):
         return self._vector(self.matrix.diagonal())
 
     def logdet(
-        self, damping: float = 0.0, *, damping_split: str | None = None, samples: int = 0, seed: int = 0
+        self, damping: int | float = 0.0, *, damping_split: str | None = None, samples: int = 0, seed: int = 0
     ) -> Tensor:
         """``log det(M + λI)``."""
         self._refuse_split(damping_split)

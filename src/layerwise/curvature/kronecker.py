@@ -55,12 +55,16 @@ class KroneckerApproximation(Approximation):
         """A as a mean over rows, G as a mean over examples."""
         return InputFactor(self.A / max(self.rows, 1), self._taps()), self.G / count
 
+    def _divided(self, count: float) -> tuple[InputFactor, Tensor]:
+        """The same in place, when the sums are no longer needed."""
+        return InputFactor(self.A.div_(max(self.rows, 1)), self._taps()), self.G.div_(count)
+
     def _taps(self) -> int:
         return self.spec.form.taps if self.channels_only else 1
 
     def finish(self, count: float) -> BlockOperator:
         """``G ⊗ A``."""
-        A, G = self.factors(count)
+        A, G = self._divided(count)
         return Kronecker(A, G, self.options.damping_split or "trace")
 
     def positions(self) -> int:

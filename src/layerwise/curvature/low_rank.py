@@ -101,7 +101,7 @@ class LowRank(ParamMatrix):
         return self._vector(self.R.square().sum(0))
 
     def logdet(
-        self, damping: float = 0.0, *, damping_split: str | None = None, samples: int = 0, seed: int = 0
+        self, damping: int | float = 0.0, *, damping_split: str | None = None, samples: int = 0, seed: int = 0
     ) -> Tensor:
         """``Σ log(s + λ) + (d − r) log λ``."""
         self._refuse_split(damping_split)

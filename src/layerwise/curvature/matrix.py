@@ -97,7 +97,7 @@ class ParamMatrix(ABC):
     def solve(
         self,
         v: Any,
-        damping: float = 0.0,
+        damping: int | float = 0.0,
         *,
         damping_split: str | None = None,
         tol: float = 1e-10,
@@ -132,7 +132,7 @@ class ParamMatrix(ABC):
             )
         return from_flat(found.solution.mT, self.shapes)
 
-    def power(self, v: Any, exponent: float, damping: float = 0.0, *, damping_split: str | None = None) -> Any:
+    def power(self, v: Any, exponent: int | float, damping: int | float = 0.0, *, damping_split: str | None = None) -> Any:
         """``(M + λI)^p v``; exact damping unless `damping_split` says otherwise."""
         params, write = read(v, self.shapes, self.dtype, self.device)
         return write(self._power(params, float(exponent), check_damping(damping), damping_split))
@@ -153,7 +153,7 @@ class ParamMatrix(ABC):
     def sample(
         self,
         n: int = 1,
-        damping: float = 0.0,
+        damping: int | float = 0.0,
         generator: torch.Generator | int | None = None,
     ) -> list[ParamVector]:
         """`n` draws from ``N(0, (M + λI)⁻¹)``."""
@@ -189,7 +189,7 @@ class ParamMatrix(ABC):
         return ParamVector(self._vector(values).dict(), spread)
 
     def logdet(
-        self, damping: float = 0.0, *, damping_split: str | None = None, samples: int = 32, seed: int = 0
+        self, damping: int | float = 0.0, *, damping_split: str | None = None, samples: int = 32, seed: int = 0
     ) -> Tensor:
         """``log det(M + λI)``, or an estimate with its standard error."""
         self._refuse_split(damping_split)
@@ -252,12 +252,12 @@ class ParamMatrix(ABC):
     def __sub__(self, other: "ParamMatrix") -> "ParamMatrix":
         return self + (-1.0) * other
 
-    def __mul__(self, factor: float) -> "ParamMatrix":
+    def __mul__(self, factor: int | float) -> "ParamMatrix":
         return self._scaled(float(factor))
 
     __rmul__ = __mul__
 
-    def __truediv__(self, factor: float) -> "ParamMatrix":
+    def __truediv__(self, factor: int | float) -> "ParamMatrix":
         return self._scaled(1 / float(factor))
 
     def _scaled(self, factor: float) -> "ParamMatrix":

@@ -64,6 +64,8 @@ class Source:
             )
         self.progress = progress or Silent()
         self.passes = 0
+        self.repeats = False
+        """Whether later passes will come, which must see the same batches."""
         self._seen: list[float] = []
 
     @property
@@ -73,6 +75,7 @@ class Source:
 
     def require_passes(self, count: int, why: str) -> None:
         """Refuse a generator where more than one pass is needed."""
+        self.repeats = self.repeats or count > 1
         if count > 1 and not self.can_repeat:
             raise InputError(
                 describe(
@@ -96,7 +99,10 @@ class Source:
         self.passes += 1
 
     def _check_same(self, batch: Batch) -> None:
-        mark = sum(float(t.detach().double().sum()) for t in leaves((batch.x, batch.y)) if t.device.type != "meta")
+        if self.single or not self.repeats:
+            return
+        tensors = (t.detach() for t in leaves((batch.x, batch.y)) if t.device.type != "meta")
+        mark = sum(float(t.sum(dtype=torch.float64)) for t in tensors)
         if self.passes == 0:
             self._seen.append(mark)
             return

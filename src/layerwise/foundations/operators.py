@@ -22,7 +22,7 @@ OPERATORS: dict[str, type["BlockOperator"]] = {}
 """Operators by name, for loading."""
 
 
-def check_damping(damping: float) -> float:
+def check_damping(damping: Any) -> float:
     """λ ≥ 0, as a number."""
     if not isinstance(damping, int | float) and not (isinstance(damping, Tensor) and damping.numel() == 1):
         raise InputError(describe(f"damping={damping!r}", "a number ≥ 0", "pass e.g. damping=1e-3"))

@@ -111,7 +111,7 @@ class ParamVector:
         return ParamVector({k: t.clone() for k, t in self._tensors.items()})
 
     @torch.no_grad()
-    def add_to(self, model: nn.Module, scale: float = 1.0) -> None:
+    def add_to(self, model: nn.Module, scale: int | float = 1.0) -> None:
         """``θ ← θ + scale · v``, in place."""
         parameters = trainable(model)
         for name in self._tensors:
@@ -167,14 +167,14 @@ class ParamVector:
     def __sub__(self, other: "ParamVector") -> "ParamVector":
         return self._zip(other, torch.sub)
 
-    def __mul__(self, other: "float | Tensor | ParamVector") -> "ParamVector":
+    def __mul__(self, other: "int | float | Tensor | ParamVector") -> "ParamVector":
         if isinstance(other, ParamVector):
             return self._zip(other, torch.mul)
         return self._map(lambda t: t * other)
 
     __rmul__ = __mul__
 
-    def __truediv__(self, other: "float | Tensor | ParamVector") -> "ParamVector":
+    def __truediv__(self, other: "int | float | Tensor | ParamVector") -> "ParamVector":
         if isinstance(other, ParamVector):
             return self._zip(other, torch.div)
         return self._map(lambda t: t / other)

@@ -67,6 +67,11 @@ class AttentionRule(LayerRule[nn.MultiheadAttention]):
         """The same numbers as the module's own forward, dropout included."""
         if unknown:
             raise TypeError(f"MultiheadAttention.forward got unexpected arguments {sorted(unknown)}")
+        if is_causal and attn_mask is None:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+        # As in torch: the hint stands in for the mask, which appended keys (add_bias_kv, add_zero_attn) then fall under.
+        causal = is_causal and key_padding_mask is None and not need_weights
+        attn_mask = None if causal else attn_mask
         batched = query.dim() == 3
         projected = []
         for site, x in zip(_SITES, (query, key, value), strict=True):
@@ -75,7 +80,7 @@ class AttentionRule(LayerRule[nn.MultiheadAttention]):
             y = y if batched else y.unsqueeze(1 - int(module.batch_first))
             projected.append(y if module.batch_first else y.transpose(0, 1))
         q, k, v, mask = _extended(module, *projected, _merged_mask(module, projected, key_padding_mask, attn_mask))
-        heads, weights = _attend(module, q, k, v, mask, need_weights)
+        heads, weights = _attend(module, q, k, v, mask, need_weights, causal)
         joined = heads.transpose(1, 2).flatten(2)  # N T E
         joined = joined if module.batch_first else joined.transpose(0, 1)
         out = module.out_proj(joined if batched else joined.squeeze(1 - int(module.batch_first)))
@@ -106,7 +111,7 @@ def _merged_mask(
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | None,
 ) -> Tensor | None:
-    """Both masks as one, [N or 1, heads or 1, T, keys]. A causal hint adds nothing to the mask it describes."""
+    """Both masks as one, [N or 1, heads or 1, T, keys]."""
     n, t, _ = qkv[0].shape
     keys = qkv[1].shape[1]
     mask = None
@@ -139,11 +144,17 @@ def _extended(
 
 
 def _attend(
-    module: nn.MultiheadAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool
+    module: nn.MultiheadAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    need_weights: bool,
+    causal: bool,
 ) -> tuple[Tensor, Tensor | None]:
     dropout = module.dropout if module.training else 0.0
     if not need_weights:
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout), None
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
     scores = (q * q.shape[-1] ** -0.5) @ k.mT
     weights = (scores if mask is None else scores + mask).softmax(-1)
     weights = F.dropout(weights, dropout) if dropout > 0 else weights

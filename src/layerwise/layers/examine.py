@@ -6,8 +6,9 @@ The same backward gives autograd's own parameter gradients; a layer whose calls 
 weight is used elsewhere, its forward is not what the rule believes) falls back, with that reason.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,14 +32,15 @@ NO_AXIS = "its input has no axis that holds the examples"
 
 
 @dataclass(frozen=True)
-class Findings:
-    """What the examination of a model found."""
+class Notes:
+    """What the examination of a model found. Holds no module, so that it can be kept beside the model."""
 
-    table: LayerTable
     example_axis: int
     """Axis of the model's input."""
     output: Layout
-    layouts: dict[SiteKey, Layout] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Layers that fall back, and why."""
+    layouts: Mapping[SiteKey, Layout] = field(default_factory=dict)
     bytes_per_example: float = 0.0
     """Recorded inputs and outputs of one example."""
     broadcast: frozenset[str] = frozenset()
@@ -47,8 +49,40 @@ class Findings:
     """Bare parameters that can be given to each example apart."""
 
 
-def examine(model: nn.Module, table: LayerTable, x: Tree, y: object, example_axis: int | None) -> Findings:
-    """Examine a model on its first batch."""
+_KEPT: WeakKeyDictionary[nn.Module, tuple[object, Notes]] = WeakKeyDictionary()
+"""The last notes on each model, with the signature they hold for."""
+
+
+def examine(model: nn.Module, table: LayerTable, x: Tree, y: object, example_axis: int | None) -> Notes:
+    """Examine a model on its first batch; what was found is kept until the model or the kind of batch changes."""
+    signature = _signature(model, table, x, y, example_axis)
+    kept = _KEPT.get(model)
+    if kept is not None and kept[0] == signature:
+        return kept[1]
+    notes = _examine_anew(model, table, x, y, example_axis)
+    _KEPT[model] = signature, notes
+    return notes
+
+
+def _signature(model: nn.Module, table: LayerTable, x: Tree, y: object, example_axis: int | None) -> object:
+    """Everything that a forward can depend on, as far as it can be seen: modules, their settings, ties, shapes."""
+    modules = tuple(
+        (
+            name,
+            type(module),
+            id(module.__dict__.get("forward")),
+            len(module._forward_hooks) + len(module._forward_pre_hooks),
+            tuple((k, v) for k, v in module.__dict__.items() if isinstance(v, bool | int | float | str | tuple)),
+        )
+        for name, module in model.named_modules()
+    )
+    parameters = tuple((name, id(p), p.requires_grad, p.dtype) for name, p in model.named_parameters())
+    inputs = tuple((t.dtype, t.ndim, t.shape[1:], t.shape[0] == 1) for t in leaves(x))
+    target = (y.ndim, y.shape[0] == next(leaves(x)).shape[0]) if isinstance(y, Tensor) and y.ndim else None
+    return modules, parameters, tuple(table.names()), inputs, target, example_axis, type(model).forward
+
+
+def _examine_anew(model: nn.Module, table: LayerTable, x: Tree, y: object, example_axis: int | None) -> Notes:
     axes = [example_axis] if example_axis is not None else _likely_axes(x, y)
     trouble: InteractionError | None = None
     for axis in axes:
@@ -132,11 +166,11 @@ class _Probe:
         return again if same else None
 
 
-def _examine_along(probe: _Probe, first: int) -> Findings:
+def _examine_along(probe: _Probe, first: int) -> Notes:
     failures: list[str] = []
     for output in _output_layouts(tuple(probe.f.shape), probe.n, first):
         found = _examine_output(probe, output)
-        if isinstance(found, Findings):
+        if isinstance(found, Notes):
             return found
         failures += found
     raise InteractionError(
@@ -148,7 +182,7 @@ def _examine_along(probe: _Probe, first: int) -> Findings:
     )
 
 
-def _examine_output(probe: _Probe, output: Layout) -> Findings | list[str]:
+def _examine_output(probe: _Probe, output: Layout) -> Notes | list[str]:
     """What is found if the output's examples are where `output` says, or the layers that contradict it."""
     n, v = probe.n, _one_example(probe.f, output, probe.n)
     event_grads, param_grads = _gradients(probe.tape, probe.f, v)
@@ -157,7 +191,7 @@ def _examine_output(probe: _Probe, output: Layout) -> Findings | list[str]:
         shared = probe.spread(lost)
         if shared is not None:
             found = _examine_output(shared, output)
-            if isinstance(found, Findings) and not any(spec.reason == NO_AXIS for spec in found.table.layers):
+            if isinstance(found, Notes) and NO_AXIS not in found.reasons.values():
                 return found
     if lost and _interacts(probe, output):
         return lost
@@ -165,12 +199,11 @@ def _examine_output(probe: _Probe, output: Layout) -> Findings | list[str]:
     reasons = dict.fromkeys(_specs_at(table, lost), NO_AXIS)
     probe.tape.layouts = layouts
     reasons |= _gradient_mismatches(probe.tape, table, event_grads, param_grads, n, set(reasons))
-    table = table.demote(reasons) if reasons else table
-    bare = [name for spec in table.layers if not spec.sites for name in spec.parameters]
+    bare = [name for spec in table.demote(reasons).layers if not spec.sites for name in spec.parameters]
     with torch.random.fork_rng(devices=[]):
         copies = find_copies(probe.tape.model, bare, probe.x, n, probe.f, v, param_grads)
     size = _recorded_bytes(probe.tape) / n
-    return Findings(table, probe.axis, output, layouts, size, probe.broadcast, copies)
+    return Notes(probe.axis, output, reasons, layouts, size, probe.broadcast, copies)
 
 
 def _recorded_bytes(tape: Tape) -> int:

@@ -23,7 +23,7 @@ from layerwise.layers.calling import (
     undisturbed,
 )
 from layerwise.layers.copies import Copies
-from layerwise.layers.examine import Findings, examine
+from layerwise.layers.examine import Notes, examine
 from layerwise.layers.generic import ExampleGradients, is_random
 from layerwise.layers.io import CHUNK_BYTES, GradientIO, LayerIO
 from layerwise.layers.layout import Layout
@@ -56,7 +56,7 @@ class Recorder:
         self.model, self.table = unwrap(model), table
         self.given_axis = example_axis
         self.chunk_bytes = chunk_bytes
-        self.findings: Findings | None = None
+        self.findings: Notes | None = None
         self._examined_on = 0
         self._generic: ExampleGradients | None = None
 
@@ -67,7 +67,7 @@ class Recorder:
         with undisturbed(self.model):
             yield self
 
-    def prepare(self, batch: Batch) -> Findings:
+    def prepare(self, batch: Batch) -> Notes:
         """Check a batch, and examine the model if this is the first of its kind."""
         self.check(batch)
         axis = self.given_axis if self.findings is None else self.findings.example_axis
@@ -75,7 +75,7 @@ class Recorder:
         if self.findings is None or (self._examined_on < 2 <= n):
             self.findings = examine(self.model, self.table, batch.x, batch.y, self.given_axis)
             self._examined_on = example_count(batch.x, self.findings.example_axis)
-            self.table = self.findings.table
+            self.table = self.table.demote(self.findings.reasons)
             bare = [name for spec in self.table.layers if not spec.sites for name in spec.parameters]
             names = [name for name in bare if name not in self.findings.copies.axes]
             self._generic = ExampleGradients(self.model, names, self.findings.example_axis)

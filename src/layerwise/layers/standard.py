@@ -43,8 +43,11 @@ class Chunk(ABC):
 
     def group_outer_sum(self) -> Float[Tensor, "K P P"]:
         """The exact block of each group, P = O·I."""
-        rows = self.per_example_grads().flatten(0, 1).flatten(2).movedim(1, 0)
-        return rows.mT @ rows
+        rows = self.per_example_grads().flatten(0, 1).flatten(2)  # M K P
+        if rows.shape[-1] <= 2:
+            return torch.einsum("mkp,mkq->mkpq", rows, rows).sum(0)
+        by_group = rows.movedim(1, 0)
+        return by_group.mT @ by_group
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Standard(Chunk):
     def per_example_grads(self) -> Float[Tensor, "V N K O I"]:
         """``einsum("vnsko,nski->vnkoi", g, a)``."""
         if not isinstance(self.a, OneHot):
+            if self.g.shape[-1] == 1 and self.a.shape[2] > 1:  # features of a norm layer: no matrix product in it
+                return torch.stack([(g * self.a).sum(1) for g in self.g]).unsqueeze(-2)
             return torch.einsum("vnsko,nski->vnkoi", self.g, self.a)
         v, n = self.g.shape[:2]
         grads = self.g.new_zeros(v, n, self.a.size + 1, self.g.shape[-1])

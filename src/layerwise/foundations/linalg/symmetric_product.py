@@ -77,8 +77,7 @@ def mirror_(total: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
     for i in range(0, n, width):
         j = min(n, i + width)
         corner = total[..., i:j, i:j]
-        below = corner.mT.tril(-1)  # a copy, made before the corner changes
-        corner.triu_().add_(below)
+        corner.copy_(corner.triu() + corner.triu(1).mT)
         total[..., j:, i:j] = total[..., i:j, j:].mT
     return total
 

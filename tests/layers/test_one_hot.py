@@ -1,0 +1,46 @@
+"""`OneHot` answers as the dense vectors would."""
+
+import pytest
+import torch
+
+from layerwise.layers.one_hot import OneHot
+
+INDEX = torch.tensor([[1, 1, -1, 4], [0, 4, 4, 4], [-1, -1, -1, 2]])
+
+
+@pytest.fixture
+def one_hot() -> OneHot:
+    return OneHot(INDEX, 5)
+
+
+def test_dense_vectors_and_padding(one_hot: OneHot):
+    dense = one_hot.dense(torch.float64)
+    assert dense.shape == (3, 4, 1, 5) == one_hot.shape
+    assert dense[0, 0, 0].tolist() == [0, 1, 0, 0, 0]
+    assert not dense[0, 2].any()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_counts_are_the_diagonal_of_the_moment(one_hot: OneHot, masked: bool):
+    keep = INDEX != 4 if masked else None
+    a = one_hot.dense(torch.float64)[:, :, 0]
+    rows = a.flatten(0, 1) if keep is None else a[keep]
+    counts = one_hot.counts(keep, torch.float64)
+    assert torch.equal(torch.diag(counts), rows.mT @ rows)
+    assert counts.dtype == torch.float64
+
+
+def test_rows_are_added_where_their_token_is(one_hot: OneHot):
+    g = torch.randn(12, 2, dtype=torch.float64)
+    expected = g.mT @ one_hot.dense(torch.float64).reshape(12, 5)
+    assert (one_hot.add_rows(g) - expected).abs().max() < 1e-14
+
+
+def test_pairs_of_example_and_token(one_hot: OneHot):
+    token, pair = one_hot.example_tokens()
+    assert torch.equal(token[pair], INDEX.flatten())
+    pairs = {(n, int(t)) for n in range(3) for t in INDEX[n]}
+    assert len(token) == len(pairs)
+    example = torch.arange(3).repeat_interleave(4)
+    seen = {(int(p), int(n)) for p, n in zip(pair, example, strict=True)}
+    assert len(seen) == len(pairs)  # no pair is shared by two examples
