@@ -1,17 +1,18 @@
 from collections.abc import Iterator
 
 import coverage_table
+import jaxtyping
 import pytest
-from jaxtyping import config
 
 
 @pytest.fixture
-def untyped() -> Iterator[None]:
-    """Annotations unchecked: for the bulk of the matrix, whose code the exact estimator has run with checks."""
-    before = config.jaxtyping_disable
-    config.update("jaxtyping_disable", True)
-    yield
-    config.update("jaxtyping_disable", before)
+def untyped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Annotations unchecked: for the bulk of the matrix, whose code the exact estimator has run with checks.
+
+    Functions defined inside functions are wrapped anew at every call, which is most of the time of a small model.
+    """
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    monkeypatch.setattr(jaxtyping, "jaxtyped", lambda **options: lambda function: function)
 
 
 @pytest.fixture(scope="session")

@@ -119,7 +119,7 @@ def test_a_causal_hint_without_its_mask_is_an_error_as_in_torch():
 
 def test_an_argument_that_torch_does_not_know_is_refused():
     module = _attention()
-    with pytest.raises(TypeError, match="unexpected arguments.*masks"):
+    with pytest.raises(TypeError, match=r"unexpected arguments.*masks"):
         AttentionRule().forward(module, lambda *_: None, *_inputs(module), masks=None)
 
 

@@ -67,7 +67,7 @@ def test_parameters_left_to_the_fall_back_must_be_named():
     module = nn.MultiheadAttention(4, 2, batch_first=True, add_bias_kv=True)
     x = (_draw(3, 5, 4),) * 3
     check_layer_rule(module, x, uncovered=("bias_k", "bias_v"))
-    with pytest.raises(AssertionError, match="AttentionRule.*no form covers all of parameter 'bias_k'"):
+    with pytest.raises(AssertionError, match=r"AttentionRule.*no form covers all of parameter 'bias_k'"):
         check_layer_rule(module, x)
 
 

@@ -1,7 +1,7 @@
 """What users call: `fisher`, `ggn`, `hessian`, `gradient_moment`."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -305,7 +305,7 @@ def _loss(loss: Any, likelihood: Any, options: dict[str, Any]) -> Likelihood | L
         )
     if not callable(given):
         raise InputError(describe(f"loss={given!r}", "a function loss(output, target)", "pass a callable"))
-    return given
+    return cast(Loss, given)
 
 
 def _cotangent(law: Likelihood, estimator: str, samples: int, seed: int) -> Cotangent:

@@ -46,10 +46,6 @@ class DenseMatrix(ParamMatrix):
         """The same as one block."""
         return Block(self.matrix.unsqueeze(0), (1, 1, self.matrix.shape[0]), self.psd)
 
-    def as_small(self) -> "DenseMatrix":
-        """Itself, in float64: small matrices can afford it."""
-        return self
-
     def _block(self, params: Params) -> Tensor:
         return to_flat(params, self.shapes)[:, None, None]
 

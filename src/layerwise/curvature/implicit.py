@@ -18,7 +18,6 @@ from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods import Terms
 from layerwise.foundations.types import statistics_dtype
 from layerwise.foundations.vectors import ParamVector
-from layerwise.layers.calling import as_statistics
 from layerwise.layers.recorder import Batch
 
 
@@ -81,7 +80,7 @@ class Implicit(ParamMatrix):
         n = recorder.examples(part)
 
         def standard(out: Tensor) -> Terms:
-            return likelihood.standardize(as_statistics(out), part.y, part.mask, recorder.arrange(n))
+            return recorder.terms(out, part, likelihood, n)
 
         recorder.seed_forward(part)
         with torch.enable_grad():

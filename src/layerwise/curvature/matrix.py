@@ -114,7 +114,7 @@ class ParamMatrix(ABC):
     def _solve(self, params: Params, damping: float, split: str | None, tol: float, max_iterations: int) -> Params:
         self._refuse_split(split)
         if self.numel() <= SMALL:
-            return self._dense().as_small()._solve(params, damping, split, tol, max_iterations)
+            return self._dense()._solve(params, damping, split, tol, max_iterations)
         if not self.is_psd and damping == 0:
             raise NumericalError(
                 describe("damping=0 and an indefinite matrix", "a positive definite matrix", "pass damping > 0")
@@ -132,7 +132,9 @@ class ParamMatrix(ABC):
             )
         return from_flat(found.solution.mT, self.shapes)
 
-    def power(self, v: Any, exponent: int | float, damping: int | float = 0.0, *, damping_split: str | None = None) -> Any:
+    def power(
+        self, v: Any, exponent: int | float, damping: int | float = 0.0, *, damping_split: str | None = None
+    ) -> Any:
         """``(M + λI)^p v``; exact damping unless `damping_split` says otherwise."""
         params, write = read(v, self.shapes, self.dtype, self.device)
         return write(self._power(params, float(exponent), check_damping(damping), damping_split))
@@ -140,7 +142,7 @@ class ParamMatrix(ABC):
     def _power(self, params: Params, exponent: float, damping: float, split: str | None) -> Params:
         self._refuse_split(split)
         if self.numel() <= SMALL:
-            return self._dense().as_small()._power(params, exponent, damping, split)
+            return self._dense()._power(params, exponent, damping, split)
         columns = to_flat(params, self.shapes).mT
         name = f"{self.structure} matrix"
 
@@ -195,7 +197,7 @@ class ParamMatrix(ABC):
         self._refuse_split(damping_split)
         damping = check_damping(damping)
         if self.numel() <= SMALL:
-            return self._dense().as_small().logdet(damping)
+            return self._dense().logdet(damping)
         if damping == 0:
             raise NumericalError(describe("damping=0", "a matrix known to be positive definite", "pass damping > 0"))
         d, samples, generator, dtype, device = self._probe(samples, seed)
@@ -289,7 +291,8 @@ class ParamMatrix(ABC):
             return self._columns(columns.to(self.device)).cpu().numpy().reshape(X.shape)
 
         dtype = {torch.float64: np.float64}.get(self.dtype, np.float32)
-        return LinearOperator(self.shape, matvec=matmat, rmatvec=matmat, matmat=matmat, rmatmat=matmat, dtype=dtype)
+        products = {"matvec": matmat, "rmatvec": matmat, "matmat": matmat, "rmatmat": matmat}
+        return LinearOperator(shape=self.shape, dtype=dtype, **products)  # type: ignore[call-arg]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.structure}, {self.numel()} parameters, {self.dtype}, {self.device})"

@@ -12,7 +12,6 @@ from torch.func import grad, vmap
 from layerwise.curvature.hessian import BatchLoss
 from layerwise.foundations.errors import InputError, UnsupportedError, describe
 from layerwise.foundations.likelihoods import Likelihood, Terms
-from layerwise.layers.calling import as_statistics
 from layerwise.layers.recorder import Batch, Recorder
 
 Loss = Callable[[Tensor, Any], Tensor]
@@ -38,8 +37,7 @@ def batch_loss(given: Likelihood | Loss, recorder: Recorder) -> BatchLoss:
 
         def of_likelihood(f: Tensor, batch: Batch, n: int) -> Tensor:
             recorder.prepare(batch)
-            terms = law.standardize(as_statistics(f), batch.y, batch.mask, recorder.arrange(n))
-            return law.loss(terms).sum()
+            return law.loss(recorder.terms(f, batch, law, n)).sum()
 
         return of_likelihood
 

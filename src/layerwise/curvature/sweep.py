@@ -87,10 +87,7 @@ class Sweep:
             yield v.detach(), start == 0, stop == count
 
     def parts(self, batch: Batch) -> Iterator[Batch]:
-        """A batch, or parts of it that are predicted to fit in memory.
-
-        Random labels are named by the batch's number, so each part gets a number of its own.
-        """
+        """A batch, or parts of it that are predicted to fit in memory; random labels stay those of the whole."""
         findings = self.recorder.prepare(batch)
         n = self.recorder.examples(batch)
         per_example = max(findings.bytes_per_example * GRAPH_FACTOR, 1)
@@ -98,7 +95,7 @@ class Sweep:
         if size >= n:
             yield batch
             return
-        for index, start in enumerate(range(0, n, size)):
+        for start in range(0, n, size):
             stop = min(start + size, n)
 
             def some(t: object, start: int = start, stop: int = stop) -> object:
@@ -109,5 +106,5 @@ class Sweep:
                 x=take(batch.x, start, stop, findings.example_axis),
                 y=some(batch.y),
                 mask=some(batch.mask),
-                number=batch.number if index == 0 else (batch.number + 1) * 1_000_003 + index,
+                part=(start, n),
             )

@@ -35,6 +35,8 @@ class Terms:
     """Which positions count; None if all do."""
     positions: tuple[int, ...] = ()
     """The shape that S was flattened from."""
+    part: tuple[int, int] | None = None
+    """First example and number of examples of the whole batch, where these terms are a part of it."""
 
     def target(self) -> Tensor:
         """The target, or an error that says one is needed."""
@@ -162,7 +164,7 @@ class Gaussian(Likelihood):
 
     def sample(self, terms: Terms, generator: torch.Generator) -> Float[Tensor, "N S C"]:
         """``√m ε / σ``, ε standard normal."""
-        return (terms.weight / self.variance).sqrt().unsqueeze(-1) * _normal(terms.f, generator)
+        return (terms.weight / self.variance).sqrt().unsqueeze(-1) * _normal(terms.f, terms, generator)
 
     def hessian_product(self, terms: Terms, u: Float[Tensor, "*B N S C"]) -> Float[Tensor, "*B N S C"]:
         """``m u / σ²``."""
@@ -206,7 +208,7 @@ class Bernoulli(Likelihood):
     def sample(self, terms: Terms, generator: torch.Generator) -> Float[Tensor, "N S C"]:
         """``√m (q − t)``, t drawn from the model."""
         q = terms.f.detach().sigmoid()
-        t = (_uniform(q, generator) < q).to(q.dtype)
+        t = (_uniform(q, terms, generator) < q).to(q.dtype)
         return terms.weight.sqrt().unsqueeze(-1) * (q - t)
 
     def hessian_product(self, terms: Terms, u: Float[Tensor, "*B N S C"]) -> Float[Tensor, "*B N S C"]:
@@ -390,7 +392,7 @@ class Categorical(Likelihood):
         """``√(m w) (p − e_ŷ)`` with ŷ drawn from the model."""
         p = terms.f.detach().softmax(-1)
         # Inverse-CDF: two draws from one generator give the same label whatever the batch's device or chunking.
-        u = _uniform(p[..., :1], generator)
+        u = _uniform(p[..., :1], terms, generator)
         drawn = (p.to(torch.float64).cumsum(-1) < u.to(torch.float64)).sum(-1, keepdim=True).clamp_max(p.shape[-1] - 1)
         v = p.scatter_add(-1, drawn, -torch.ones_like(drawn, dtype=p.dtype))
         return terms.weight.sqrt().unsqueeze(-1) * v
@@ -468,7 +470,8 @@ class Custom(Likelihood):
         if self.sample_gradient is not None:
             return self.sample_gradient(terms.f.detach()[:, 0], generator).unsqueeze(1)
         columns = self.root(terms, 0, self.columns(terms))
-        signs = _uniform(columns[..., 0], generator).sub(0.5).sign()
+        uniform = _uniform(columns[..., 0].movedim(0, -1), terms, generator)  # N S R
+        signs = uniform.sub(0.5).sign().movedim(-1, 0)
         return (columns * signs.unsqueeze(-1)).sum(0)
 
     def hessian_product(self, terms: Terms, u: Float[Tensor, "*B N S C"]) -> Float[Tensor, "*B N S C"]:
@@ -493,13 +496,19 @@ def _basis(like: Tensor, start: int, stop: int) -> Tensor:
     return rows
 
 
-def _uniform(like: Tensor, generator: torch.Generator) -> Tensor:
-    u = torch.rand(like.shape, generator=generator, device=generator.device, dtype=torch.float32)
-    return u.to(like.device, like.dtype if like.dtype.itemsize >= 4 else torch.float32)
+def _drawn(draw: Callable[..., Tensor], like: Tensor, terms: Terms, generator: torch.Generator) -> Tensor:
+    """Random numbers of a tensor's shape; a part of a batch gets what it would get in the whole."""
+    start, total = terms.part or (0, like.shape[0])
+    whole = draw((total, *like.shape[1:]), generator=generator, device=generator.device, dtype=torch.float32)
+    return whole[start : start + like.shape[0]].to(like.device, torch.promote_types(like.dtype, torch.float32))
 
 
-def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(like.shape, generator=generator, device=generator.device).to(like.device, like.dtype)
+def _uniform(like: Tensor, terms: Terms, generator: torch.Generator) -> Tensor:
+    return _drawn(torch.rand, like, terms, generator)
+
+
+def _normal(like: Tensor, terms: Terms, generator: torch.Generator) -> Tensor:
+    return _drawn(torch.randn, like, terms, generator)
 
 
 _BY_NAME: Mapping[str, type[Likelihood]] = {

@@ -69,7 +69,7 @@ class AttentionRule(LayerRule[nn.MultiheadAttention]):
             raise TypeError(f"MultiheadAttention.forward got unexpected arguments {sorted(unknown)}")
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
-        # As in torch: the hint stands in for the mask, which appended keys (add_bias_kv, add_zero_attn) then fall under.
+        # As in torch: the hint replaces the mask, and appended keys (add_bias_kv, add_zero_attn) fall under it too.
         causal = is_causal and key_padding_mask is None and not need_weights
         attn_mask = None if causal else attn_mask
         batched = query.dim() == 3
@@ -79,7 +79,8 @@ class AttentionRule(LayerRule[nn.MultiheadAttention]):
             record(site, x, y)
             y = y if batched else y.unsqueeze(1 - int(module.batch_first))
             projected.append(y if module.batch_first else y.transpose(0, 1))
-        q, k, v, mask = _extended(module, *projected, _merged_mask(module, projected, key_padding_mask, attn_mask))
+        q, k, v = projected
+        q, k, v, mask = _extended(module, q, k, v, _merged_mask(module, projected, key_padding_mask, attn_mask))
         heads, weights = _attend(module, q, k, v, mask, need_weights, causal)
         joined = heads.transpose(1, 2).flatten(2)  # N T E
         joined = joined if module.batch_first else joined.transpose(0, 1)

@@ -27,7 +27,7 @@ def substituted(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None
     """Other tensors in the place of some parameters, for a while.
 
     ``torch.func.functional_call`` does not put the parameters of a module back that is registered under two names,
-    and recurrent layers keep a second list of their weights that it does not reach.
+    and leaves its substitutes in the second list of weights that recurrent layers keep.
     """
     instead = {id(p): params[name] for name, p in model.named_parameters() if name in params}
     replaced = [

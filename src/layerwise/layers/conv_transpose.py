@@ -45,6 +45,6 @@ class ConvTransposeRule(LayerRule[ConvTranspose]):
         dims = len(module.kernel_size)
         if site == "bias":
             return dy.flatten(dy.ndim - dims).mT.unsqueeze(-2)
-        padding = [p for size in reversed(module.padding) for p in (size, size)]
+        padding = [int(p) for size in reversed(module.padding) for p in (size, size)]
         windows = sliding_windows(F.pad(dy, padding), module.kernel_size, module.stride, module.dilation)
         return rows_of_patches(windows, dims, module.groups)

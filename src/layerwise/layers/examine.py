@@ -17,7 +17,7 @@ from layerwise.foundations.errors import InputError, InteractionError, describe
 from layerwise.foundations.random import stream
 from layerwise.foundations.types import Tree, leaves, map_leaves
 from layerwise.foundations.vectors import trainable
-from layerwise.layers.calling import call, example_count, take
+from layerwise.layers.calling import call, example_count, take, undisturbed
 from layerwise.layers.copies import Copies, find_copies
 from layerwise.layers.form import Part
 from layerwise.layers.layout import Layout, candidates, holds_alone
@@ -59,7 +59,8 @@ def examine(model: nn.Module, table: LayerTable, x: Tree, y: object, example_axi
     kept = _KEPT.get(model)
     if kept is not None and kept[0] == signature:
         return kept[1]
-    notes = _examine_anew(model, table, x, y, example_axis)
+    with undisturbed(model):  # a forward of its own must not move buffers (spectral norm in train mode)
+        notes = _examine_anew(model, table, x, y, example_axis)
     _KEPT[model] = signature, notes
     return notes
 

@@ -83,7 +83,7 @@ class ExampleGradients:
                 t.unsqueeze(self.axis) if where is not None else t for t, where in zip(tensors, in_axes, strict=True)
             )
             x_n = _rebuild(x, alone)
-            _, pull = vjp(lambda p: self._forward(p, x_n, arrange)[0], params)
+            pull = vjp(lambda p: self._forward(p, x_n, arrange)[0], params)[1]
             return vmap(lambda u: pull(u)[0])(v_n)
 
         with warnings.catch_warnings(), torch.enable_grad():

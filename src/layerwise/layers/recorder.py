@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,8 @@ class Batch:
     y: object
     mask: Tensor | None
     number: int
+    part: tuple[int, int] | None = None
+    """First example and number of examples of the whole, where this is a part of a batch."""
 
 
 class Recorder:
@@ -141,6 +143,11 @@ class Recorder:
 
         return front
 
+    def terms(self, f: Tensor, batch: Batch, likelihood: Likelihood, n: int) -> Terms:
+        """Output and target in standard form."""
+        standard = likelihood.standardize(as_statistics(f), batch.y, batch.mask, self.arrange(n))
+        return replace(standard, part=batch.part)
+
     def record(self, batch: Batch, likelihood: Likelihood, batched: bool = False) -> "Recorded":
         """Run the model on a batch and bring its output to standard form.
 
@@ -156,7 +163,7 @@ class Recorder:
             f = call(self.model, batch.x)
         self.check_output(f, batch)
         with torch.enable_grad():
-            terms = likelihood.standardize(as_statistics(f), batch.y, batch.mask, self.arrange(n))
+            terms = self.terms(f, batch, likelihood, n)
         return Recorded(self, tape, batch, likelihood, terms, n, copies)
 
 

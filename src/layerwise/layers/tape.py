@@ -181,7 +181,9 @@ class Tape:
         grads = batched_grad(f, [*(event.edge for event in live), *leaves], v, retain_graph)
         for event, grad in zip(live, grads[: len(live)], strict=True):
             event.grad = grad
-        ios = {spec.name: self.io(spec, v.shape[0], f.shape[0], mask) for spec in self._recorded_specs()}
+        ios: dict[str, LayerIO] = {
+            spec.name: self.io(spec, v.shape[0], f.shape[0], mask) for spec in self._recorded_specs()
+        }
         for event in self.events:
             event.grad = None
         return ios, grads[len(live) :]

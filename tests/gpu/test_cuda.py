@@ -1,0 +1,105 @@
+"""The same numbers on a GPU: run with `make test-gpu` on a machine that has one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import layerwise as lw
+from layerwise.testing.cases import CASES, Case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+STRUCTURES = ("dense", "block", "diag", "quasidiag", "kfac", "ekfac", "lowrank")
+
+
+def likelihood_of(case: Case) -> tuple[lw.likelihoods.Likelihood, torch.Tensor | None]:
+    options = {k: v for k, v in case.options.items() if v is not None and k not in ("mask", "examples")}
+    if case.likelihood != "categorical":
+        options.pop("class_axis", None)
+    return lw.likelihoods.resolve(case.likelihood, **options), case.options.get("mask")
+
+
+def moved(tree, device):
+    if isinstance(tree, torch.Tensor):
+        return tree.to(device)
+    if isinstance(tree, dict):
+        return {k: moved(v, device) for k, v in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)(moved(v, device) for v in tree)
+    return tree
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cuda_equals_cpu(case: Case) -> None:
+    model, x, y = case.make(0)
+    law, mask = likelihood_of(case)
+    v = lw.ParamVector.randn(model, generator=0).flat()
+    expected = {}
+    for structure in STRUCTURES:
+        matrix = lw.fisher(model, (x, y, mask), law, structure=structure, estimator="exact")
+        expected[structure] = matrix.solve(v, damping=1e-2), matrix.trace()
+    model, batch = model.cuda(), moved((x, y, mask), "cuda")
+    for structure in STRUCTURES:
+        matrix = lw.fisher(model, batch, law, structure=structure, estimator="exact")
+        assert matrix.device.type == "cuda"
+        step, trace = matrix.solve(v.cuda(), damping=1e-2), matrix.trace()
+        torch.testing.assert_close(step.cpu(), expected[structure][0], rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(trace.cpu(), expected[structure][1], rtol=1e-8, atol=0)
+
+
+def small_net() -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 10)).cuda()
+    return model, torch.randn(64, 16, device="cuda"), torch.randint(10, (64,), device="cuda")
+
+
+def test_same_labels_on_both_devices() -> None:
+    model, x, y = small_net()
+    on_gpu = lw.fisher(model, (x, y), structure="kfac", seed=3).trace()
+    on_cpu = lw.fisher(model.cpu(), (x.cpu(), y.cpu()), structure="kfac", seed=3).trace()
+    torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=1e-4, atol=0)
+
+
+def test_bf16_and_autocast_keep_factors_in_float32() -> None:
+    model, x, y = small_net()
+    reference = lw.fisher(model, (x, y), structure="kfac", seed=0).trace()
+    with torch.autocast("cuda", torch.bfloat16):
+        cast = lw.fisher(model, (x, y), structure="kfac", seed=0)
+    assert cast.dtype == torch.float32
+    torch.testing.assert_close(cast.trace(), reference, rtol=5e-2, atol=0)
+    half = lw.fisher(model.bfloat16(), (x.bfloat16(), y), structure="ekfac", seed=0)
+    assert half.dtype == torch.float32
+    assert bool(torch.isfinite(half.solve(lw.ParamVector.randn(model), damping=1e-3).flat()).all())
+
+
+def test_batch_on_another_device_is_refused() -> None:
+    model, x, y = small_net()
+    with pytest.raises(lw.LayerwiseError, match=r"given: a batch on cpu.*cuda"):
+        lw.fisher(model, (x.cpu(), y.cpu()))
+
+
+def test_hessian_and_implicit_through_attention() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double().cuda().eval()
+    x, y = torch.randn(3, 5, 8, dtype=torch.float64, device="cuda"), torch.randint(8, (3, 5), device="cuda")
+
+    def loss(f, t):
+        return F.cross_entropy(f.flatten(0, 1), t.flatten())
+
+    v = lw.ParamVector.randn(layer, generator=0)
+    H = lw.hessian(layer, (x, y), loss=loss)
+    cpu = lw.hessian(layer.cpu(), (x.cpu(), y.cpu()), loss=loss)
+    expected = (cpu @ v.to("cpu")).flat()
+    layer.cuda()
+    torch.testing.assert_close((H @ v).flat().cpu(), expected, rtol=1e-8, atol=1e-12)
+
+
+def test_random_state_of_the_device_is_left_alone() -> None:
+    model, x, y = small_net()
+    model.insert(1, torch.nn.Dropout(0.5))
+    model.train()
+    before = torch.cuda.get_rng_state()
+    lw.fisher(model, (x, y), structure="ekfac")
+    assert torch.equal(before, torch.cuda.get_rng_state())
