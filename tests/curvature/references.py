@@ -29,15 +29,16 @@ def call(model: nn.Module, x: Any) -> Tensor:
     return model(*x) if isinstance(x, tuple) else model(x)
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    """‖found − expected‖ / ‖expected‖, and infinite where shapes differ or something is not finite."""
+def relative(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
+    """‖found − expected‖ / max(‖expected‖, scale), and infinite where shapes differ or something is not finite."""
     if found.shape != expected.shape or not bool(found.isfinite().all()):
         return math.inf
-    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-300))
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm().clamp_min(max(scale, 1e-300)))
 
 
-def close(found: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:
-    error = relative(torch.as_tensor(found), torch.as_tensor(expected))
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-9, scale: float = 0.0) -> None:
+    error = relative(torch.as_tensor(found), torch.as_tensor(expected), scale)
     assert error <= tolerance, f"relative error {error:.2e}, shapes {tuple(found.shape)} and {tuple(expected.shape)}"
 
 

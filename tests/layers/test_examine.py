@@ -1,5 +1,7 @@
 """First use: the axis of the examples is found, interaction is refused, unexplained gradients fall back."""
 
+import dataclasses
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +13,7 @@ import layerwise as lw
 from layerwise.foundations.cotangents import LossGradient
 from layerwise.foundations.errors import InputError, InteractionError
 from layerwise.foundations.likelihoods import Categorical
+from layerwise.layers.examine import _KEPT
 from layerwise.layers.layout import Layout
 from layerwise.layers.recorder import Batch, Recorder
 from layerwise.layers.table import LayerTable
@@ -266,3 +269,70 @@ def test_an_empty_batch_and_a_constant_model_are_refused():
 
     with pytest.raises(InputError, match="no trainable parameter takes part in"):
         _rows(Constant(D, C).double(), _x(), _y())
+
+
+# --- what was found is remembered --------------------------------------------------------------------------
+
+
+def test_another_function_in_an_attribute_is_examined_again():
+    """The sizes are the same, only the order of rows is not: the layout of before would silently be wrong."""
+    before, after, layout = LAYOUTS["flattened"]
+    model = Apply(_mlp(), before, after)
+    _rows(model, _x(), _y())
+    model.before, model.after, layout = LAYOUTS["flattened_time_major"]
+    recorder, got = _rows(model, _x(), _y())
+    assert recorder.findings is not None
+    assert set(recorder.findings.layouts.values()) == {layout}
+    _assert_same(got, _expected(model.net, _x(), _y()))
+
+
+def test_state_that_a_forward_leaves_behind_does_no_harm():
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.state = (x.detach() + 1, [x.detach()])
+            return self.net(x)
+
+    model = Remembers()
+    for _ in range(3):
+        _rows(model, _x(), _y())
+
+
+def test_notes_do_not_hold_the_model_so_that_it_can_be_freed():
+    class Bound(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _mlp()
+            self.act = self.squash
+
+        def squash(self, x: Tensor) -> Tensor:
+            return x.tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.net(x))
+
+    model = Bound()
+    _rows(model, _x(), _y())
+    signature, notes = _KEPT[model]
+    held = _items((signature, dataclasses.astuple(notes)))
+    assert any(isinstance(item, str) for item in held)
+    assert not any(isinstance(item, nn.Module | Tensor) or inspect.ismethod(item) for item in held)
+
+
+def _items(value: object) -> list[object]:
+    """Whatever containers hold, however deep."""
+    inside = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    if not isinstance(inside, list | tuple | frozenset):
+        return [inside]
+    return [item for part in inside for item in _items(part)]
+
+
+def test_examination_leaves_buffers_alone():
+    """Spectral norm in train mode changes its own at every forward: results must not depend on what is remembered."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(D, C))).double().train()
+    first, again = (_rows(model, _x(), _y())[1] for _ in range(2))
+    assert all(torch.equal(first[name], again[name]) for name in first)

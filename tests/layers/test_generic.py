@@ -130,3 +130,11 @@ def test_what_counts_as_random():
     assert not is_random(nn.Sequential(nn.Dropout(0.0)).train())
     assert is_random(nn.MultiheadAttention(4, 2, dropout=0.1).train())
     assert not is_random(nn.MultiheadAttention(4, 2).train())
+
+
+def test_parameters_and_layers_named_like_a_rate_are_none():
+    model = nn.Module()
+    model.p, model.dropout = nn.Parameter(torch.ones(3)), nn.Dropout(0.0)
+    assert not is_random(model.train())
+    model.dropout.p = 0.5
+    assert is_random(model)

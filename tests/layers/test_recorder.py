@@ -106,6 +106,38 @@ def test_special_models_are_left_as_they_were(name: str):
         lw.fisher(model, (x, y), structure="block", estimator="exact")
 
 
+class Normalizer(nn.Module):
+    """Divides by a scale that its own forward updates, in place or by assignment."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.in_place = nn.Linear(4, 3), in_place
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("last", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.detach()
+        if self.in_place:
+            self.scale.mul_(1.5)
+        else:
+            self.scale = self.scale * 1.5
+        return self.head(x) / self.scale
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diag"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_that_the_forward_changes_is_put_back_and_can_be_differentiated_through(in_place, structure):
+    model = Normalizer(in_place).double()
+    batch = torch.randn(5, 4, dtype=torch.float64), torch.randint(3, (5,))
+    scale = model.scale
+    with _unchanged(model):
+        first, again = (lw.fisher(model, batch, structure=structure, estimator="exact").trace() for _ in range(2))
+    assert model.scale is scale
+    assert model.last is None
+    assert torch.equal(first, again)
+
+
 def test_dropout_is_the_same_at_every_call_and_another_for_another_seed():
     model, batch = _everything()
     first, again = (lw.fisher(model, batch, structure="diag", seed=1).trace() for _ in range(2))

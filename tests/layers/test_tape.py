@@ -1,6 +1,7 @@
 """`Tape`: what is recorded, what is pulled back, and what is left behind."""
 
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -188,10 +189,18 @@ class Fails(nn.Module):
         return h
 
 
+@pytest.fixture(params=[True, False])
+def fast_path(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """The flag that fused attention goes by, on or off for one test."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(request.param)
+    yield request.param
+    torch.backends.mha.set_fastpath_enabled(before)
+
+
 @pytest.mark.parametrize("length", [2, 3])
-def test_hooks_patches_and_the_fast_path_are_put_back(length: int):
+def test_hooks_patches_and_the_fast_path_are_put_back(length: int, fast_path: bool):
     model = Fails()
-    fast = torch.backends.mha.get_fastpath_enabled()
     tape = Tape(model, LayerTable.from_model(model))
     try:
         with tape:
@@ -203,20 +212,10 @@ def test_hooks_patches_and_the_fast_path_are_put_back(length: int):
         assert length == 3 and "too many" in str(error)  # noqa: PT017, PT018
     assert "forward" not in vars(model.mix)
     assert all(not m._forward_hooks and not m._forward_hooks_with_kwargs for m in model.modules())
-    assert torch.backends.mha.get_fastpath_enabled() == fast
+    assert torch.backends.mha.get_fastpath_enabled() == fast_path
     before = len(tape.events)
     model(torch.randn(2, 2, 4))
     assert len(tape.events) == before
-
-
-def test_a_fast_path_that_was_off_stays_off():
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        _record(_mlp())
-        assert not torch.backends.mha.get_fastpath_enabled()
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def test_hooks_of_others_stay():

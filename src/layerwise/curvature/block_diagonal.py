@@ -1,15 +1,16 @@
 """One operator a layer: diag, quasidiag, block, kfac, ekfac and mixtures of them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.curvature.columns import Params
+from layerwise.curvature.columns import Params, as_rows, check_dtype
 from layerwise.curvature.matrix import ParamMatrix, merge_weights
-from layerwise.foundations.errors import InputError, LayerwiseError, describe
+from layerwise.foundations.errors import InputError, LayerwiseError
 from layerwise.foundations.kronecker import InputFactor, Kronecker
 from layerwise.foundations.operators import BlockOperator, check_damping
 from layerwise.foundations.vectors import ParamVector
@@ -24,7 +25,8 @@ class BlockDiagonal(ParamMatrix):
     table: LayerTable
     operators: Mapping[str, BlockOperator]
     structure: str
-    examples: int | None = None
+    examples: int | float | None = None
+    """What sums were divided by; None where two estimates cannot be merged."""
     positions: Mapping[str, int] | None = None
     """Rows that each layer's input factor was averaged over."""
     memory: int | None = None
@@ -58,11 +60,17 @@ class BlockDiagonal(ParamMatrix):
         blocks = self.table.to_blocks(params)
         out = {}
         for name, X in blocks.items():
-            try:
+            with _named(name):
                 out[name] = getattr(self.operators[name], fn)(X, *args)
-            except LayerwiseError as error:
-                raise type(error)(f"layer {name!r}: {error}") from error
         return self.table.to_params(out)
+
+    def _of_all(self, fn: str, *args: object) -> dict[str, Tensor]:
+        """What every layer's operator answers."""
+        found = {}
+        for name, op in self.operators.items():
+            with _named(name):
+                found[name] = getattr(op, fn)(*args)
+        return found
 
     def _mv(self, params: Params) -> Params:
         return self._each(params, "mv")
@@ -74,19 +82,19 @@ class BlockDiagonal(ParamMatrix):
         return self._each(params, "power", exponent, damping, split)
 
     def _sample(self, n: int, damping: float, generator: torch.Generator) -> Params:
-        return self.table.to_params({k: op.sample(n, damping, generator) for k, op in self.operators.items()})
+        return self.table.to_params(self._of_all("sample", n, damping, generator))
 
     def trace(self, samples: int = 0, seed: int = 0) -> Tensor:
         """Sum over layers."""
-        return torch.stack([op.trace() for op in self.operators.values()]).sum()
+        return torch.stack([*self._of_all("trace").values()]).sum()
 
     def frobenius(self, samples: int = 0, seed: int = 0) -> Tensor:
         """Root of the sum of squares over layers."""
-        return torch.stack([op.frobenius_squared() for op in self.operators.values()]).sum().sqrt()
+        return torch.stack([*self._of_all("frobenius_squared").values()]).sum().sqrt()
 
     def diagonal(self, samples: int = 0, seed: int = 0) -> ParamVector:
         """Every layer's diagonal."""
-        values = self.table.to_params({k: op.diagonal() for k, op in self.operators.items()})
+        values = self.table.to_params(self._of_all("diagonal"))
         return ParamVector(values, self.diagonal_error)
 
     def logdet(
@@ -94,13 +102,13 @@ class BlockDiagonal(ParamMatrix):
     ) -> Tensor:
         """Sum over layers of ``log det(M_l + λI)``; exact damping unless `damping_split` says otherwise."""
         damping = check_damping(damping)
-        return torch.stack([op.logdet(damping, damping_split) for op in self.operators.values()]).sum()
+        return torch.stack([*self._of_all("logdet", damping, damping_split).values()]).sum()
 
     def eigenvalues(self, k: int | None = None) -> Tensor:
         """All eigenvalues, or the k largest, ascending."""
         if k is not None:
             self._check_k(k)
-        return torch.cat([op.eigenvalues() for op in self.operators.values()]).sort().values[-(k or self.numel()) :]
+        return torch.cat([*self._of_all("eigenvalues").values()]).sort().values[-(k or self.numel()) :]
 
     def eigh(self, k: int | None = None) -> tuple[Tensor, Tensor]:
         """Eigenvalues ascending and eigenvectors as columns; each vector lives in one layer."""
@@ -109,8 +117,7 @@ class BlockDiagonal(ParamMatrix):
         else:
             self._check_k(k)
         values, owners, places = [], [], []
-        for index, op in enumerate(self.operators.values()):
-            own = op.eigenvalues()
+        for index, own in enumerate(self._of_all("eigenvalues").values()):
             values.append(own)
             owners.append(torch.full_like(own, index, dtype=torch.long))
             places.append(torch.arange(len(own), device=own.device))
@@ -123,7 +130,7 @@ class BlockDiagonal(ParamMatrix):
             if bool(mine.any()):
                 blocks[name][mine] = op.eigenvectors(place[mine]).to(self.dtype)
         rows = self.table.to_params(blocks)
-        vectors = torch.cat([rows[p].flatten(1) for p in self.shapes], dim=1).mT
+        vectors = torch.cat([as_rows(rows[p]) for p in self.shapes], dim=1).mT
         return torch.cat(values)[order], vectors
 
     def layer(self, name: str) -> "BlockDiagonal":
@@ -132,11 +139,19 @@ class BlockDiagonal(ParamMatrix):
         shapes = {part.name: part.shape for part in spec.form.parts}
         table = replace(self.table, layers=(spec,), shapes=shapes, untracked={})
         positions = None if self.positions is None else {name: self.positions.get(name, 0)}
-        return replace(self, table=table, operators={name: self.operators[name]}, positions=positions)
+        error = None
+        if self.diagonal_error is not None:
+            found = self.diagonal_error.dict()
+            parts = zip(shapes, self.table.spec(name).form.parts, strict=True)
+            error = ParamVector({key: part.of(found) for key, part in parts})
+        operators = {name: self.operators[name]}
+        return replace(self, table=table, operators=operators, positions=positions, diagonal_error=error)
 
     def _scaled(self, factor: float) -> ParamMatrix:
         try:
-            return replace(self, operators={k: op.scaled(factor) for k, op in self.operators.items()})
+            error = None if self.diagonal_error is None else abs(factor) * self.diagonal_error
+            scaled = {k: op.scaled(factor) for k, op in self.operators.items()}
+            return replace(self, operators=scaled, diagonal_error=error)
         except InputError:  # a Kronecker product cannot be negative
             return super()._scaled(factor)
 
@@ -145,8 +160,8 @@ class BlockDiagonal(ParamMatrix):
         if not isinstance(other, BlockDiagonal) or other.table.names() != self.table.names():
             return None
         sums = {name: op.plus(other.operators[name]) for name, op in self.operators.items()}
-        if any(op is None for op in sums.values()):
-            return None
+        if any(op is None for op in sums.values()) or self.diagonal_error or other.diagonal_error:
+            return None  # standard errors add up in a lazy sum
         return replace(self, operators=sums, examples=None, positions=None)
 
     def merge(self, other: "BlockDiagonal") -> ParamMatrix:
@@ -155,15 +170,7 @@ class BlockDiagonal(ParamMatrix):
         Diagonals, blocks and Kronecker factors merge exactly (factors separately, by their counts of rows);
         where a structure cannot hold the union (two different eigenbases), the result is a lazy weighted sum.
         """
-        if not isinstance(other, BlockDiagonal) or other.structure != self.structure:
-            raise InputError(
-                describe(
-                    f"a {other.structure!r} matrix",
-                    f"another {self.structure!r} matrix",
-                    "estimate both alike",
-                )
-            )
-        a, b = merge_weights(self.examples, other.examples)
+        a, b = merge_weights(self, other)
         merged: dict[str, BlockOperator] = {}
         for name, op in self.operators.items():
             joint = self._merged(name, op, other, a, b)
@@ -186,6 +193,7 @@ class BlockDiagonal(ParamMatrix):
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "BlockDiagonal":
         """Another device or dtype."""
+        check_dtype(dtype)
         return replace(self, operators={k: op.to(device, dtype) for k, op in self.operators.items()})
 
     def _dense(self) -> "object":
@@ -199,6 +207,15 @@ class BlockDiagonal(ParamMatrix):
         """The matrix itself, in flat order."""
         self._require_dense()
         return self._dense().matrix  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _named(layer: str) -> Iterator[None]:
+    """Errors of an operator, with the layer's name."""
+    try:
+        yield
+    except LayerwiseError as error:
+        raise type(error)(f"layer {layer!r}: {error}") from error
 
 
 def _standalone(spec: LayerSpec) -> LayerSpec:

@@ -31,6 +31,7 @@ from layerwise.foundations.memory import budget
 from layerwise.foundations.progress import Progress, resolve
 from layerwise.foundations.random import seed_of
 from layerwise.foundations.vectors import unwrap
+from layerwise.layers.calling import in_own_arithmetic
 from layerwise.layers.recorder import Recorder
 from layerwise.layers.table import LayerTable, OnUnsupported
 
@@ -40,6 +41,7 @@ HESSIAN_STRUCTURES = ("dense", "block", "diag", "implicit")
 CENTERED_STRUCTURES = ("dense", "block", "diag", "lowrank", "implicit")
 
 
+@in_own_arithmetic
 def fisher(
     model: nn.Module,
     data: Any,
@@ -150,6 +152,7 @@ def ggn(
     return fisher(model, data, likelihood, structure, estimator, samples, **options)
 
 
+@in_own_arithmetic
 def hessian(
     model: nn.Module,
     data: Any,
@@ -202,6 +205,7 @@ def hessian(
     return hessian_dense(implicit) if structure == "dense" else hessian_by_layer(implicit, structure, allowed)
 
 
+@in_own_arithmetic
 def gradient_moment(
     model: nn.Module,
     data: Any,

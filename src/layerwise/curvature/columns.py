@@ -16,14 +16,25 @@ Params = dict[str, Tensor]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """A matrix holds real numbers."""
+    if dtype is not None and not dtype.is_floating_point:
+        raise InputError(describe(f"dtype={dtype}", "a floating-point dtype", "pass e.g. torch.float64"))
+
+
 def numel(shapes: Shapes) -> int:
     """Number of entries of a vector."""
     return sum(torch.Size(shape).numel() for shape in shapes.values())
 
 
+def as_rows(t: Tensor) -> Tensor:
+    """``[B, entries]``; a parameter may be a single number, so that t is ``[B]``."""
+    return t.reshape(t.shape[0], -1)
+
+
 def to_flat(params: Mapping[str, Tensor], shapes: Shapes) -> Tensor:
     """``[B, d]``."""
-    return torch.cat([params[name].flatten(1) for name in shapes], dim=1)
+    return torch.cat([as_rows(params[name]) for name in shapes], dim=1)
 
 
 def from_flat(flat: Tensor, shapes: Shapes) -> Params:

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.curvature.columns import Params, Shapes, from_flat, to_flat
+from layerwise.curvature.columns import Params, Shapes, check_dtype, from_flat, to_flat
 from layerwise.curvature.matrix import ParamMatrix, merge_weights, sub_shapes
-from layerwise.foundations.errors import NameLookupError, nearest
+from layerwise.foundations.errors import NameLookupError, unknown
 from layerwise.foundations.operators import Block, check_damping
 from layerwise.foundations.vectors import ParamVector
 
@@ -21,7 +21,8 @@ class DenseMatrix(ParamMatrix):
     matrix: Float[Tensor, "d d"]
     shapes: Shapes
     psd: bool = True
-    examples: int | None = None
+    examples: int | float | None = None
+    """What sums were divided by; None where two estimates cannot be merged."""
     layers: dict[str, tuple[str, ...]] | None = None
     memory: int | None = None
     structure = "dense"
@@ -110,7 +111,7 @@ class DenseMatrix(ParamMatrix):
         """The diagonal block of one layer."""
         known = self.layers or {p: (p,) for p in self.shapes}
         if name not in known:
-            raise NameLookupError(f"no layer {name!r}; {nearest(name, known)}")
+            raise NameLookupError(unknown("layer", name, known))
         shapes = sub_shapes(self.shapes, known[name])
         keep = torch.cat(
             [
@@ -139,12 +140,13 @@ class DenseMatrix(ParamMatrix):
 
     def merge(self, other: "DenseMatrix") -> "DenseMatrix":
         """The estimate from both data sets together."""
-        a, b = merge_weights(self.examples, other.examples)
+        a, b = merge_weights(self, other)
         merged = a * self.matrix + b * other.matrix
         total = (self.examples or 0) + (other.examples or 0)
         return DenseMatrix(merged, self.shapes, self.psd and other.psd, total, self.layers, self.memory)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "DenseMatrix":
         """Another device or dtype."""
+        check_dtype(dtype)
         moved = self.matrix.to(device=device, dtype=dtype)
         return DenseMatrix(moved, self.shapes, self.psd, self.examples, self.layers, self.memory)

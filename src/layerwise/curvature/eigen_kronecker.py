@@ -7,6 +7,7 @@ Frobenius error never above K-FAC's (George et al. 2018). Two passes: factors fi
 import torch
 
 from layerwise.curvature.kronecker import KroneckerApproximation
+from layerwise.foundations.errors import NumericalError
 from layerwise.foundations.kronecker import EigenKronecker
 from layerwise.foundations.linalg import guarded_eigh
 from layerwise.foundations.operators import BlockOperator
@@ -26,11 +27,14 @@ class EigenKroneckerApproximation(KroneckerApproximation):
         A, G = self.factors(1.0)
         name = f"layer {self.spec.name!r}"
         self.s_G, self.U_G = guarded_eigh(G, name=f"{name}, output factor G")
-        self.s_A, self.basis = A.eigh
+        try:
+            self.s_A, self.basis = A.eigh
+        except NumericalError as error:
+            raise NumericalError(f"{name}: {error}") from error
         vectors = self.basis.vectors
         if vectors is not None and self.basis.taps > 1:
             eye = torch.eye(self.basis.taps, dtype=vectors.dtype, device=vectors.device)
-            vectors = torch.stack([torch.kron(u, eye) for u in vectors])
+            vectors = torch.stack([torch.kron(u.contiguous(), eye) for u in vectors])
         self.U_A = vectors
         self.scalings = self.zeros(*self.spec.form.shape)
 

@@ -15,7 +15,8 @@ from layerwise.curvature.dense import DenseMatrix
 from layerwise.curvature.low_rank import LowRank
 from layerwise.curvature.matrix import ParamMatrix
 from layerwise.curvature.sweep import Sweep
-from layerwise.foundations.errors import InputError, NameLookupError, describe, nearest
+from layerwise.foundations.errors import InputError, NameLookupError, describe, unknown
+from layerwise.foundations.linalg.checks import require_finite
 from layerwise.foundations.memory import require
 from layerwise.foundations.operators import Block, BlockOperator, Diagonal
 from layerwise.layers.io import LayerIO
@@ -26,12 +27,19 @@ STRUCTURES = (*LAYER_STRUCTURES, "dense", "lowrank", "implicit")
 Structure = str | Mapping[str, str]
 
 
+def _registered() -> tuple[str, ...]:
+    """Structures of single layers that somebody else has added: subclasses of `Approximation` with a name."""
+    return tuple(name for name in Approximation.known if name not in (*LAYER_STRUCTURES, "group"))
+
+
 def check_structure(structure: Any, allowed: tuple[str, ...], what: str) -> None:
     """A structure that exists for this matrix, or an error that names those that do."""
     names = list(structure.values()) if isinstance(structure, Mapping) else [structure]
     for name in names:
+        if name in _registered() and "kfac" in allowed:
+            continue
         if name not in STRUCTURES:
-            raise NameLookupError(f"structure {name!r} does not exist; {nearest(str(name), STRUCTURES)}")
+            raise NameLookupError(unknown("structure", name, STRUCTURES))
         if name not in allowed:
             raise InputError(
                 describe(f'structure "{name}" for {what}', f"one of: {', '.join(allowed)}", "choose one of these")
@@ -52,7 +60,7 @@ def assign(structure: Structure, table: LayerTable) -> dict[str, str]:
         return {spec.name: structure for spec in table.layers}
     for pattern in structure:
         if not any(matches(spec, pattern) for spec in table.layers):
-            raise NameLookupError(f"no layer matches {pattern!r}; {nearest(pattern, table.names())}")
+            raise NameLookupError(unknown("layer", pattern, table.names()))
     chosen = {}
     for spec in table.layers:
         names = (spec.name, *spec.parameters)
@@ -144,8 +152,13 @@ def by_layer(sweep: Sweep, structure: Structure, options: Options, centered: boo
     operators = {name: a.finish(count) for name, a in statistics.of.items()}
     if means is not None:
         operators = {name: means.centered(name, op, count) for name, op in operators.items()}
+    for name, op in operators.items():
+        for key, tensor in op.tensors().items():
+            require_finite(tensor, f"layer {name!r}: statistics {key!r}")
     positions = {name: a.positions() for name, a in statistics.of.items()}
-    return BlockDiagonal(sweep.recorder.table, operators, _label(structure), totals.examples, positions, sweep.memory)
+    return BlockDiagonal(
+        sweep.recorder.table, operators, _label(structure), None if centered else count, positions, sweep.memory
+    )
 
 
 def _passes(structure: Structure) -> int:
@@ -238,8 +251,9 @@ def dense(sweep: Sweep, centered: bool = False) -> DenseMatrix:
     matrix = total / count
     if centered:
         matrix -= torch.outer(mean, mean) / count**2
+    require_finite(matrix, 'structure "dense"')
     table = sweep.recorder.table
-    return DenseMatrix(matrix, table.shapes, True, totals.examples, _layers(table), sweep.memory)
+    return DenseMatrix(matrix, table.shapes, True, None if centered else count, _layers(table), sweep.memory)
 
 
 def low_rank(sweep: Sweep, centered: bool = False) -> LowRank:
@@ -263,5 +277,6 @@ def low_rank(sweep: Sweep, centered: bool = False) -> LowRank:
     R = torch.cat(kept)
     if centered:
         R = R - R.sum(0) / count
+    require_finite(R, 'structure "lowrank"')
     table = sweep.recorder.table
-    return LowRank(R / count**0.5, table.shapes, totals.examples, _layers(table), sweep.memory)
+    return LowRank(R / count**0.5, table.shapes, None if centered else count, _layers(table), sweep.memory)

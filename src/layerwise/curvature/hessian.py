@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.curvature.block_diagonal import BlockDiagonal
-from layerwise.curvature.columns import Params, Shapes, from_flat, to_flat
+from layerwise.curvature.columns import Params, Shapes, as_rows, from_flat, to_flat
 from layerwise.curvature.dense import DenseMatrix
 from layerwise.curvature.lazy import Restricted
 from layerwise.curvature.linearize import forward, twice_differentiable
@@ -22,10 +22,10 @@ from layerwise.foundations.memory import require
 from layerwise.foundations.operators import Block, BlockOperator, Diagonal
 from layerwise.foundations.types import statistics_dtype
 from layerwise.foundations.vectors import ParamVector, trainable
-from layerwise.layers.calling import example_count, undisturbed
+from layerwise.layers.calling import example_count, in_own_arithmetic, refuse_empty, undisturbed
 from layerwise.layers.recorder import Batch, Recorder
 from layerwise.layers.table import LayerTable
-from layerwise.layers.tape import batched_grad
+from layerwise.layers.tape import batched_grad, explained
 
 COLUMNS = 32
 """Products that are made at once."""
@@ -50,9 +50,10 @@ class HessianProducts:
             for batch in self.source.batches("hessian"):
                 axis = self.recorder.given_axis or 0
                 n = example_count(batch.x, axis)
+                refuse_empty(n)
                 self.recorder.check(batch)
                 self.recorder.seed_forward(batch)
-                with torch.enable_grad(), twice_differentiable():
+                with torch.enable_grad(), twice_differentiable(), explained():
                     f = forward(self.model, dict(chosen), batch.x)
                     self.recorder.check_output(f, batch)
                     total = self.loss(f, batch, n)
@@ -63,9 +64,11 @@ class HessianProducts:
                     n,
                 )
 
+    @in_own_arithmetic
     def product(self, params: Params, names: list[str] | None = None) -> Params:
         """``H v`` (or its block on `names`) for columns ``{parameter: [B, *shape]}``."""
         names = names or list(params)
+        params = {k: t.clone() if t.is_inference() else t for k, t in params.items()}
         total = {k: torch.zeros_like(params[k]) for k in names}
         examples = 0
         for chosen, grads, n in self.gradients(names):
@@ -73,9 +76,10 @@ class HessianProducts:
             live = [(g, params[k]) for k, g in zip(names, grads, strict=True) if g.requires_grad]
             if not live:
                 continue
-            g = torch.cat([g.flatten() for g, _ in live])
-            v = torch.cat([t.flatten(1) for _, t in live], dim=1).to(g.dtype)
-            with twice_differentiable():
+            v = torch.cat([as_rows(t) for _, t in live], dim=1)
+            with torch.enable_grad(), twice_differentiable(), explained():
+                g = torch.cat([g.flatten() for g, _ in live])
+                v = v.to(g.dtype)
                 columns = batched_grad(g, chosen, v, retain_graph=False)
             for k, column in zip(names, columns, strict=True):
                 if column is not None:

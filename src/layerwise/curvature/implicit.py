@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from layerwise.curvature.approximation import Options
-from layerwise.curvature.columns import Params, Shapes
+from layerwise.curvature.columns import Params, Shapes, as_rows
 from layerwise.curvature.estimate import by_layer, dense, low_rank
 from layerwise.curvature.lazy import Restricted
 from layerwise.curvature.linearize import Linearization
@@ -18,6 +18,7 @@ from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods import Terms
 from layerwise.foundations.types import statistics_dtype
 from layerwise.foundations.vectors import ParamVector
+from layerwise.layers.calling import in_own_arithmetic
 from layerwise.layers.recorder import Batch
 
 
@@ -56,8 +57,10 @@ class Implicit(ParamMatrix):
     def _parameter(self) -> Tensor:
         return next(p for p in self.sweep.recorder.model.parameters() if p.requires_grad)
 
+    @in_own_arithmetic
     def _mv(self, params: Params) -> Params:
         recorder = self.sweep.recorder
+        params = {k: t.clone() if t.is_inference() else t for k, t in params.items()}
         if not self._linearization:
             self._linearization.append(Linearization(recorder.model, list(self.shapes)))
         linear = self._linearization[0]
@@ -103,12 +106,13 @@ class Implicit(ParamMatrix):
     @staticmethod
     def _uncentered(out: Params, mean: Params, params: Params, count: float) -> Params:
         """Subtract ``ḡ ḡᵀ v``."""
-        inner = sum(((mean[k] / count) * params[k]).flatten(1).sum(1) for k in params)
+        inner = sum(as_rows((mean[k] / count) * params[k]).sum(1) for k in params)
         assert isinstance(inner, Tensor)
         return {k: out[k] - inner.view(-1, *[1] * (out[k].ndim - 1)) * mean[k] / count for k in out}
 
     # --- closed forms over the data ----------------------------------------------------------------------
 
+    @in_own_arithmetic
     def _by_layer(self, structure: str) -> ParamMatrix:
         return by_layer(self.sweep, structure, Options(), self.centered)
 
@@ -120,9 +124,11 @@ class Implicit(ParamMatrix):
         """Exact: squared per-example gradients, in one pass."""
         return self._by_layer("diag").diagonal()
 
+    @in_own_arithmetic
     def _dense(self) -> Any:
         return dense(self.sweep, self.centered)
 
+    @in_own_arithmetic
     def to_low_rank(self) -> ParamMatrix:
         """The same matrix with its rows kept."""
         return low_rank(self.sweep, self.centered)

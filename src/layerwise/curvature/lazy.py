@@ -1,12 +1,13 @@
 """Sums and restrictions that are not formed: every product goes to the parts."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerwise.curvature.columns import Params, Shapes
-from layerwise.curvature.matrix import ParamMatrix, same_space, sub_shapes
+from layerwise.curvature.matrix import SMALL, ParamMatrix, same_space, sub_shapes
 from layerwise.foundations.linalg import Estimate
 from layerwise.foundations.vectors import ParamVector
 
@@ -87,6 +88,12 @@ class WeightedSum(ParamMatrix):
             squared = squared + e
         return ParamVector(total.dict(), ParamVector({k: t.sqrt() for k, t in squared.items()}))
 
+    def _dense(self) -> Any:
+        from layerwise.curvature.dense import DenseMatrix
+
+        matrix = sum(c * m._dense().matrix for c, m in self.terms)
+        return DenseMatrix(matrix, self.shapes, self.is_psd, memory=self.memory)
+
     def layer(self, name: str) -> "WeightedSum":
         """The parts' blocks."""
         return WeightedSum(tuple((c, m.layer(name)) for c, m in self.terms))
@@ -140,6 +147,19 @@ class Restricted(ParamMatrix):
         }
         out = self.whole._mv(padded)
         return {k: out[k] for k in self.shapes}
+
+    def _dense(self) -> Any:
+        if self.whole.numel() > SMALL:
+            return super()._dense()
+        from layerwise.curvature.dense import DenseMatrix
+
+        layers = {"": tuple(self.shapes)}
+        return DenseMatrix(self.whole.to_dense(), self.whole.shapes, self.is_psd, layers=layers).layer("")
+
+    def trace(self, samples: int = 64, seed: int = 0) -> Tensor:
+        """Sum of the diagonal where that is exact, else an estimate."""
+        diagonal = self.diagonal(samples, seed)
+        return diagonal.flat().sum() if diagonal.standard_error is None else super().trace(samples, seed)
 
     def diagonal(self, samples: int = 64, seed: int = 0) -> ParamVector:
         """These entries of the whole's."""

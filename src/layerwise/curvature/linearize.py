@@ -58,19 +58,19 @@ class Linearization:
 
     def push(self, x: Tree, f: Tensor, v: Mapping[str, Tensor], arrange: Callable[[Tensor], Tensor]) -> Tensor:
         """``J v`` for columns ``v {parameter: [B, *shape]}``: ``[B, *f]``."""
+        reason = "they do not agree with the gradient"
         while self.ways:
             try:
                 pushed = getattr(self, f"_{self.ways[0]}")(x, f, v, arrange)
                 if self._checked or self._is_adjoint(f, v, pushed):
                     self._checked = True
                     return pushed
-            except (RuntimeError, NotImplementedError):
-                if len(self.ways) == 1:
-                    raise
+            except (RuntimeError, NotImplementedError) as error:
+                reason = str(error).splitlines()[0]
             self.ways.pop(0)
         raise NumericalError(
             describe(
-                "a model whose derivatives do not agree with one another",
+                f"a model without a usable forward-mode or second derivative ({reason})",
                 "operations with a right forward-mode or second derivative",
                 'use structure="lowrank" or "dense", which need first derivatives only',
             )

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.curvature.columns import Params, Shapes, from_flat, to_flat
+from layerwise.curvature.columns import Params, Shapes, as_rows, check_dtype, from_flat, to_flat
 from layerwise.curvature.matrix import ParamMatrix, merge_weights, sub_shapes
-from layerwise.foundations.errors import NameLookupError, NumericalError, describe, nearest
+from layerwise.foundations.errors import NameLookupError, NumericalError, describe, unknown
 from layerwise.foundations.linalg import guarded_eigh
 from layerwise.foundations.operators import check_damping
 from layerwise.foundations.vectors import ParamVector
@@ -21,7 +21,8 @@ class LowRank(ParamMatrix):
 
     R: Float[Tensor, "r d"]
     shapes: Shapes
-    examples: int | None = None
+    examples: int | float | None = None
+    """What sums were divided by; None where two estimates cannot be merged."""
     layers: dict[str, tuple[str, ...]] | None = None
     memory: int | None = None
     structure = "lowrank"
@@ -137,10 +138,10 @@ class LowRank(ParamMatrix):
         """The columns of one layer."""
         known = self.layers or {p: (p,) for p in self.shapes}
         if name not in known:
-            raise NameLookupError(f"no layer {name!r}; {nearest(name, known)}")
+            raise NameLookupError(unknown("layer", name, known))
         shapes = sub_shapes(self.shapes, known[name])
         columns = from_flat(self.R, self.shapes)
-        kept = torch.cat([columns[p].flatten(1) for p in shapes], dim=1)
+        kept = torch.cat([as_rows(columns[p]) for p in shapes], dim=1)
         return replace(self, R=kept, shapes=shapes, layers={name: known[name]})
 
     def _scaled(self, factor: float) -> ParamMatrix:
@@ -156,10 +157,11 @@ class LowRank(ParamMatrix):
 
     def merge(self, other: "LowRank") -> "LowRank":
         """The estimate from both data sets together."""
-        a, b = merge_weights(self.examples, other.examples)
+        a, b = merge_weights(self, other)
         rows = torch.cat([self.R * a**0.5, other.R * b**0.5])
         return replace(self, R=rows, examples=(self.examples or 0) + (other.examples or 0))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LowRank":
         """Another device or dtype."""
+        check_dtype(dtype)
         return replace(self, R=self.R.to(device=device, dtype=dtype))

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.curvature.columns import Params, Shapes, from_flat, numel, read, to_flat
+from layerwise.curvature.columns import Params, Shapes, as_rows, from_flat, numel, read, to_flat
 from layerwise.foundations.errors import InputError, NumericalError, describe
 from layerwise.foundations.linalg import (
     conjugate_gradient,
@@ -92,7 +92,7 @@ class ParamMatrix(ABC):
 
     def _quad(self, params: Params) -> Float[Tensor, "B"]:
         out = self._mv(params)
-        return torch.stack([(params[k] * out[k]).flatten(1).sum(1) for k in self.shapes]).sum(0)
+        return torch.stack([as_rows(params[k] * out[k]).sum(1) for k in self.shapes]).sum(0)
 
     def solve(
         self,
@@ -175,10 +175,14 @@ class ParamMatrix(ABC):
 
     def trace(self, samples: int = 64, seed: int = 0) -> Tensor:
         """Sum of the eigenvalues. Where there is no closed form, an estimate with its standard error."""
+        if self.numel() <= SMALL:
+            return self._dense().trace()
         return hutchinson_trace(self._columns, *self._probe(samples, seed))
 
     def frobenius(self, samples: int = 64, seed: int = 0) -> Tensor:
         """Frobenius norm ``√Σ s²``, or an estimate with its standard error."""
+        if self.numel() <= SMALL:
+            return self._dense().frobenius()
         squared = frobenius_squared(self._columns, *self._probe(samples, seed))
         root = squared.sqrt()
         error = squared.standard_error / (2 * float(root)) if float(root) > 0 else 0.0
@@ -186,6 +190,8 @@ class ParamMatrix(ABC):
 
     def diagonal(self, samples: int = 64, seed: int = 0) -> ParamVector:
         """The diagonal as a vector, or an estimate with its `standard_error` (a vector too)."""
+        if self.numel() <= SMALL:
+            return self._dense().diagonal()
         values, error = hutchinson_diagonal(self._columns, *self._probe(samples, seed))
         spread = self._vector(error) if bool(error.any()) else None
         return ParamVector(self._vector(values).dict(), spread)
@@ -338,17 +344,27 @@ class ParamMatrix(ABC):
             )
 
 
-def merge_weights(first: int | None, second: int | None) -> tuple[float, float]:
-    """Shares of two estimates in their union, by their numbers of examples."""
-    if not first or not second:
+def merge_weights(first: ParamMatrix, second: ParamMatrix) -> tuple[float, float]:
+    """Shares of two estimates in their union, by what their sums were divided by."""
+    if type(first) is not type(second) or first.structure != second.structure:
         raise InputError(
             describe(
-                "a matrix without its number of examples",
-                "matrices from lw.fisher, lw.ggn, …",
-                "add them instead",
+                f"a {getattr(second, 'structure', type(second).__name__)!r} matrix",
+                f"another {first.structure!r} matrix",
+                "estimate both alike",
             )
         )
-    return first / (first + second), second / (first + second)
+    same_space((first, second))
+    counts = [getattr(matrix, "examples", None) for matrix in (first, second)]
+    if not all(counts):
+        raise InputError(
+            describe(
+                "a matrix that is no plain mean over examples (a sum, a centered moment, a Hessian)",
+                "two estimates from lw.fisher, lw.ggn or lw.gradient_moment",
+                "estimate it once over all the data, or add the matrices",
+            )
+        )
+    return counts[0] / sum(counts), counts[1] / sum(counts)
 
 
 def same_space(matrices: Iterable[ParamMatrix]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.progress import Progress, Silent
-from layerwise.foundations.types import leaves
+from layerwise.foundations.types import leaves, map_leaves
 from layerwise.layers.recorder import Batch
 
 _LABEL_KEYS = ("labels", "label", "y", "target", "targets")
@@ -91,29 +91,48 @@ class Source:
         number = -1
         shown = self.data if self.single else self.progress.track(self.data, description, total)
         for number, item in enumerate(shown):
-            batch = as_batch(item, number)
+            batch = as_batch(map_leaves(_usable, item), number)
             self._check_same(batch)
             yield batch
         if number < 0:
             raise InputError(describe("data without a single batch", "at least one batch", "check the loader"))
+        if self.repeats and self.passes and not self.single and number + 1 < len(self._seen):
+            self._differs(number + 1)
         self.passes += 1
 
     def _check_same(self, batch: Batch) -> None:
         if self.single or not self.repeats:
             return
         tensors = (t.detach() for t in leaves((batch.x, batch.y)) if t.device.type != "meta")
-        mark = sum(float(t.sum(dtype=torch.float64)) for t in tensors)
+        mark = sum(_mark(t) for t in tensors)
         if self.passes == 0:
             self._seen.append(mark)
             return
         if batch.number >= len(self._seen) or not _close(mark, self._seen[batch.number]):
-            raise InputError(
-                describe(
-                    f"a loader whose batch {batch.number} differs from the earlier pass",
-                    "the same batches in the same order at every pass",
-                    "use shuffle=False and no random augmentation, or pass a list of batches",
-                )
+            self._differs(batch.number)
+
+    @staticmethod
+    def _differs(number: int) -> None:
+        raise InputError(
+            describe(
+                f"a loader whose batch {number} differs from the earlier pass",
+                "the same batches in the same order at every pass",
+                "use shuffle=False and no random augmentation, or pass a list of batches",
             )
+        )
+
+
+def _mark(t: Tensor) -> float:
+    """A number that tells batches apart, also by the order of their rows."""
+    if t.ndim == 0 or not t.numel():
+        return float(t.sum(dtype=torch.float64))
+    rows = t.flatten(1).sum(1, dtype=torch.float64) if t.ndim > 1 else t.double()
+    return float(rows @ torch.linspace(1, 2, len(rows), dtype=torch.float64, device=t.device))
+
+
+def _usable(t: Tensor) -> Tensor:
+    """A tensor that autograd may keep: not one made in inference mode."""
+    return t.clone() if t.is_inference() else t
 
 
 def _close(a: float, b: float) -> bool:

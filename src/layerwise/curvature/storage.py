@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,19 @@ def save(matrix: ParamMatrix, path: str | Path) -> None:
     tensors = {k: t.detach().cpu().contiguous().clone() for k, t in described.tensors.items()}
     target = Path(path)
     partial = target.with_name(target.name + ".partial")
-    save_file(tensors, partial, metadata={"format": FORMAT, "description": json.dumps(meta)})
-    partial.replace(target)  # a save that is cut short leaves the earlier file as it was
+    try:
+        save_file(tensors, partial, metadata={"format": FORMAT, "description": json.dumps(meta)})
+        partial.replace(target)  # a save that is cut short leaves the earlier file as it was
+    except (SafetensorError, OSError) as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise FileFormatError(
+            describe(
+                f"{target}, which cannot be written ({error})",
+                "a file in a folder that exists and may be written to, with room for it",
+                "choose another path; an earlier file there is as it was",
+            )
+        ) from error
 
 
 def _describe_blocks(matrix: BlockDiagonal) -> _Described:
@@ -101,18 +113,12 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> ParamMatrix:
                         "load it with the library that wrote it",
                     )
                 )
-            meta = json.loads(header["description"])
+            meta = dict(json.loads(header["description"]))
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
-    except (SafetensorError, json.JSONDecodeError, KeyError, EOFError, OSError) as error:
-        if isinstance(error, FileFormatError):
-            raise
-        raise FileFormatError(
-            describe(
-                f"{path}, which cannot be read ({type(error).__name__}: {error})",
-                "a whole file written by F.save(path)",
-                "it is truncated or of another kind: save it again",
-            )
-        ) from error
+    except FileFormatError:
+        raise
+    except (SafetensorError, ValueError, TypeError, KeyError, EOFError, OSError) as error:
+        raise _unreadable(path, error) from error
     if meta.get("version") != VERSION:
         raise FileFormatError(
             describe(
@@ -121,7 +127,20 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> ParamMatrix:
                 "use a matching release",
             )
         )
-    return _build(meta, tensors)
+    try:
+        return _build(meta, tensors)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> FileFormatError:
+    return FileFormatError(
+        describe(
+            f"{path}, which cannot be read ({type(error).__name__}: {error})",
+            "a whole file written by F.save(path)",
+            "it is truncated or of another kind: save it again",
+        )
+    )
 
 
 def _build(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ParamMatrix:

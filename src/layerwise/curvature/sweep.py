@@ -7,6 +7,7 @@ from torch import Tensor
 
 from layerwise.curvature.source import Source
 from layerwise.foundations.cotangents import Cotangent, HessianRoot, OutputBasis
+from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.layers.calling import take
 from layerwise.layers.io import LayerIO
@@ -29,6 +30,14 @@ class Totals:
 
     def scale(self, normalize: str) -> float:
         """What sums are divided by: N, or ``Σ m w`` ("terms")."""
+        if normalize == "terms" and self.terms == 0:
+            raise InputError(
+                describe(
+                    'normalize="terms" and data in which no position counts',
+                    "a sum of weights above 0",
+                    "check ignore_index, mask and class weights",
+                )
+            )
         return float(self.examples) if normalize == "examples" else self.terms
 
 
@@ -103,7 +112,7 @@ class Sweep:
 
             yield replace(
                 batch,
-                x=take(batch.x, start, stop, findings.example_axis),
+                x=take(batch.x, start, stop, findings.example_axis, findings.shared),
                 y=some(batch.y),
                 mask=some(batch.mask),
                 part=(start, n),

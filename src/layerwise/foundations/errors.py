@@ -40,7 +40,7 @@ class NumericalError(LayerwiseError, ArithmeticError):
 
 
 class FileFormatError(LayerwiseError, OSError):
-    """A saved file that is truncated, foreign or of another version."""
+    """A file that cannot be written, or a saved one that is truncated, foreign or of another version."""
 
 
 def describe(given: str, expected: str, do: str) -> str:
@@ -50,6 +50,15 @@ def describe(given: str, expected: str, do: str) -> str:
     given: damping=-1.0; expected: a number ≥ 0; do: pass e.g. damping=1e-3
     """
     return f"given: {given}; expected: {expected}; do: {do}"
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> str:
+    """Word a name that matches nothing, with the nearest that exists.
+
+    >>> print(unknown("layer", "haed", ["head"]))
+    given: 'haed', which names no layer; expected: the name of a layer; do: did you mean 'head'? Known: head
+    """
+    return describe(f"{name!r}, which names no {kind}", f"the name of a {kind}", nearest(str(name), known))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from layerwise.foundations.errors import InputError, NameLookupError, UnsupportedError, describe, nearest
+from layerwise.foundations.errors import InputError, NameLookupError, UnsupportedError, describe, nearest, unknown
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,12 @@ def _last_axis_terms(f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[
 
     f_std = standard(f)
     keep = None if mask is None else standard(mask)[..., 0].bool()
+    y_std = None if y is None else standard(y)
+    if y_std is not None and keep is not None:
+        y_std = torch.where(keep.unsqueeze(-1), y_std, 0)  # a value that is missing may be anything, NaN too
     weight = f_std.new_ones(f_std.shape[:2]) if keep is None else keep.to(f_std.dtype)
     positions = tuple(arrange(f.reshape(*lead, -1)).shape[1:-1])
-    return Terms(f_std, None if y is None else standard(y), weight.detach(), keep, positions)
+    return Terms(f_std, y_std, weight.detach(), keep, positions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,7 +332,10 @@ class Categorical(Likelihood):
                     "one a class",
                 )
             )
-        return self.weight.to(f)
+        weight = self.weight.to(f)
+        if not bool((torch.isfinite(weight) & (weight >= 0)).all()):
+            raise InputError(describe("class weights that are negative or not finite", "weights ≥ 0", "correct them"))
+        return weight
 
     def _term_weight(self, f: Tensor, labels: Tensor | None, keep: Tensor | None) -> Tensor:
         if self.weight is None:
@@ -535,7 +541,7 @@ def resolve(likelihood: "str | Likelihood", **options: Any) -> Likelihood:
             )
         return likelihood
     if likelihood not in _BY_NAME:
-        raise NameLookupError(f"likelihood {likelihood!r} does not exist; {nearest(str(likelihood), _BY_NAME)}")
+        raise NameLookupError(unknown("likelihood", likelihood, _BY_NAME))
     cls = _BY_NAME[likelihood]
     known = [name for name in cls.__dataclass_fields__ if name != "name"]  # type: ignore[attr-defined]
     for option in options:

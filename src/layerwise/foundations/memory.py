@@ -25,7 +25,7 @@ def budget(memory: int | float | None, device: torch.device) -> int:
     """The bytes a caller allows, or the default for the device."""
     if memory is None:
         return default_budget(device)
-    if memory <= 0:
+    if not 0 < memory < float("inf"):
         raise InputError(describe(f"memory={memory}", "a positive number of bytes", "pass e.g. memory=2**30"))
     return int(memory)
 

@@ -26,8 +26,8 @@ def check_damping(damping: Any) -> float:
     """λ ≥ 0, as a number."""
     if not isinstance(damping, int | float) and not (isinstance(damping, Tensor) and damping.numel() == 1):
         raise InputError(describe(f"damping={damping!r}", "a number ≥ 0", "pass e.g. damping=1e-3"))
-    if not float(damping) >= 0:
-        raise InputError(describe(f"damping={float(damping)}", "a number ≥ 0", "pass e.g. damping=1e-3"))
+    if not (float(damping) >= 0 and math.isfinite(damping)):
+        raise InputError(describe(f"damping={float(damping)}", "a finite number ≥ 0", "pass e.g. damping=1e-3"))
     return float(damping)
 
 

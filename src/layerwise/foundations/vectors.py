@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerwise.foundations.errors import InputError, NameLookupError, describe, nearest
+from layerwise.foundations.errors import InputError, NameLookupError, describe, unknown
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -116,13 +116,13 @@ class ParamVector:
         parameters = trainable(model)
         for name in self._tensors:
             if name not in parameters:
-                raise NameLookupError(f"the model has no trainable parameter {name!r}; {nearest(name, parameters)}")
+                raise NameLookupError(unknown("trainable parameter of the model", name, parameters))
         for name, t in self._tensors.items():
             parameters[name].add_(t.to(parameters[name]), alpha=scale)
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._tensors:
-            raise NameLookupError(f"no parameter {name!r} in this vector; {nearest(name, self._tensors)}")
+            raise NameLookupError(unknown("parameter of this vector", name, self._tensors))
         return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:

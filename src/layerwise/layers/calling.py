@@ -1,8 +1,11 @@
 """Calling a model the way its input asks for, and finding the output in what it returns."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,15 +13,44 @@ from torch import Tensor, nn
 from layerwise.foundations.errors import InputError, InteractionError, describe
 from layerwise.foundations.types import Tree, leaves, map_leaves, statistics_dtype
 
+R = TypeVar("R")
+_AUTOCAST: ContextVar[tuple[tuple[str, torch.dtype], ...]] = ContextVar("autocast", default=())
+"""Devices and dtypes for which the caller has autocast on."""
+
+
+def in_own_arithmetic(fn: Callable[..., R]) -> Callable[..., R]:
+    """Statistics are made outside ``torch.autocast`` and ``torch.inference_mode``, whatever the caller is in.
+
+    `call` puts autocast back for the model alone.
+    """
+
+    @wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> R:
+        on = tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
+        token = _AUTOCAST.set(on or _AUTOCAST.get())
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(torch.inference_mode(False))
+                for device, _ in on:
+                    stack.enter_context(torch.autocast(device, enabled=False))
+                return fn(*args, **kwargs)
+        finally:
+            _AUTOCAST.reset(token)
+
+    return wrapped
+
 
 def call(model: nn.Module, x: Tree) -> Tensor:
     """``model(x)``, ``model(*x)`` for a tuple or list, ``model(**x)`` for a mapping; the output as a tensor."""
-    if isinstance(x, Mapping):
-        out = model(**x)
-    elif isinstance(x, tuple | list):
-        out = model(*x)
-    else:
-        out = model(x)
+    with ExitStack() as stack:
+        for device, dtype in _AUTOCAST.get():
+            stack.enter_context(torch.autocast(device, dtype))
+        if isinstance(x, Mapping):
+            out = model(**x)
+        elif isinstance(x, tuple | list):
+            out = model(*x)
+        else:
+            out = model(x)
     return output_tensor(out)
 
 
@@ -83,14 +115,25 @@ def example_count(x: Tree, axis: int) -> int:
     return first.shape[axis]
 
 
-def take(x: Tree, start: int, stop: int, axis: int) -> Tree:
-    """Some examples of an input; tensors that do not hold the examples are passed on whole."""
+def refuse_empty(n: int) -> None:
+    """A batch must have an example."""
+    if n == 0:
+        raise InputError(describe("a batch with 0 examples", "at least one example", "leave empty batches out"))
+
+
+def holding(x: Tree, axis: int, shared: Collection[int] = ()) -> list[bool]:
+    """For every tensor of an input, whether it has the examples on that axis.
+
+    `shared` are the places of tensors that all examples use, though their size may be N by chance.
+    """
     n = example_count(x, axis)
+    return [place not in shared and t.ndim > axis and t.shape[axis] == n for place, t in enumerate(leaves(x))]
 
-    def narrow(t: Tensor) -> Tensor:
-        return t.narrow(axis, start, stop - start) if t.ndim > axis and t.shape[axis] == n else t
 
-    return map_leaves(narrow, x)
+def take(x: Tree, start: int, stop: int, axis: int, shared: Collection[int] = ()) -> Tree:
+    """Some examples of an input; tensors that do not hold the examples are passed on whole."""
+    held = iter(holding(x, axis, shared))
+    return map_leaves(lambda t: t.narrow(axis, start, stop - start) if next(held) else t, x)
 
 
 def refuse_train_mode_batch_norm(model: nn.Module) -> None:
@@ -122,23 +165,53 @@ def check_devices(model: nn.Module, batch: Tree) -> None:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Leave the model and the random state exactly as they were, also on an exception.
 
-    Buffers are put back (a spectral norm changes its own in train mode) and random draws of the forward
-    (dropout) do not move torch's global generators.
+    Buffers and attributes are put back (a spectral norm changes its own in train mode, a stateful model keeps its
+    last hidden state) and random draws of the forward (dropout) do not move torch's global generators.
     """
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if buffer.device.type != "meta"]
+    changeable = [(t, t.detach().clone()) for t in (*model.buffers(), *_renormed(model)) if t.device.type != "meta"]
+    attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=devices), _uncompiled():
         # The fused attention path calls no submodule, and under vmap it silently drops gradients.
         torch.backends.mha.set_fastpath_enabled(False)
+        copies = {id(buffer): buffer.clone() for buffer in model.buffers()}
         try:
+            for module, _, buffers in attributes:  # the graph of a forward may need the values that it has seen
+                module._buffers.update({k: None if b is None else copies[id(b)] for k, b in buffers.items()})
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
+            for module, before, buffers in attributes:
+                _put_back(vars(module), before)
+                _put_back(module._buffers, buffers)
             with torch.no_grad():
-                for buffer, before in buffers:
-                    if not _same(buffer, before):
-                        buffer.copy_(before)
+                for tensor, before in changeable:
+                    if not _same(tensor, before):
+                        tensor.copy_(before)
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Compiled parts of a model may run without the hooks that record it."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
+    if now.keys() != before.keys() or any(now[k] is not before[k] for k in before):
+        now.clear()
+        now.update(before)
+
+
+def _renormed(model: nn.Module) -> Iterator[Tensor]:
+    """Weights that the forward itself rescales in place."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            yield module.weight
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -7,12 +7,13 @@ kept only if the output stays the same and the gradients are autograd's.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from layerwise.foundations.types import Tree
-from layerwise.layers.calling import call, substituted
+from layerwise.layers.calling import call, substituted, undisturbed
 
 MOST_AXES = 3
 """Axes that may lie between the examples and the parameter's own (time, height, width)."""
@@ -45,18 +46,45 @@ def spread(parameter: Tensor, axes: int, examples: int) -> Tensor:
     return copies.requires_grad_()
 
 
-def find_copies(
-    model: nn.Module, names: Iterable[str], x: Tree, n: int, f: Tensor, v: Tensor, truth: Mapping[str, Tensor | None]
-) -> Copies:
-    """Try each parameter on n examples; `v` is a cotangent of the last one, `truth` autograd's gradients for it."""
-    parameters = dict(model.named_parameters())
+@dataclass(frozen=True)
+class Trial:
+    """A few examples as the model runs them: what a run with copies must agree with."""
+
+    model: nn.Module
+    x: Tree
+    examples: int
+    f: Tensor
+    last: Tensor
+    """A cotangent on the last example."""
+    first: Tensor
+    """One on the first: an axis of N positions, of which only the last is used, is not the examples."""
+    fewer: Tree
+    """The input without an example: a shape may fit N by chance, but not N − 1 too."""
+
+    @cached_property
+    def f_fewer(self) -> Tensor | None:
+        """Its output; None where the model insists on its batch size."""
+        try:
+            return self.run(self.fewer, {})
+        except (RuntimeError, ValueError, IndexError):
+            return None
+
+    def run(self, x: Tree, copies: Mapping[str, Tensor]) -> Tensor:
+        """The output with copies in the place of parameters."""
+        with undisturbed(self.model), torch.enable_grad(), substituted(self.model, copies):
+            return call(self.model, x)
+
+
+def find_copies(trial: Trial, names: Iterable[str], truth: Mapping[str, Tensor | None]) -> Copies:
+    """Try each parameter; `truth` holds autograd's gradients for the last example."""
+    parameters = dict(trial.model.named_parameters())
     found: dict[str, int] = {}
     for name in names:
         expected = truth.get(name)
-        if expected is None or n < 2:
+        if expected is None or trial.examples < 2 or not bool(expected.any()):
             continue
         for axes in _ways(parameters[name]):
-            if _fits(model, name, spread(parameters[name], axes, n), x, f, v, expected):
+            if _fits(trial, name, parameters[name], axes, expected):
                 found[name] = axes
                 break
     return Copies(found)
@@ -68,18 +96,26 @@ def _ways(parameter: Tensor) -> Iterator[int]:
     yield from range(MOST_AXES + 1)
 
 
-def _fits(model: nn.Module, name: str, copies: Tensor, x: Tree, f: Tensor, v: Tensor, expected: Tensor) -> bool:
+def _fits(trial: Trial, name: str, parameter: Tensor, axes: int, expected: Tensor) -> bool:
+    copies = spread(parameter, axes, trial.examples)
     try:
-        with torch.enable_grad(), substituted(model, {name: copies}):
-            again = call(model, x)
-        if again.shape != f.shape or not torch.allclose(again, f, rtol=1e-4, atol=1e-6):
+        again = trial.run(trial.x, {name: copies})
+        if not _equal(again, trial.f):
             return False
-        (grad,) = torch.autograd.grad(again, copies, v, allow_unused=True)
+        if trial.f_fewer is not None:
+            fewer = spread(parameter, axes, trial.examples - 1)
+            if not _equal(trial.run(trial.fewer, {name: fewer}), trial.f_fewer):
+                return False
+        (last,) = torch.autograd.grad(again, copies, trial.last, retain_graph=True, allow_unused=True)
+        (first,) = torch.autograd.grad(again, copies, trial.first, allow_unused=True)
     except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
         return False
-    if grad is None:
+    if last is None or first is None or bool(first[1:].any()) or bool(last[:-1].any()):
         return False
-    others, own = grad[:-1], grad[-1].reshape(expected.shape)
-    gap = float((own - expected).double().norm())
-    tolerance = {torch.float64: 1e-6, torch.float32: 1e-2}.get(f.dtype, 0.2)
-    return not bool(others.any()) and gap <= tolerance * float(expected.double().norm())
+    gap = float((last[-1].reshape(expected.shape) - expected).double().norm())
+    tolerance = {torch.float64: 1e-6, torch.float32: 1e-2}.get(trial.f.dtype, 0.2)
+    return gap <= tolerance * float(expected.double().norm())
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-6)

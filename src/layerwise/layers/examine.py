@@ -1,7 +1,8 @@
 """First use of a model: where the examples are in every layer, and whether its layers tell the whole gradient.
 
-One example of a small batch gets a cotangent. A layer's gradient must then be non-zero in that example's rows
-only, which finds the example axis (time-first and merged layouts included) or shows that examples interact.
+One example of a small batch gets a cotangent, the last and then the first. A layer's gradient must then be
+non-zero in that example's rows only, which finds the example axis (time-first and merged layouts included) or
+shows that examples interact.
 The same backward gives autograd's own parameter gradients; a layer whose calls do not add up to them (its
 weight is used elsewhere, its forward is not what the rule believes) falls back, with that reason.
 """
@@ -17,15 +18,22 @@ from layerwise.foundations.errors import InputError, InteractionError, describe
 from layerwise.foundations.random import stream
 from layerwise.foundations.types import Tree, leaves, map_leaves
 from layerwise.foundations.vectors import trainable
-from layerwise.layers.calling import call, example_count, take, undisturbed
-from layerwise.layers.copies import Copies, find_copies
+from layerwise.layers.calling import call, example_count, holding, refuse_empty, take, undisturbed
+from layerwise.layers.copies import Copies, Trial, find_copies
 from layerwise.layers.form import Part
 from layerwise.layers.layout import Layout, candidates, holds_alone
 from layerwise.layers.table import LayerTable
-from layerwise.layers.tape import Event, SiteKey, Tape
+from layerwise.layers.tape import Event, SiteKey, Tape, explained
 
-PROBE = 2
-"""Examples that the examination uses; it costs one forward and backward on them."""
+PROBE = 3
+"""Examples that the examination uses; it costs a few forwards and backwards on them.
+
+With two, the middle of an odd number of positions would belong to either example, whichever runs faster.
+"""
+WIDER = 16
+"""Examples that are used where some layer has no gradient on the first few (dead units, zero-initialised branches)."""
+TRIES = 8
+"""Examples that are given a cotangent, one after another, until no layer's layout is in doubt."""
 
 
 NO_AXIS = "its input has no axis that holds the examples"
@@ -47,6 +55,10 @@ class Notes:
     """Modules called on an input that all examples share (position embeddings)."""
     copies: Copies = field(default_factory=Copies)
     """Bare parameters that can be given to each example apart."""
+    shared: frozenset[int] = frozenset()
+    """Places of the input's tensors that all examples use (a mask over positions)."""
+    conclusive: bool = True
+    """Whether every layer had a gradient to be examined by; if not, the notes hold for this call alone."""
 
 
 _KEPT: WeakKeyDictionary[nn.Module, tuple[object, Notes]] = WeakKeyDictionary()
@@ -61,7 +73,8 @@ def examine(model: nn.Module, table: LayerTable, x: Tree, y: object, example_axi
         return kept[1]
     with undisturbed(model):  # a forward of its own must not move buffers (spectral norm in train mode)
         notes = _examine_anew(model, table, x, y, example_axis)
-    _KEPT[model] = signature, notes
+    if notes.conclusive:
+        _KEPT[model] = signature, notes
     return notes
 
 
@@ -73,14 +86,32 @@ def _signature(model: nn.Module, table: LayerTable, x: Tree, y: object, example_
             type(module),
             id(module.__dict__.get("forward")),
             len(module._forward_hooks) + len(module._forward_pre_hooks),
-            tuple((k, v) for k, v in module.__dict__.items() if isinstance(v, bool | int | float | str | tuple)),
+            tuple((k, _setting(v)) for k, v in module.__dict__.items() if k not in _BOOKKEEPING),
         )
         for name, module in model.named_modules()
     )
     parameters = tuple((name, id(p), p.requires_grad, p.dtype) for name, p in model.named_parameters())
-    inputs = tuple((t.dtype, t.ndim, t.shape[1:], t.shape[0] == 1) for t in leaves(x))
-    target = (y.ndim, y.shape[0] == next(leaves(x)).shape[0]) if isinstance(y, Tensor) and y.ndim else None
+    tensors = list(leaves(x))
+    sizes = [t.shape[0] if t.ndim else None for t in tensors]
+    inputs = tuple((t.dtype, t.shape[1:], n == 1, n == sizes[0]) for t, n in zip(tensors, sizes, strict=True))
+    target = (y.ndim, y.shape[0] == sizes[0]) if isinstance(y, Tensor) and y.ndim else None
     return modules, parameters, tuple(table.names()), inputs, target, example_axis, type(model).forward
+
+
+_BOOKKEEPING = frozenset(nn.Module().__dict__) - {"training"}
+"""What every module has: looked at in other ways."""
+
+
+def _setting(value: object) -> object:
+    """A value that two forwards can be compared by: plain values themselves, functions by identity, others by type.
+
+    Nothing that could hold the model is kept, or it would never be freed.
+    """
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(_setting(item) for item in value)
+    return id(value) if callable(value) else type(value)
 
 
 def _examine_anew(model: nn.Module, table: LayerTable, x: Tree, y: object, example_axis: int | None) -> Notes:
@@ -88,10 +119,12 @@ def _examine_anew(model: nn.Module, table: LayerTable, x: Tree, y: object, examp
     trouble: InteractionError | None = None
     for axis in axes:
         n = example_count(x, axis)
-        if n == 0:
-            raise InputError(describe("a batch with 0 examples", "at least one example", "leave empty batches out"))
+        refuse_empty(n)
         try:
-            return _examine_along(_record(model, table, x, axis, n), _first_axis(y, n))
+            notes = _examine_along(_record(model, table, x, axis, n, PROBE), _first_axis(y, n))
+            if not notes.conclusive and n > PROBE:
+                notes = _examine_along(_record(model, table, x, axis, n, WIDER), _first_axis(y, n))
+            return notes
         except InteractionError as error:
             trouble = trouble or error
     assert trouble is not None
@@ -117,17 +150,53 @@ def _first_axis(y: object, n: int) -> int:
     return 0
 
 
-def _record(model: nn.Module, table: LayerTable, x: Tree, axis: int, n: int) -> "_Probe":
+def _record(model: nn.Module, table: LayerTable, x: Tree, axis: int, n: int, few: int) -> "_Probe":
     """A forward on the last few examples; on all of them where the model insists on its batch size."""
-    sizes = (PROBE, n) if n > PROBE else (n,)
+    shared = _shared_inputs(model, x, axis, n)
+    sizes = (few, n) if n > few else (n,)
     for size in sizes:
-        few = take(x, n - size, n, axis)
         try:
-            return _Probe.run(model, table, few, size, axis)
+            return _Probe.run(model, table, take(x, n - size, n, axis, shared), size, axis, shared)
         except (RuntimeError, ValueError, IndexError):
             if size == n:
                 raise
     raise AssertionError("unreachable")
+
+
+def _shared_inputs(model: nn.Module, x: Tree, axis: int, n: int) -> frozenset[int]:
+    """Tensors of the input that do not hold the examples: of another size, or of size N by chance.
+
+    Those must not be cut with the rest. Which they are is seen by cutting: the output of the last examples stays.
+    """
+    held = holding(x, axis)
+    others = frozenset(place for place, holds in enumerate(held) if not holds)
+    doubtful = [place for place in range(1, len(held)) if held[place]]
+    if not doubtful or n == 1:
+        return others
+    whole = _plain_output(model, x)
+    for more in ([], *([place] for place in doubtful), doubtful):
+        shared = others.union(more)
+        try:
+            part = _plain_output(model, take(x, n - 1, n, axis, shared))
+        except (RuntimeError, ValueError, IndexError):
+            continue
+        if _is_part(part, whole, n):
+            return shared
+    return others
+
+
+def _plain_output(model: nn.Module, x: Tree) -> Tensor:
+    with torch.no_grad(), undisturbed(model):
+        return call(model, x)
+
+
+def _is_part(part: Tensor, whole: Tensor, n: int) -> bool:
+    """Whether `part` is the last example's share of `whole`, wherever that is."""
+    for layout in candidates(tuple(whole.shape), n):
+        last = layout.narrow(whole, n - 1, n, n)
+        if last.shape == part.shape and torch.allclose(last, part, rtol=1e-3, atol=1e-5):
+            return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -139,14 +208,22 @@ class _Probe:
     f: Tensor
     n: int
     axis: int
+    shared: frozenset[int]
     broadcast: frozenset[str] = frozenset()
 
     @classmethod
     def run(
-        cls, model: nn.Module, table: LayerTable, x: Tree, n: int, axis: int, broadcast: frozenset[str] = frozenset()
+        cls,
+        model: nn.Module,
+        table: LayerTable,
+        x: Tree,
+        n: int,
+        axis: int,
+        shared: frozenset[int],
+        broadcast: frozenset[str] = frozenset(),
     ) -> "_Probe":
         with (
-            torch.random.fork_rng(devices=[]),
+            undisturbed(model),
             torch.enable_grad(),
             Tape(model, table, broadcast=broadcast, examples=n) as tape,
         ):
@@ -155,12 +232,14 @@ class _Probe:
             raise InputError(
                 describe("an output that no trainable parameter takes part in", "a differentiable model", "check it")
             )
-        return cls(tape, x, f, n, axis, broadcast)
+        return cls(tape, x, f, n, axis, shared, broadcast)
 
     def spread(self, modules: list[str]) -> "_Probe | None":
         """The same with an example axis for the inputs of these modules; None if that changes the output."""
         try:
-            again = _Probe.run(self.tape.model, self.tape.table, self.x, self.n, self.axis, frozenset(modules))
+            again = _Probe.run(
+                self.tape.model, self.tape.table, self.x, self.n, self.axis, self.shared, frozenset(modules)
+            )
         except (RuntimeError, ValueError, IndexError):
             return None
         same = again.f.shape == self.f.shape and torch.allclose(again.f, self.f, rtol=1e-4, atol=1e-6)
@@ -187,24 +266,38 @@ def _examine_output(probe: _Probe, output: Layout) -> Notes | list[str]:
     """What is found if the output's examples are where `output` says, or the layers that contradict it."""
     n, v = probe.n, _one_example(probe.f, output, probe.n)
     event_grads, param_grads = _gradients(probe.tape, probe.f, v)
-    layouts, lost = _find_layouts(probe.tape.events, event_grads, n)
+    truth = param_grads
+    layouts, lost = _find_layouts(probe, output, event_grads)
     if lost and not probe.broadcast:
         shared = probe.spread(lost)
         if shared is not None:
             found = _examine_output(shared, output)
             if isinstance(found, Notes) and NO_AXIS not in found.reasons.values():
                 return found
-    if lost and _interacts(probe, output):
+    if _interacts(probe, output):
         return lost
     table = probe.tape.table
     reasons = dict.fromkeys(_specs_at(table, lost), NO_AXIS)
     probe.tape.layouts = layouts
+    if not _complete(param_grads):  # another example may have the gradient that the last one has not
+        event_grads, param_grads = _gradients(probe.tape, probe.f, _noise(probe.f))
     reasons |= _gradient_mismatches(probe.tape, table, event_grads, param_grads, n, set(reasons))
     bare = [name for spec in table.demote(reasons).layers if not spec.sites for name in spec.parameters]
-    with torch.random.fork_rng(devices=[]):
-        copies = find_copies(probe.tape.model, bare, probe.x, n, probe.f, v, param_grads)
+    copies = find_copies(_trial(probe, output, v), bare, truth)
     size = _recorded_bytes(probe.tape) / n
-    return Notes(probe.axis, output, reasons, layouts, size, probe.broadcast, copies)
+    complete = _complete(param_grads)
+    return Notes(probe.axis, output, reasons, layouts, size, probe.broadcast, copies, probe.shared, complete)
+
+
+def _trial(probe: _Probe, output: Layout, v: Tensor) -> Trial:
+    n = probe.n
+    fewer = take(probe.x, min(1, n - 1), n, probe.axis, probe.shared)
+    return Trial(probe.tape.model, probe.x, n, probe.f, v, _one_example(probe.f, output, n, 0), fewer)
+
+
+def _complete(grads: Mapping[str, Tensor | None]) -> bool:
+    """Whether every parameter that is used has a gradient other than zero."""
+    return all(g is None or bool(g.any()) for g in grads.values())
 
 
 def _recorded_bytes(tape: Tape) -> int:
@@ -220,44 +313,62 @@ def _output_layouts(shape: tuple[int, ...], n: int, first: int) -> Iterator[Layo
     yield from candidates(shape, n, first)
 
 
-def _one_example(f: Tensor, output: Layout, n: int) -> Tensor:
-    """A random cotangent on the last example."""
-    noise = torch.randn(f.shape, generator=stream(0, "examine")).to(f)
+def _one_example(f: Tensor, output: Layout, n: int, example: int = -1) -> Tensor:
+    """A random cotangent on one example, by default the last."""
     chosen = torch.zeros_like(f)
     layout_view = output.front(chosen, f.ndim, n)
-    layout_view[n - 1] = output.front(noise, f.ndim, n)[n - 1]
+    layout_view[example] = output.front(_noise(f), f.ndim, n)[example]
     return chosen
+
+
+def _noise(f: Tensor) -> Tensor:
+    return torch.randn(f.shape, generator=stream(0, "examine")).to(f)
 
 
 def _gradients(tape: Tape, f: Tensor, v: Tensor) -> tuple[list[Tensor | None], dict[str, Tensor | None]]:
     """Gradients of every recorded output and of every parameter, in one backward."""
     edges = [event.edge for event in tape.events if event.edge is not None]
     params = {name: p for name, p in trainable(tape.model).items() if name in tape.table.shapes}
-    found = torch.autograd.grad(f, [*edges, *params.values()], v, retain_graph=True, allow_unused=True)  # type: ignore[list-item]
+    with tape.replaying(), explained():
+        found = torch.autograd.grad(f, [*edges, *params.values()], v, retain_graph=True, allow_unused=True)  # type: ignore[list-item]
     by_edge = iter(found[: len(edges)])
     event_grads = [next(by_edge) if event.edge is not None else None for event in tape.events]
     return event_grads, dict(zip(params, found[len(edges) :], strict=True))
 
 
-def _find_layouts(events: list[Event], grads: list[Tensor | None], n: int) -> tuple[dict[SiteKey, Layout], list[str]]:
-    """A layout for each call, and the names of those that have none."""
-    layouts, lost = {}, []
-    for event, grad in zip(events, grads, strict=True):
-        rule, module = event.site.rule, event.site.module
-        lead = rule.lead(module, event.site.key, event.x)
-        sizes = tuple(event.x.shape[:lead])
-        possible = list(candidates(sizes, n))
-        if n == 1 and lead and not possible:
-            possible = [Layout(0, "major")]
-        if grad is not None and n > 1:
-            g = rule.outgrads(module, event.site.key, grad.unsqueeze(0))[0]
-            support = (g != 0).reshape(*g.shape[:lead], -1).any(-1)
-            possible = [layout for layout in possible if holds_alone(support, layout, n, n - 1)]
-        if possible:
-            layouts[event.key] = possible[0]
-        else:
-            lost.append(event.site.module_name)
-    return layouts, lost
+def _find_layouts(probe: _Probe, output: Layout, grads: list[Tensor | None]) -> tuple[dict[SiteKey, Layout], list[str]]:
+    """A layout for each call, and the names of those that have none; `grads` are those of the last example."""
+    n, events = probe.n, probe.tape.events
+    possible = [_possible_layouts(event, n) for event in events]
+    seen = [False] * len(events)
+    for example in (n - 1, *range(min(n, TRIES) - 1)):
+        if example < n - 1:
+            grads = _gradients(probe.tape, probe.f, _one_example(probe.f, output, n, example))[0]
+        for i, (event, grad) in enumerate(zip(events, grads, strict=True)):
+            if grad is not None and n > 1:
+                support = _support(event, grad)
+                seen[i] |= bool(support.any())
+                possible[i] = [layout for layout in possible[i] if holds_alone(support, layout, n, example)]
+        if example == 0 and all(len(left) < 2 or found for left, found in zip(possible, seen, strict=True)):
+            break
+    # Gradients that fit two layouts say nothing (unless there are none at all: then the likelier one does no harm).
+    clear = [bool(left) and (len(left) == 1 or not found) for left, found in zip(possible, seen, strict=True)]
+    layouts = {event.key: left[0] for event, left, ok in zip(events, possible, clear, strict=True) if ok}
+    return layouts, [event.site.module_name for event, ok in zip(events, clear, strict=True) if not ok]
+
+
+def _possible_layouts(event: Event, n: int) -> list[Layout]:
+    lead = event.site.rule.lead(event.site.module, event.site.key, event.x)
+    possible = list(candidates(tuple(event.x.shape[:lead]), n))
+    return possible[:1] or [Layout(0, "major")] * bool(lead) if n == 1 else possible
+
+
+def _support(event: Event, grad: Tensor) -> Tensor:
+    """Where a call's output gradient is not zero, over the leading axes."""
+    rule, module = event.site.rule, event.site.module
+    lead = rule.lead(module, event.site.key, event.x)
+    g = rule.outgrads(module, event.site.key, grad.unsqueeze(0))[0]
+    return (g != 0).reshape(*g.shape[:lead], -1).any(-1)
 
 
 def _interacts(probe: _Probe, output: Layout) -> bool:
@@ -265,14 +376,15 @@ def _interacts(probe: _Probe, output: Layout) -> bool:
     n, axis, f = probe.n, probe.axis, probe.f
     if n == 1:
         return False
-    size = next(leaves(probe.x)).shape[axis]
+    held = iter(holding(probe.x, axis, probe.shared))
 
     def last_everywhere(t: Tensor) -> Tensor:
-        held = t.ndim > axis and t.shape[axis] == size
-        return torch.cat([t.narrow(axis, n - 1, 1)] * n, dim=axis) if held else t
+        return torch.cat([t.narrow(axis, n - 1, 1)] * n, dim=axis) if next(held) else t
 
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        again = call(probe.tape.model, map_leaves(last_everywhere, probe.x))
+    model, table = probe.tape.model, probe.tape.table
+    # Under a tape as the probe was: a rule with a forward of its own may draw its dropout in another order.
+    with torch.no_grad(), undisturbed(model), Tape(model, table, broadcast=probe.broadcast, examples=n):
+        again = call(model, map_leaves(last_everywhere, probe.x))
     if again.shape != f.shape:
         return True
     before = output.front(f.detach(), f.ndim, n)[n - 1]

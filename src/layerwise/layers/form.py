@@ -97,9 +97,9 @@ class Form:
         if self.weight is not None:
             matrix = W[..., : self.weight_inputs]
             matrix = matrix.mT if self.transposed else matrix
-            pieces.append((self.weight, matrix.reshape(*lead, *self.weight.part_shape())))
+            pieces.append((self.weight, matrix.reshape((*lead, *self.weight.part_shape()))))
         if self.bias is not None:
-            pieces.append((self.bias, W[..., -1].reshape(*lead, *self.bias.part_shape())))
+            pieces.append((self.bias, W[..., -1].reshape((*lead, *self.bias.part_shape()))))
         return pieces
 
     def to_json(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from jaxtyping import Float
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import vjp, vmap
 
 from layerwise.foundations.types import Tree, leaves, map_leaves
-from layerwise.layers.calling import call, example_count, substituted, take
+from layerwise.layers.calling import call, example_count, holding, substituted, take
 from layerwise.layers.tape import batched_grad
 
 Arrange = Callable[[Tensor], Tensor]
@@ -23,7 +23,8 @@ Arrange = Callable[[Tensor], Tensor]
 
 def is_random(model: nn.Module) -> bool:
     """Whether the forward draws random numbers: then only the batch's own graph gives its gradients."""
-    return any(module.training and getattr(module, "p", getattr(module, "dropout", 0.0)) for module in model.modules())
+    rates = (getattr(m, name, 0.0) for m in model.modules() if m.training for name in ("p", "dropout"))
+    return any(isinstance(rate, int | float) and rate > 0 for rate in rates)
 
 
 WAYS = ("vmap", "loop", "graph")
@@ -36,8 +37,8 @@ class ExampleGradients:
     gives for the batch (`vmap` is silently wrong for some operations, among them PReLU in torch 2.13).
     """
 
-    def __init__(self, model: nn.Module, names: list[str], example_axis: int) -> None:
-        self.model, self.names, self.axis = model, names, example_axis
+    def __init__(self, model: nn.Module, names: list[str], example_axis: int, shared: Collection[int] = ()) -> None:
+        self.model, self.names, self.axis, self.shared = model, names, example_axis, shared
         self.params: dict[str, nn.Parameter] = {k: p for k, p in model.named_parameters() if k in names}
         self.way = "graph" if is_random(model) else "vmap"
         self._checked = False
@@ -72,10 +73,10 @@ class ExampleGradients:
             return arrange(call(self.model, x))
 
     def _vmap(self, x: Tree, f: Tensor, v: Tensor, arrange: Arrange) -> dict[str, Tensor]:
-        n = f.shape[0]
-        in_axes, flat = [], list(leaves(x))
-        for t in flat:
-            in_axes.append(self.axis if t.ndim > self.axis and t.shape[self.axis] == n else None)
+        if example_count(x, self.axis) != f.shape[0]:
+            raise ValueError("examples cannot be run alone")
+        flat = list(leaves(x))
+        in_axes = [self.axis if held else None for held in holding(x, self.axis, self.shared)]
         params = {name: p.detach() for name, p in self.params.items()}
 
         def one(v_n: Tensor, *tensors: Tensor) -> dict[str, Tensor]:
@@ -97,7 +98,7 @@ class ExampleGradients:
         columns = []
         for n in range(f.shape[0]):
             with torch.enable_grad():
-                f_n = self._forward(self.params, take(x, n, n + 1, self.axis), arrange)
+                f_n = self._forward(self.params, take(x, n, n + 1, self.axis, self.shared), arrange)
             columns.append(self._pull(f_n, v[:, n : n + 1], retain_graph=False))
         return {name: torch.stack([c[i] for c in columns], dim=1) for i, name in enumerate(self.params)}
 

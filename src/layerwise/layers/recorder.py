@@ -24,7 +24,7 @@ from layerwise.layers.calling import (
 )
 from layerwise.layers.copies import Copies
 from layerwise.layers.examine import Notes, examine
-from layerwise.layers.generic import ExampleGradients, is_random
+from layerwise.layers.generic import ExampleGradients
 from layerwise.layers.io import CHUNK_BYTES, GradientIO, LayerIO
 from layerwise.layers.layout import Layout
 from layerwise.layers.table import LayerSpec, LayerTable
@@ -80,22 +80,36 @@ class Recorder:
             self.table = self.table.demote(self.findings.reasons)
             bare = [name for spec in self.table.layers if not spec.sites for name in spec.parameters]
             names = [name for name in bare if name not in self.findings.copies.axes]
-            self._generic = ExampleGradients(self.model, names, self.findings.example_axis)
+            self._generic = ExampleGradients(self.model, names, self.findings.example_axis, self.findings.shared)
         return self.findings
 
     def check(self, batch: Batch) -> None:
         """Device and finiteness of a batch."""
         check_devices(self.model, (batch.x, batch.y if isinstance(batch.y, Tensor) else None))
-        for tensor in leaves(batch.x):
+        self._check_mask(batch)
+        target = batch.y if batch.mask is None else None  # where a target is masked it may be anything
+        for tensor in leaves((batch.x, target)):
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 bad = int((~torch.isfinite(tensor)).sum())
                 raise InputError(
                     describe(
                         f"batch {batch.number} with {bad} values that are NaN or infinite",
-                        "finite inputs",
+                        "finite inputs and targets",
                         "clean the data or leave the batch out; nothing of this call was kept",
                     )
                 )
+
+    @staticmethod
+    def _check_mask(batch: Batch) -> None:
+        mask = batch.mask
+        if mask is not None and mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
+            raise InputError(
+                describe(
+                    f"batch {batch.number} with a third entry whose values are not all 0 or 1",
+                    "a mask (x, y, mask): which positions count",
+                    "pass (x, y) alone, or a bool mask",
+                )
+            )
 
     @staticmethod
     def check_output(f: Tensor, batch: Batch) -> None:
@@ -114,8 +128,7 @@ class Recorder:
 
         Only inside `session`, which puts the generators back.
         """
-        if is_random(self.model):
-            torch.manual_seed(stream(self.seed, "forward", batch.number).initial_seed())
+        torch.manual_seed(stream(self.seed, "forward", batch.number).initial_seed())
 
     def examples(self, batch: Batch) -> int:
         """N of a batch."""
@@ -164,7 +177,7 @@ class Recorder:
         self.check_output(f, batch)
         with torch.enable_grad():
             terms = self.terms(f, batch, likelihood, n)
-        return Recorded(self, tape, batch, likelihood, terms, n, copies)
+        return Recorded(self, tape, batch, likelihood, terms, n, copies, tuple(kernels))
 
 
 def _any_backend() -> list[SDPBackend]:
@@ -187,6 +200,8 @@ class Recorded:
     terms: Terms
     examples: int
     copies: Mapping[str, Tensor]
+    kernels: tuple[SDPBackend, ...]
+    """What attention may use, also where a checkpoint runs it again in the backward."""
 
     def output_bytes(self) -> int:
         """What the gradients of all recorded outputs take, for one cotangent."""
@@ -194,6 +209,10 @@ class Recorded:
 
     def each_layer(self, v: Tensor, consume: Callable[[LayerSpec, LayerIO], None], last: bool) -> None:
         """Pull cotangents [V, N, S, C] back and hand over every layer; `last` frees the graph."""
+        with sdpa_kernel(list(self.kernels)), self.tape.replaying():
+            self._each_layer(v, consume, last)
+
+    def _each_layer(self, v: Tensor, consume: Callable[[LayerSpec, LayerIO], None], last: bool) -> None:
         generic = self.recorder._generic
         assert generic is not None
         if generic.names:

@@ -13,7 +13,7 @@ from layerwise.foundations.errors import (
     NameLookupError,
     UnsupportedError,
     describe,
-    nearest,
+    unknown,
 )
 from layerwise.foundations.vectors import trainable, unwrap
 from layerwise.layers.form import Form, Part, flat_form
@@ -105,6 +105,7 @@ class LayerTable:
                     "unfreeze",
                 )
             )
+        _check_parameters(parameters)
         specs, reasons = _specs(model, parameters, separate_bias)
         covered = {name for spec in specs for name in spec.parameters}
         untracked = {}
@@ -128,11 +129,13 @@ class LayerTable:
         patterns = [select] if isinstance(select, str) else list(select)
         if patterns == ["*"]:
             return self
+        if not patterns:
+            raise InputError(describe("select=[]", "at least one pattern", 'pass e.g. select="*"'))
         kept = []
         for pattern in patterns:
             matching = [spec for spec in self.layers if matches(spec, pattern)]
             if not matching:
-                raise NameLookupError(f"no layer matches {pattern!r}; {nearest(pattern, self.names())}")
+                raise NameLookupError(unknown("layer", pattern, self.names()))
             kept += matching
         layers = tuple(spec for spec in self.layers if spec in kept)
         names = {name for spec in layers for name in spec.parameters}
@@ -148,7 +151,7 @@ class LayerTable:
         for candidate in self.layers:
             if candidate.name == name:
                 return candidate
-        raise NameLookupError(f"no layer {name!r}; {nearest(name, self.names())}")
+        raise NameLookupError(unknown("layer", name, self.names()))
 
     def numel(self) -> int:
         """Number of parameters that take part."""
@@ -225,6 +228,24 @@ class LayerTable:
 
     def __len__(self) -> int:
         return len(self.layers)
+
+
+def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Real numbers that exist."""
+    for name, p in parameters.items():
+        if isinstance(p, nn.parameter.UninitializedParameter) or p.device.type == "meta":
+            kind = "on the meta device" if p.device.type == "meta" else "not initialised yet (a lazy module)"
+            raise InputError(
+                describe(
+                    f"parameter {name!r}, which is {kind} and has no values",
+                    "a model with its weights",
+                    "load or initialise them, and call a lazy model once",
+                )
+            )
+        if not p.is_floating_point():
+            raise UnsupportedError(
+                describe(f"parameter {name!r} of dtype {p.dtype}", "real parameters", "freeze it, or split it in two")
+            )
 
 
 def fallback_spec(name: str, shape: tuple[int, ...], reason: str) -> LayerSpec:

@@ -10,7 +10,8 @@ Gradients are taken with respect to gradient *edges*, not tensors: an in-place o
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, UnsupportedError, describe
 from layerwise.foundations.vectors import unwrap
 from layerwise.layers.io import CHUNK_BYTES, LayerCall, LayerIO, RecordedIO
 from layerwise.layers.layout import Layout
@@ -75,6 +76,7 @@ class Tape:
         self._arrived: Callable[[Event, Tensor], None] | None = None
         self._handles: list[Any] = []
         self._patched: list[nn.Module] = []
+        self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._counts: dict[tuple[str, str], int] = {}
 
     # --- recording ---------------------------------------------------------------------------------------
@@ -137,6 +139,22 @@ class Tape:
 
         module.forward = forward  # type: ignore[method-assign]
         self._patched.append(module)
+        self._forwards.append((module, forward))
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Modules with a forward of the rule's own keep it, for a checkpoint that runs them again in the backward."""
+        again = [(module, vars(module).get("forward"), forward) for module, forward in self._forwards]
+        for module, _, forward in again:
+            module.forward = forward  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for module, before, _ in again:
+                if before is None:
+                    del module.forward
+                else:
+                    module.forward = before  # type: ignore[method-assign]
 
     def _record(self, site: Site, x: Any, out: Any) -> None:
         if not self._recording or not isinstance(x, Tensor) or not isinstance(out, Tensor):
@@ -309,10 +327,29 @@ class Tape:
                 )
 
 
+@contextmanager
+def explained() -> Iterator[None]:
+    """Say what to do about a model that autograd refuses to differentiate this way."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise UnsupportedError(
+            describe(
+                "a model with checkpoint(…, use_reentrant=True)",
+                "gradients with respect to chosen tensors, which that kind does not allow",
+                "pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
+            )
+        ) from error
+
+
 def batched_grad(
     f: Tensor, inputs: Sequence[Any], v: Float[Tensor, "V *out"], retain_graph: bool = False
 ) -> list[Tensor | None]:
     """``[V, *input]`` for each input: vectorised where every operation allows it, else one backward a vector."""
+    if not inputs:
+        return []
     if v.shape[0] == 1:
         grads = torch.autograd.grad(f, inputs, v[0], retain_graph=retain_graph, allow_unused=True)
         return [None if g is None else g.unsqueeze(0) for g in grads]
