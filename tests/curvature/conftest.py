@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def untyped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Annotations unchecked: for the bulk of the matrix, whose code the exact estimator has run with checks.
+    """Annotations unchecked: for the bulk of the matrix, whose code other tests have run with checks.
 
     Functions defined inside functions are wrapped anew at every call, which is most of the time of a small model.
     """

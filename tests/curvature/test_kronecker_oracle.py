@@ -134,6 +134,7 @@ def test_attention_has_the_exact_blocks_of_its_projections_written_out(structure
 
 
 @pytest.mark.parametrize("c", select("conv", without=["norm", "repeated", "layout"]), ids=name_of)
+@pytest.mark.usefixtures("untyped")
 def test_sua_factors_equal_the_oracle(c: Case):
     """A = A_channels ⊗ I, A_channels the second moment over all pixels; the bias is a block of its own."""
     model, x, y = c.make()

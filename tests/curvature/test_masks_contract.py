@@ -26,6 +26,7 @@ def _make(conv: bool = False) -> tuple[nn.Module, Tensor, Tensor]:
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("estimator", ["exact", "empirical"])
 @pytest.mark.parametrize("way", ["ignore_index", "mask"])
+@pytest.mark.usefixtures("untyped")
 def test_masked_positions_are_as_if_deleted_contract(way: str, estimator: str, sharing: str):
     model, x, y = _make()
     if way == "mask":

@@ -87,7 +87,9 @@ def _check(c: Case, estimator: str, structures: tuple[str, ...], normalize: str 
 
 
 @pytest.mark.parametrize("c", CASES, ids=name_of)
-def test_the_exact_fisher_equals_the_oracle(c: Case, covered: set):
+def test_the_exact_fisher_equals_the_oracle(c: Case, covered: set, request: pytest.FixtureRequest):
+    if c.name not in EVERY_LIKELIHOOD:  # annotations are checked on one case of each kind of layer
+        request.getfixturevalue("untyped")
     _check(c, "exact", PLAIN)
     covered |= {(c.name, c.likelihood, structure) for structure in PLAIN}
 
@@ -200,6 +202,7 @@ def test_the_centered_moment_equals_the_oracle(c: Case, covered: set):
 
 @pytest.mark.parametrize("name", ["mlp", "sequence_linear", "conv2d_grouped", "layer_norm", "lstm", "multi_label"])
 @pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.usefixtures("untyped")
 def test_the_moment_in_every_structure_equals_the_oracle(name: str, centered: bool):
     c = case(name)
     model, x, y = c.make()

@@ -26,6 +26,7 @@ def _blocks(F_: Any, M: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ["mlp", "mlp_no_bias", "relu", "two_inputs", "regression", "multi_label"])
 @pytest.mark.parametrize("structure", ["kfac", "ekfac"])
+@pytest.mark.usefixtures("untyped")
 def test_kfac_of_one_example_and_one_cotangent_is_exact(name: str, structure: str):
     """N = 1 and one position: the mean of products is the product of means."""
     c = case(name)
@@ -98,6 +99,7 @@ def test_the_error_of_ekfac_is_not_above_that_of_kfac_contract(made, estimator: 
 
 
 @pytest.mark.parametrize("name", ["mlp", "conv2d", "transformer", "embedding"])
+@pytest.mark.usefixtures("untyped")
 def test_each_structure_is_the_nearer_the_more_it_keeps_contract(name: str):
     c = case(name)
     model, x, y = c.make()
@@ -129,6 +131,7 @@ def test_the_ggn_is_the_exact_fisher(name: str):
 
 
 @pytest.mark.parametrize("c", select("piecewise_linear"), ids=name_of)
+@pytest.mark.usefixtures("untyped")
 def test_layer_hessians_of_piecewise_linear_nets_are_exact_ggn_blocks(c: Case):
     """The output is linear in the parameters of any one layer, away from kinks."""
     model, x, y = c.make()

@@ -15,6 +15,7 @@ from layerwise.testing.cases import case
 
 @pytest.mark.parametrize("structure", ["kfac", "ekfac", "diag", "quasidiag", "block", "dense"])
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.usefixtures("untyped")
 def test_linear_layers_on_sequences_are_pointwise_convolutions_exact(structure: str, sharing: str):
     found = []
     for name in ("sequence_linear", "sequence_conv"):
@@ -136,6 +137,7 @@ def test_an_encoder_layer_has_a_hessian_and_a_ggn_oracle(mode: str):
 
 @pytest.mark.parametrize("structure", ["dense", "block", "diag", "quasidiag", "kfac", "ekfac", "lowrank"])
 @pytest.mark.parametrize("estimator", ["exact", "empirical"])
+@pytest.mark.usefixtures("untyped")
 def test_an_activation_in_place_changes_nothing_exact(structure: str, estimator: str):
     """ReLU(inplace=True) overwrites the output that a hook has seen."""
     found = []

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from layerwise.curvature.columns import Params, as_rows, check_dtype
 from layerwise.curvature.matrix import ParamMatrix, merge_weights
+from layerwise.curvature.parts import alone, layers_of
 from layerwise.foundations.errors import InputError, LayerwiseError
 from layerwise.foundations.kronecker import InputFactor, Kronecker
 from layerwise.foundations.operators import BlockOperator, check_damping
@@ -200,7 +201,7 @@ class BlockDiagonal(ParamMatrix):
         from layerwise.curvature.dense import DenseMatrix
 
         eye = torch.eye(self.numel(), dtype=self.dtype, device=self.device)
-        layers = {spec.name: spec.parameters for spec in self.table.layers}
+        layers = layers_of(self.table)
         return DenseMatrix(self._columns(eye), self.shapes, self.is_psd, self.examples, layers, self.memory)
 
     def to_dense(self) -> Float[Tensor, "d d"]:
@@ -222,9 +223,7 @@ def _standalone(spec: LayerSpec) -> LayerSpec:
     """A layer whose parts are whole parameters."""
 
     def whole(part: Part | None) -> Part | None:
-        if part is None or part.rows is None:
-            return part
-        return Part(f"{part.name}[{part.rows[0]}:{part.rows[1]}]", part.part_shape())
+        return None if part is None else alone((part,))[0]
 
     form = replace(spec.form, weight=whole(spec.form.weight), bias=whole(spec.form.bias))
     return replace(spec, form=form, sites=())

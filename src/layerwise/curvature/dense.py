@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.curvature.columns import Params, Shapes, check_dtype, from_flat, to_flat
-from layerwise.curvature.matrix import ParamMatrix, merge_weights, sub_shapes
-from layerwise.foundations.errors import NameLookupError, unknown
+from layerwise.curvature.matrix import ParamMatrix, merge_weights
+from layerwise.curvature.parts import Layers, alone, find_layer, own_shapes, places
 from layerwise.foundations.operators import Block, check_damping
 from layerwise.foundations.vectors import ParamVector
 
@@ -23,7 +23,7 @@ class DenseMatrix(ParamMatrix):
     psd: bool = True
     examples: int | float | None = None
     """What sums were divided by; None where two estimates cannot be merged."""
-    layers: dict[str, tuple[str, ...]] | None = None
+    layers: Layers | None = None
     memory: int | None = None
     structure = "dense"
 
@@ -109,17 +109,10 @@ class DenseMatrix(ParamMatrix):
 
     def layer(self, name: str) -> "DenseMatrix":
         """The diagonal block of one layer."""
-        known = self.layers or {p: (p,) for p in self.shapes}
-        if name not in known:
-            raise NameLookupError(unknown("layer", name, known))
-        shapes = sub_shapes(self.shapes, known[name])
-        keep = torch.cat(
-            [
-                torch.full((torch.Size(shape).numel(),), key in shapes, dtype=torch.bool)
-                for key, shape in self.shapes.items()
-            ]
-        ).to(self.device)
-        return DenseMatrix(self.matrix[keep][:, keep], shapes, self.psd, self.examples, {name: known[name]})
+        parts = find_layer(self.layers, self.shapes, name)
+        keep = places(parts, self.shapes).to(self.device)
+        block = self.matrix[keep][:, keep]
+        return DenseMatrix(block, own_shapes(parts), self.psd, self.examples, {name: alone(parts)}, self.memory)
 
     def _scaled(self, factor: float) -> "DenseMatrix":
         return DenseMatrix(

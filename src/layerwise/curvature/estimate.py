@@ -14,6 +14,7 @@ from layerwise.curvature.columns import to_flat
 from layerwise.curvature.dense import DenseMatrix
 from layerwise.curvature.low_rank import LowRank
 from layerwise.curvature.matrix import ParamMatrix
+from layerwise.curvature.parts import layers_of
 from layerwise.curvature.sweep import Sweep
 from layerwise.foundations.errors import InputError, NameLookupError, describe, unknown
 from layerwise.foundations.linalg.checks import require_finite
@@ -225,10 +226,6 @@ def _each_rows(sweep: Sweep, consume: Any, description: str) -> Any:
     return sweep.all_layers(observe, description)
 
 
-def _layers(table: LayerTable) -> dict[str, tuple[str, ...]]:
-    return {spec.name: tuple(dict.fromkeys(spec.parameters)) for spec in table.layers}
-
-
 def dense(sweep: Sweep, centered: bool = False) -> DenseMatrix:
     """The whole matrix."""
     dtype, device = _first_look(sweep)
@@ -253,7 +250,7 @@ def dense(sweep: Sweep, centered: bool = False) -> DenseMatrix:
         matrix -= torch.outer(mean, mean) / count**2
     require_finite(matrix, 'structure "dense"')
     table = sweep.recorder.table
-    return DenseMatrix(matrix, table.shapes, True, None if centered else count, _layers(table), sweep.memory)
+    return DenseMatrix(matrix, table.shapes, True, None if centered else count, layers_of(table), sweep.memory)
 
 
 def low_rank(sweep: Sweep, centered: bool = False) -> LowRank:
@@ -279,4 +276,4 @@ def low_rank(sweep: Sweep, centered: bool = False) -> LowRank:
         R = R - R.sum(0) / count
     require_finite(R, 'structure "lowrank"')
     table = sweep.recorder.table
-    return LowRank(R / count**0.5, table.shapes, None if centered else count, _layers(table), sweep.memory)
+    return LowRank(R / count**0.5, table.shapes, None if centered else count, layers_of(table), sweep.memory)

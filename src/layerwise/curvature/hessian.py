@@ -16,6 +16,7 @@ from layerwise.curvature.dense import DenseMatrix
 from layerwise.curvature.lazy import Restricted
 from layerwise.curvature.linearize import forward, twice_differentiable
 from layerwise.curvature.matrix import SMALL, ParamMatrix
+from layerwise.curvature.parts import find_layer, layers_of
 from layerwise.curvature.source import Source
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.memory import require
@@ -139,7 +140,7 @@ class ImplicitHessian(ParamMatrix):
 
     def layer(self, name: str) -> Restricted:
         """The block of one layer, still without forming it."""
-        return Restricted(self, self.table.spec(name).parameters, self.memory)
+        return Restricted(self, find_layer(layers_of(self.table), self.shapes, name), self.memory)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ImplicitHessian":
         """Not possible: the matrix lives where its model does."""
@@ -165,7 +166,7 @@ def dense(implicit: ImplicitHessian) -> DenseMatrix:
     matrix = torch.zeros(implicit.numel(), implicit.numel(), dtype=like.dtype, device=like.device)
     for columns, params in _columns(implicit.shapes, like):
         matrix[:, columns] = to_flat(implicit._mv(params), implicit.shapes).mT
-    layers = {spec.name: spec.parameters for spec in implicit.table.layers}
+    layers = layers_of(implicit.table)
     return DenseMatrix((matrix + matrix.mT) / 2, implicit.shapes, False, None, layers, implicit.memory)
 
 

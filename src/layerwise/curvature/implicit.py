@@ -12,6 +12,7 @@ from layerwise.curvature.estimate import by_layer, dense, low_rank
 from layerwise.curvature.lazy import Restricted
 from layerwise.curvature.linearize import Linearization
 from layerwise.curvature.matrix import SMALL, ParamMatrix
+from layerwise.curvature.parts import find_layer, layers_of
 from layerwise.curvature.sweep import Sweep
 from layerwise.foundations.cotangents import HessianRoot
 from layerwise.foundations.errors import InputError, describe
@@ -141,7 +142,8 @@ class Implicit(ParamMatrix):
 
     def layer(self, name: str) -> Restricted:
         """The block of one layer, still without forming it."""
-        return Restricted(self, self.sweep.recorder.table.spec(name).parameters, self.memory)
+        table = self.sweep.recorder.table
+        return Restricted(self, find_layer(layers_of(table), table.shapes, name), self.memory)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Implicit":
         """Not possible: the matrix lives where its model does."""

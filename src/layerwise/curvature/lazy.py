@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from layerwise.curvature.columns import Params, Shapes
-from layerwise.curvature.matrix import SMALL, ParamMatrix, same_space, sub_shapes
+from layerwise.curvature.matrix import SMALL, ParamMatrix, same_space
+from layerwise.curvature.parts import own_name, own_shapes
 from layerwise.foundations.linalg import Estimate
 from layerwise.foundations.vectors import ParamVector
+from layerwise.layers.form import Part
 
 
 def add(a: ParamMatrix, b: ParamMatrix) -> ParamMatrix:
@@ -91,7 +93,7 @@ class WeightedSum(ParamMatrix):
     def _dense(self) -> Any:
         from layerwise.curvature.dense import DenseMatrix
 
-        matrix = sum(c * m._dense().matrix for c, m in self.terms)
+        matrix = torch.stack([c * m._dense().matrix for c, m in self.terms]).sum(0)
         return DenseMatrix(matrix, self.shapes, self.is_psd, memory=self.memory)
 
     def layer(self, name: str) -> "WeightedSum":
@@ -111,7 +113,7 @@ class Restricted(ParamMatrix):
     """The diagonal block of some parameters: the rest of the vector is zero."""
 
     whole: ParamMatrix
-    names: tuple[str, ...]
+    parts: tuple[Part, ...]
     memory: int | None = None
 
     @property
@@ -122,7 +124,7 @@ class Restricted(ParamMatrix):
     @property
     def shapes(self) -> Shapes:  # type: ignore[override]
         """Of these parameters."""
-        return sub_shapes(self.whole.shapes, self.names)
+        return own_shapes(self.parts)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -142,19 +144,21 @@ class Restricted(ParamMatrix):
     def _mv(self, params: Params) -> Params:
         columns = next(iter(params.values())).shape[0]
         padded = {
-            k: params[k] if k in params else torch.zeros(columns, *shape, dtype=self.dtype, device=self.device)
+            k: torch.zeros(columns, *shape, dtype=self.dtype, device=self.device)
             for k, shape in self.whole.shapes.items()
         }
+        for part in self.parts:
+            part.of(padded).copy_(params[own_name(part)])
         out = self.whole._mv(padded)
-        return {k: out[k] for k in self.shapes}
+        return {own_name(part): part.of(out) for part in self.parts}
 
     def _dense(self) -> Any:
         if self.whole.numel() > SMALL:
             return super()._dense()
         from layerwise.curvature.dense import DenseMatrix
 
-        layers = {"": tuple(self.shapes)}
-        return DenseMatrix(self.whole.to_dense(), self.whole.shapes, self.is_psd, layers=layers).layer("")
+        whole = DenseMatrix(self.whole.to_dense(), self.whole.shapes, self.is_psd, layers={"": self.parts})
+        return whole.layer("")
 
     def trace(self, samples: int = 64, seed: int = 0) -> Tensor:
         """Sum of the diagonal where that is exact, else an estimate."""
@@ -164,8 +168,11 @@ class Restricted(ParamMatrix):
     def diagonal(self, samples: int = 64, seed: int = 0) -> ParamVector:
         """These entries of the whole's."""
         whole = self.whole.diagonal(samples, seed)
-        error = None if whole.standard_error is None else whole.standard_error.restrict(list(self.shapes))
-        return ParamVector(whole.restrict(list(self.shapes)).dict(), error)
+        error = None if whole.standard_error is None else self._own(whole.standard_error)
+        return ParamVector(self._own(whole).dict(), error)
+
+    def _own(self, whole: ParamVector) -> ParamVector:
+        return ParamVector({own_name(part): part.of(whole.dict()) for part in self.parts})
 
     def layer(self, name: str) -> ParamMatrix:
         """A layer inside."""

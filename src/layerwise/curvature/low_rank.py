@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.curvature.columns import Params, Shapes, as_rows, check_dtype, from_flat, to_flat
-from layerwise.curvature.matrix import ParamMatrix, merge_weights, sub_shapes
-from layerwise.foundations.errors import NameLookupError, NumericalError, describe, unknown
+from layerwise.curvature.columns import Params, Shapes, check_dtype, from_flat, to_flat
+from layerwise.curvature.matrix import ParamMatrix, merge_weights
+from layerwise.curvature.parts import Layers, alone, find_layer, own_shapes, places
+from layerwise.foundations.errors import NumericalError, describe
 from layerwise.foundations.linalg import guarded_eigh
 from layerwise.foundations.operators import check_damping
 from layerwise.foundations.vectors import ParamVector
@@ -23,7 +24,7 @@ class LowRank(ParamMatrix):
     shapes: Shapes
     examples: int | float | None = None
     """What sums were divided by; None where two estimates cannot be merged."""
-    layers: dict[str, tuple[str, ...]] | None = None
+    layers: Layers | None = None
     memory: int | None = None
     structure = "lowrank"
 
@@ -136,13 +137,9 @@ class LowRank(ParamMatrix):
 
     def layer(self, name: str) -> "LowRank":
         """The columns of one layer."""
-        known = self.layers or {p: (p,) for p in self.shapes}
-        if name not in known:
-            raise NameLookupError(unknown("layer", name, known))
-        shapes = sub_shapes(self.shapes, known[name])
-        columns = from_flat(self.R, self.shapes)
-        kept = torch.cat([as_rows(columns[p]) for p in shapes], dim=1)
-        return replace(self, R=kept, shapes=shapes, layers={name: known[name]})
+        parts = find_layer(self.layers, self.shapes, name)
+        columns = self.R[:, places(parts, self.shapes).to(self.device)]
+        return replace(self, R=columns, shapes=own_shapes(parts), layers={name: alone(parts)})
 
     def _scaled(self, factor: float) -> ParamMatrix:
         if factor < 0:

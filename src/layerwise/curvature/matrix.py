@@ -355,7 +355,7 @@ def merge_weights(first: ParamMatrix, second: ParamMatrix) -> tuple[float, float
             )
         )
     same_space((first, second))
-    counts = [getattr(matrix, "examples", None) for matrix in (first, second)]
+    counts = [float(getattr(matrix, "examples", None) or 0) for matrix in (first, second)]
     if not all(counts):
         raise InputError(
             describe(

@@ -16,6 +16,7 @@ from layerwise.curvature.block_diagonal import BlockDiagonal
 from layerwise.curvature.dense import DenseMatrix
 from layerwise.curvature.low_rank import LowRank
 from layerwise.curvature.matrix import ParamMatrix
+from layerwise.curvature.parts import from_json, to_json
 from layerwise.foundations import kronecker, quasi_diagonal  # noqa: F401 - register their operators
 from layerwise.foundations.errors import FileFormatError, UnsupportedError, describe
 from layerwise.foundations.operators import OPERATORS
@@ -36,9 +37,9 @@ def save(matrix: ParamMatrix, path: str | Path) -> None:
     if isinstance(matrix, BlockDiagonal):
         described = _describe_blocks(matrix)
     elif isinstance(matrix, DenseMatrix):
-        described = _Described({"matrix": matrix.matrix}, {"psd": matrix.psd, "layers": matrix.layers})
+        described = _Described({"matrix": matrix.matrix}, {"psd": matrix.psd, "layers": to_json(matrix.layers)})
     elif isinstance(matrix, LowRank):
-        described = _Described({"R": matrix.R}, {"layers": matrix.layers})
+        described = _Described({"R": matrix.R}, {"layers": to_json(matrix.layers)})
     else:
         raise UnsupportedError(
             describe(
@@ -146,9 +147,9 @@ def _unreadable(path: Path, error: Exception) -> FileFormatError:
 def _build(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ParamMatrix:
     shapes = {k: tuple(v) for k, v in meta["shapes"].items()}
     if meta["class"] == "DenseMatrix":
-        return DenseMatrix(tensors["matrix"], shapes, bool(meta["psd"]), meta["examples"], _layer_names(meta))
+        return DenseMatrix(tensors["matrix"], shapes, bool(meta["psd"]), meta["examples"], from_json(meta["layers"]))
     if meta["class"] == "LowRank":
-        return LowRank(tensors["R"], shapes, meta["examples"], _layer_names(meta))
+        return LowRank(tensors["R"], shapes, meta["examples"], from_json(meta["layers"]))
     specs, operators = [], {}
     for layer in meta["layers"]:
         name = layer["name"]
@@ -157,7 +158,3 @@ def _build(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ParamMatri
         operators[name] = OPERATORS[layer["operator"]].from_tensors(own, layer["options"])
     table = LayerTable(tuple(specs), shapes)
     return BlockDiagonal(table, operators, meta["structure"], meta["examples"], meta["positions"])
-
-
-def _layer_names(meta: Mapping[str, Any]) -> dict[str, tuple[str, ...]] | None:
-    return None if meta["layers"] is None else {k: tuple(v) for k, v in meta["layers"].items()}

@@ -23,7 +23,7 @@ from layerwise.layers.copies import Copies, Trial, find_copies
 from layerwise.layers.form import Part
 from layerwise.layers.layout import Layout, candidates, holds_alone
 from layerwise.layers.table import LayerTable
-from layerwise.layers.tape import Event, SiteKey, Tape, explained
+from layerwise.layers.tape import Event, SiteKey, Tape, dense, explained
 
 PROBE = 3
 """Examples that the examination uses; it costs a few forwards and backwards on them.
@@ -331,6 +331,7 @@ def _gradients(tape: Tape, f: Tensor, v: Tensor) -> tuple[list[Tensor | None], d
     params = {name: p for name, p in trainable(tape.model).items() if name in tape.table.shapes}
     with tape.replaying(), explained():
         found = torch.autograd.grad(f, [*edges, *params.values()], v, retain_graph=True, allow_unused=True)  # type: ignore[list-item]
+    found = [None if g is None else dense(g) for g in found]
     by_edge = iter(found[: len(edges)])
     event_grads = [next(by_edge) if event.edge is not None else None for event in tape.events]
     return event_grads, dict(zip(params, found[len(edges) :], strict=True))

@@ -30,6 +30,12 @@ class Part:
         """Shape of the part itself."""
         return self.shape if self.rows is None else (self.rows[1] - self.rows[0], *self.shape[1:])
 
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "Part":
+        """A part from its fields as JSON holds them."""
+        rows = None if data["rows"] is None else (int(data["rows"][0]), int(data["rows"][1]))
+        return Part(data["name"], tuple(data["shape"]), rows)
+
     def of(self, params: Mapping[str, Tensor]) -> Tensor:
         """The part of these parameters, which may carry leading column axes."""
         tensor = params[self.name]
@@ -111,10 +117,7 @@ class Form:
         """The inverse of `to_json`."""
         fields = dict(data)
         for key in ("weight", "bias"):
-            if fields[key] is not None:
-                part = fields[key]
-                rows = None if part["rows"] is None else (int(part["rows"][0]), int(part["rows"][1]))
-                fields[key] = Part(part["name"], tuple(part["shape"]), rows)
+            fields[key] = None if fields[key] is None else Part.from_json(fields[key])
         return Form(**fields)
 
 

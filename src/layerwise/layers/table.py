@@ -428,7 +428,8 @@ def _require_whole(layers: tuple[LayerSpec, ...], names: set[str], shapes: Mappi
 
 
 def _unsupported_message(name: str, reason: str) -> str:
-    return (
-        f"parameter `{name}`: {reason}. Rules exist for {', '.join(RULES.names())}. Register one with "
-        '`@layer_rule(MyLayer)`, or leave out `on_unsupported="raise"` to let it fall back.'
+    return describe(
+        f"parameter `{name}`: {reason}. Rules exist for {', '.join(RULES.names())}",
+        'a rule for every parameter, as on_unsupported="raise" asks',
+        "register one with `@layer_rule(MyLayer)`, or leave the option out to let it fall back",
     )

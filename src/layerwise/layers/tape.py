@@ -352,15 +352,22 @@ def batched_grad(
         return []
     if v.shape[0] == 1:
         grads = torch.autograd.grad(f, inputs, v[0], retain_graph=retain_graph, allow_unused=True)
-        return [None if g is None else g.unsqueeze(0) for g in grads]
+        return [None if g is None else dense(g).unsqueeze(0) for g in grads]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns where it loops over a batching rule it lacks
             grads = torch.autograd.grad(f, inputs, v, retain_graph=True, is_grads_batched=True, allow_unused=True)
     except RuntimeError:
         rows = [torch.autograd.grad(f, inputs, row, retain_graph=True, allow_unused=True) for row in v]
-        grads = [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
+        grads = [
+            None if column[0] is None else torch.stack([dense(g) for g in column]) for column in zip(*rows, strict=True)
+        ]
     return list(grads)
+
+
+def dense(g: Tensor) -> Tensor:
+    """A gradient without gaps: an embedding may give a sparse one."""
+    return g.to_dense() if g.is_sparse else g
 
 
 def _sources(f: Tensor, events: Sequence[Event]) -> list[GradientEdge]:
