@@ -1,4 +1,4 @@
-"""Big models: streaming with a progress bar, parts that fit in memory, needs known before allocation, merging, files."""
+"""Big models: streaming with a progress bar, parts that fit in memory, needs known beforehand, merging, files."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -663,3 +663,15 @@ def test_an_incomplete_model_output_is_looked_for_in_containers():
     ):
         model = Apply(lambda m, x, wrap=wrap: wrap(m.net(x)), net=net)
         assert torch.equal(lw.fisher(model, (x, y), structure="dense", estimator="exact").to_dense(), expected)
+
+
+def test_a_first_batch_of_one_example_does_not_show_all():
+    """Only with two does the layer have to fall back: what was summed up before is begun anew."""
+    torch.manual_seed(0)
+    model = Apply(
+        lambda m, x: m.h(torch.stack([m.a(row).tanh().mean(0) for row in x])), a=nn.Linear(2, 2), h=nn.Linear(2, 3)
+    ).double()
+    batches = [(_normal(n, 3, 2), torch.randint(3, (n,))) for n in (1, 4, 2)]
+    _agrees(model, batches, lambda: [(model(x).unsqueeze(1), y) for x, y in batches])
+    with pytest.raises(lw.LayerwiseError, match=r"given: a generator .*; do: .*put the small batch last"):
+        lw.fisher(model, iter(batches), structure="diag")

@@ -40,11 +40,7 @@ def _errors(F: Any, expected: Tensor) -> dict[str, float]:
     """Relative errors of everything the structure promises."""
     if F.structure == "implicit":
         v = torch.randn(len(expected), 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        return {
-            "product": relative(F @ v, expected @ v),
-            "trace": relative(F.trace(), expected.trace()),
-            "diagonal": relative(F.diagonal().flat(), expected.diagonal()),
-        }
+        return {"product": relative(F @ v, expected @ v), "trace": relative(F.trace(), expected.trace())}
     found = F.to_dense()
     if F.structure in ("dense", "lowrank"):
         return {"matrix": relative(found, expected)}

@@ -95,6 +95,10 @@ def _first_look(sweep: Sweep) -> tuple[torch.dtype, torch.device]:
     return statistics_dtype(parameter.dtype), parameter.device
 
 
+class _TableChanged(Exception):
+    """A later batch has shown that a layer falls back: its sums so far are of no use."""
+
+
 class _Statistics:
     """One approximation a layer, made when the table is final (after the first batch was examined)."""
 
@@ -116,6 +120,11 @@ class _Statistics:
             }
         return self._made
 
+    def prepare(self) -> None:
+        """Make them when the table is final; it changes if the first batch was too small to show all."""
+        if list(self.of) != self.sweep.recorder.table.names():
+            raise _TableChanged
+
     def _require(self, table: LayerTable, classes: dict[str, type[Approximation]]) -> None:
         needed = {s.name: classes[s.name].bytes_needed(s, self.dtype.itemsize) for s in table.layers}
         worst = max(needed, key=lambda name: needed[name])
@@ -129,6 +138,14 @@ class _Statistics:
 
 def by_layer(sweep: Sweep, structure: Structure, options: Options, centered: bool = False) -> BlockDiagonal:
     """diag, quasidiag, block, kfac, ekfac, or a mixture."""
+    try:
+        return _by_layer(sweep, structure, options, centered)
+    except _TableChanged:
+        sweep.source.restart("whose first batch has one example, too few to see all that a later one shows")
+        return _by_layer(sweep, structure, options, centered)
+
+
+def _by_layer(sweep: Sweep, structure: Structure, options: Options, centered: bool) -> BlockDiagonal:
     statistics = _Statistics(sweep, structure, options)
     means = _Means() if centered else None
     passes = _passes(structure)
@@ -139,7 +156,7 @@ def by_layer(sweep: Sweep, structure: Structure, options: Options, centered: boo
         if means is not None:
             means.add(spec, io)
 
-    totals = sweep.layers(observe, f"{_label(structure)}")
+    totals = sweep.layers(observe, f"{_label(structure)}", statistics.prepare)
     if passes == 2:
         for approximation in statistics.of.values():
             approximation.refresh()

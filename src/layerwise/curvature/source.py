@@ -85,6 +85,18 @@ class Source:
                 )
             )
 
+    def restart(self, why: str) -> None:
+        """Begin anew with a pass that could not be finished."""
+        if not self.can_repeat:
+            raise InputError(
+                describe(
+                    f"a generator ({type(self.data).__name__}) {why}",
+                    "data that can be iterated again, or a larger first batch",
+                    "pass a DataLoader or a list of batches, or put the small batch last",
+                )
+            )
+        self._seen.clear()
+
     def batches(self, description: str) -> Iterator[Batch]:
         """All batches of one pass."""
         total = len(self.data) if hasattr(self.data, "__len__") else None  # type: ignore[arg-type]

@@ -53,14 +53,22 @@ class Sweep:
     normalize: str = "examples"
     batched: bool = field(default=False)
 
-    def layers(self, observe: Callable[[LayerSpec, LayerIO, bool], None], description: str) -> Totals:
-        """Hand every layer over as it comes; the flag says whether it is the batch's first cotangents."""
+    def layers(
+        self,
+        observe: Callable[[LayerSpec, LayerIO, bool], None],
+        description: str,
+        ready: Callable[[], object] | None = None,
+    ) -> Totals:
+        """Hand every layer over as it comes; the flag says whether it is the batch's first cotangents.
+
+        `ready` is called before the model runs on a batch, when it has been examined.
+        """
 
         def visit(recorded: Recorded) -> None:
             for v, first, last in self.cotangents(recorded):
                 recorded.each_layer(v, lambda spec, io, first=first: observe(spec, io, first), last)
 
-        return self.visit(visit, description)
+        return self.visit(visit, description, ready)
 
     def all_layers(self, observe: Callable[[dict[str, LayerIO]], None], description: str) -> Totals:
         """Hand all layers over at once."""
@@ -71,12 +79,17 @@ class Sweep:
 
         return self.visit(visit, description)
 
-    def visit(self, visit: Callable[[Recorded], None], description: str) -> Totals:
+    def visit(
+        self, visit: Callable[[Recorded], None], description: str, ready: Callable[[], object] | None = None
+    ) -> Totals:
         """Record every batch, in parts where memory asks for it."""
         totals = Totals()
         many = isinstance(self.cotangent, HessianRoot | OutputBasis) or getattr(self.cotangent, "samples", 1) > 1
         with self.recorder.session():
             for batch in self.source.batches(description):
+                self.recorder.prepare(batch)
+                if ready is not None:
+                    ready()
                 for part in self.parts(batch):
                     recorded = self.recorder.record(part, self.likelihood, batched=many)
                     totals.examples += recorded.examples

@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+from functools import cache
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -39,6 +40,7 @@ class TypeRegistry(Generic[T]):
             import_folder(self._package)
 
 
+@cache
 def import_folder(package: str) -> None:
     """Import every module of a package, once."""
     folder = importlib.import_module(package)

@@ -1,0 +1,200 @@
+"""Softmax cross-entropy."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.likelihoods.draws import basis, uniform
+from layerwise.foundations.likelihoods.likelihood import Likelihood, Terms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Categorical(Likelihood):
+    """Softmax cross-entropy on logits: ``H = diag p − ppᵀ``, one categorical variable a position.
+
+    The term's weight is ``m_ns w_{y_ns}``: y is the data's label, also where labels are drawn from the model
+    for the rest. Label smoothing changes the gradient only.
+
+    Args:
+        weight: one weight a class.
+        ignore_index: positions with this label do not count.
+        label_smoothing: as in ``torch.nn.functional.cross_entropy``.
+        class_axis: which axis of the output holds the classes; found from the target's shape if None.
+    """
+
+    weight: Tensor | None = None
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    class_axis: int | None = None
+    name = "categorical"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise InputError(describe(f"label_smoothing={self.label_smoothing}", "a number in [0, 1]", "pass e.g. 0.1"))
+
+    def standardize(self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor]) -> Terms:
+        """Logits with the classes on their axis, labels without it."""
+        axis = self._class_axis(f, y)
+        logits = f.movedim(axis, -1)
+        lead = logits.shape[:-1]
+        f_std = arrange(logits)
+        positions = tuple(f_std.shape[1:-1])
+        f_std = f_std.reshape(f_std.shape[0], -1, f_std.shape[-1])
+        n, s, c = f_std.shape
+        labels = None if y is None else arrange(self._checked_labels(y, lead, c).unsqueeze(-1)).reshape(n, s)
+        keep = None if labels is None or not bool((labels == self.ignore_index).any()) else labels != self.ignore_index
+        if mask is not None:
+            if mask.shape != lead:
+                raise InputError(
+                    describe(f"a mask of shape {tuple(mask.shape)}", f"shape {tuple(lead)}", "one entry a position")
+                )
+            given = arrange(mask.unsqueeze(-1)).reshape(n, s).bool()
+            keep = given if keep is None else keep & given
+        if keep is not None and labels is not None:
+            labels = torch.where(keep, labels, 0)
+        return Terms(f_std, labels, self._term_weight(f_std, labels, keep), keep, positions)
+
+    def _class_axis(self, f: Tensor, y: Any) -> int:
+        if self.class_axis is not None:
+            if not -f.ndim <= self.class_axis < f.ndim:
+                raise InputError(
+                    describe(
+                        f"class_axis={self.class_axis}",
+                        f"an axis of the output {tuple(f.shape)}",
+                        "correct it",
+                    )
+                )
+            return self.class_axis % f.ndim
+        if f.ndim < 2:
+            raise InputError(
+                describe(
+                    f"an output of shape {tuple(f.shape)}",
+                    "logits [N, C] or [N, positions, C]",
+                    "add a class axis",
+                )
+            )
+        if f.ndim == 2:
+            return 1
+        axes = (f.ndim - 1, 1)
+        fitting = [a for a in axes if isinstance(y, Tensor) and y.shape == f.shape[:a] + f.shape[a + 1 :]]
+        if len(set(fitting)) == 1:
+            return fitting[0]
+        what = f"y {tuple(y.shape)}" if isinstance(y, Tensor) else "no target"
+        raise InputError(
+            describe(
+                f"an output of shape {tuple(f.shape)} with {what}",
+                "an unambiguous class axis: a target of the output's shape without it",
+                "pass likelihoods.Categorical(class_axis=-1) for [N, T, C], or class_axis=1 for [N, C, H, W]",
+            )
+        )
+
+    def _checked_labels(self, y: Any, lead: torch.Size, classes: int) -> Tensor:
+        if not isinstance(y, Tensor) or y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+            kind = f"dtype {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
+            raise InputError(describe(f"a target of {kind}", "integer class labels", "call y.long()"))
+        if y.shape != lead:
+            raise InputError(
+                describe(f"a target of shape {tuple(y.shape)}", f"shape {tuple(lead)}", "give one label a position")
+            )
+        valid = (y == self.ignore_index) | ((y >= 0) & (y < classes))
+        if not bool(valid.all()):
+            raise InputError(
+                describe(
+                    f"label {int(y[~valid][0])}",
+                    f"labels 0 … {classes - 1}, or ignore_index={self.ignore_index}",
+                    "correct the labels or the model's number of outputs",
+                )
+            )
+        return y
+
+    def _class_weights(self, f: Tensor) -> Tensor:
+        assert self.weight is not None
+        if self.weight.shape != f.shape[-1:]:
+            raise InputError(
+                describe(
+                    f"class weights of shape {tuple(self.weight.shape)}",
+                    f"shape ({f.shape[-1]},)",
+                    "one a class",
+                )
+            )
+        weight = self.weight.to(f)
+        if not bool((torch.isfinite(weight) & (weight >= 0)).all()):
+            raise InputError(describe("class weights that are negative or not finite", "weights ≥ 0", "correct them"))
+        return weight
+
+    def _term_weight(self, f: Tensor, labels: Tensor | None, keep: Tensor | None) -> Tensor:
+        if self.weight is None:
+            weight = f.new_ones(f.shape[:2])
+        elif labels is None:
+            raise InputError(
+                describe(
+                    "class weights and no target",
+                    "labels y: the weight of a term is that of its label",
+                    "give y",
+                )
+            )
+        else:
+            weight = self._class_weights(f)[labels]
+        return (weight if keep is None else weight * keep).detach()
+
+    def loss(self, terms: Terms) -> Float[Tensor, "N S"]:
+        """``m [(1−ε) w_y (−log p_y) + ε/C Σ_c w_c (−log p_c)]``, as torch defines it."""
+        surprise = -terms.f.log_softmax(-1)
+        return (self._target_mass(terms) * surprise).sum(-1)
+
+    def gradient(self, terms: Terms) -> Float[Tensor, "N S C"]:
+        """``p Σ_c q_c − q`` with q the (weighted, smoothed) mass the loss puts on each class."""
+        mass = self._target_mass(terms)
+        return terms.f.detach().softmax(-1) * mass.sum(-1, keepdim=True) - mass
+
+    def _target_mass(self, terms: Terms) -> Tensor:
+        f, labels = terms.f.detach(), terms.target()
+        mass = torch.zeros_like(f).scatter_(-1, labels.unsqueeze(-1), terms.weight.unsqueeze(-1))
+        if self.label_smoothing == 0:
+            return mass
+        spread = f.new_ones(f.shape[-1]) if self.weight is None else self._class_weights(f)
+        spread = spread * (self.label_smoothing / f.shape[-1])
+        kept = f.new_ones(f.shape[:2]) if terms.mask is None else terms.mask.to(f.dtype)
+        return (1 - self.label_smoothing) * mass + kept.unsqueeze(-1) * spread
+
+    def columns(self, terms: Terms) -> int:
+        """C − 1: the rank of ``diag p − ppᵀ``."""
+        return max(terms.f.shape[-1] - 1, 1)
+
+    def root(self, terms: Terms, start: int, stop: int) -> Float[Tensor, "R N S C"]:
+        """Columns of the Cholesky root of ``m w (diag p − ppᵀ)``, in closed form.
+
+        With ``t_j = Σ_{i ≥ j} p_i``, column j is ``√(p_j t_{j+1} / t_j) (e_j − p_{i>j} / t_{j+1})``: one
+        backward pass fewer than the C vectors ``√p_y (e_y − p)``.
+        """
+        p = terms.f.detach().softmax(-1)
+        c = p.shape[-1]
+        tail = p.flip(-1).cumsum(-1).flip(-1)
+        after = F.pad(tail[..., 1:], (0, 1))
+        j = torch.arange(start, stop, device=p.device)
+        p_j, tail_j, after_j = (t[..., j].movedim(-1, 0).unsqueeze(-1) for t in (p, tail, after))
+        tiny = torch.finfo(p.dtype).tiny
+        below = torch.arange(c, device=p.device) > j.view(-1, 1, 1, 1)
+        column = torch.where(below, -p / after_j.clamp_min(tiny), basis(p, start, stop)[:, None, None])
+        scale = (terms.weight.unsqueeze(-1) * p_j * after_j / tail_j.clamp_min(tiny)).sqrt()
+        return scale * column
+
+    def sample(self, terms: Terms, generator: torch.Generator) -> Float[Tensor, "N S C"]:
+        """``√(m w) (p − e_ŷ)`` with ŷ drawn from the model."""
+        p = terms.f.detach().softmax(-1)
+        # Inverse-CDF: two draws from one generator give the same label whatever the batch's device or chunking.
+        u = uniform(p[..., :1], terms, generator)
+        drawn = (p.to(torch.float64).cumsum(-1) < u.to(torch.float64)).sum(-1, keepdim=True).clamp_max(p.shape[-1] - 1)
+        v = p.scatter_add(-1, drawn, -torch.ones_like(drawn, dtype=p.dtype))
+        return terms.weight.sqrt().unsqueeze(-1) * v
+
+    def hessian_product(self, terms: Terms, u: Float[Tensor, "*B N S C"]) -> Float[Tensor, "*B N S C"]:
+        """``m w (p ⊙ u − p pᵀu)``."""
+        p = terms.f.detach().softmax(-1)
+        return terms.weight.unsqueeze(-1) * p * (u - (p * u).sum(-1, keepdim=True))
