@@ -33,6 +33,8 @@ EVERY_LIKELIHOOD = (
 )
 """Cases that are run under all likelihoods, beside their own: one for each kind of layer."""
 
+OTHER = "parameters of other modules"
+
 Cell = tuple[str, str, str]
 """Case, likelihood, structure (or matrix)."""
 
@@ -63,7 +65,9 @@ def kinds(model: nn.Module) -> dict[str, bool]:
         specs = [spec for spec in table if set(spec.parameters) & set(names)]
         if names:
             kind = _kind(module)
-            found[kind] = found.get(kind, False) or any(spec.structure("kfac") == "kfac" for spec in specs)
+            # A subclass of a known layer is only found out when it runs.
+            own_rule = kind != OTHER and any(spec.structure("kfac") == "kfac" for spec in specs)
+            found[kind] = found.get(kind, False) or own_rule
     return found
 
 
@@ -71,9 +75,11 @@ def _kind(module: nn.Module) -> str:
     cls = type(module)
     if cls.__name__ == "NonDynamicallyQuantizableLinear":
         return "Linear"
+    if cls.__name__.startswith("Parametriz"):
+        return "Linear (parametrized)"
     if getattr(module, "groups", 1) > 1:
         return f"{cls.__name__} (groups)"
-    return cls.__name__ if cls.__module__.startswith("torch.nn") else "parameters of other modules"
+    return cls.__name__ if cls.__module__.startswith("torch.nn") else OTHER
 
 
 def render(cells: set[Cell]) -> str:

@@ -113,15 +113,19 @@ class _WrittenOut(nn.Module):
 
 
 # Reduced factors of few examples are singular and leave EKFAC's basis open, so that pair is not compared.
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian", "bernoulli"])
 @pytest.mark.parametrize(
     ("structure", "sharing"), [("kfac", "expand"), ("kfac", "reduce"), ("ekfac", "expand"), ("block", "expand")]
 )
-def test_attention_has_the_exact_blocks_of_its_projections_written_out(structure: str, sharing: str):
-    packed, x, y = case("attention").make()
+@pytest.mark.usefixtures("untyped")
+def test_attention_has_the_exact_blocks_of_its_projections_written_out(structure: str, sharing: str, likelihood: str):
+    packed, x, y = with_likelihood(case("attention"), likelihood).make()
+    if likelihood == "categorical":
+        y = case("attention").make()[2]
     written = _WrittenOut(packed)
     close(written(x), packed(x))
-    options = {"structure": structure, "estimator": "exact", "sharing": sharing}
-    found, expected = lw.fisher(packed, (x, y), **options), lw.fisher(written, (x, y), **options)
+    options: Any = {"structure": structure, "estimator": "exact", "sharing": sharing}
+    found, expected = (lw.fisher(m, (x, y), likelihood, **options) for m in (packed, written))
     pairs = {"attention.q": "qkv.0", "attention.k": "qkv.1", "attention.v": "qkv.2", "attention.out_proj": "out"}
     for ours, theirs in pairs.items():
         if sharing == "reduce" and ours == "attention.k":  # a shift of all keys changes nothing: gradients sum to 0

@@ -185,7 +185,7 @@ def hessian(
             parameters and a random estimate with its standard error above.
         likelihood: the same as `loss`, for a likelihood.
         select: patterns of the layers that take part.
-        example_axis: axis of the examples in the input; default 0.
+        example_axis: axis of the examples in the input; by default the one that has as many as the target.
         seed: of a random forward.
         memory: bytes this call may use.
         progress: as for `fisher`.

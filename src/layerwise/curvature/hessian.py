@@ -23,7 +23,7 @@ from layerwise.foundations.memory import require
 from layerwise.foundations.operators import Block, BlockOperator, Diagonal
 from layerwise.foundations.types import statistics_dtype
 from layerwise.foundations.vectors import ParamVector, trainable
-from layerwise.layers.calling import example_count, in_own_arithmetic, refuse_empty, undisturbed
+from layerwise.layers.calling import in_own_arithmetic, refuse_empty, undisturbed
 from layerwise.layers.recorder import Batch, Recorder
 from layerwise.layers.table import LayerTable
 from layerwise.layers.tape import batched_grad, explained
@@ -49,8 +49,7 @@ class HessianProducts:
         chosen = {k: p for k, p in trainable(self.model).items() if k in names}
         with undisturbed(self.model):
             for batch in self.source.batches("hessian"):
-                axis = self.recorder.given_axis or 0
-                n = example_count(batch.x, axis)
+                n = self.recorder.likely_examples(batch)
                 refuse_empty(n)
                 self.recorder.check(batch)
                 self.recorder.seed_forward(batch)
@@ -62,7 +61,7 @@ class HessianProducts:
                 yield (
                     list(chosen.values()),
                     [torch.zeros_like(p) if g is None else g for g, p in zip(grads, chosen.values(), strict=True)],
-                    n,
+                    self.recorder.likely_examples(batch),  # a likelihood has had the model examined
                 )
 
     @in_own_arithmetic

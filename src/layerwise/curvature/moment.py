@@ -36,8 +36,7 @@ def batch_loss(given: Likelihood | Loss, recorder: Recorder) -> BatchLoss:
         law = given
 
         def of_likelihood(f: Tensor, batch: Batch, n: int) -> Tensor:
-            recorder.prepare(batch)
-            return law.loss(recorder.terms(f, batch, law, n)).sum()
+            return law.loss(recorder.terms(f, batch, law, recorder.examples(batch))).sum()
 
         return of_likelihood
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,19 +13,20 @@ from torch import Tensor, nn
 from layerwise.foundations.errors import InputError, InteractionError, describe
 from layerwise.foundations.types import Tree, leaves, map_leaves, statistics_dtype
 
+P = ParamSpec("P")
 R = TypeVar("R")
 _AUTOCAST: ContextVar[tuple[tuple[str, torch.dtype], ...]] = ContextVar("autocast", default=())
 """Devices and dtypes for which the caller has autocast on."""
 
 
-def in_own_arithmetic(fn: Callable[..., R]) -> Callable[..., R]:
+def in_own_arithmetic(fn: Callable[P, R]) -> Callable[P, R]:
     """Statistics are made outside ``torch.autocast`` and ``torch.inference_mode``, whatever the caller is in.
 
     `call` puts autocast back for the model alone.
     """
 
     @wraps(fn)
-    def wrapped(*args: Any, **kwargs: Any) -> R:
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         on = tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
         token = _AUTOCAST.set(on or _AUTOCAST.get())
         try:
@@ -172,7 +173,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    with torch.random.fork_rng(devices=devices), _uncompiled():
+    with torch.random.fork_rng(devices=devices), _uncompiled(), _recurrent_backward(model):
         # The fused attention path calls no submodule, and under vmap it silently drops gradients.
         torch.backends.mha.set_fastpath_enabled(False)
         copies = {id(buffer): buffer.clone() for buffer in model.buffers()}
@@ -189,6 +190,16 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 for tensor, before in changeable:
                     if not _same(tensor, before):
                         tensor.copy_(before)
+
+
+@contextmanager
+def _recurrent_backward(model: nn.Module) -> Iterator[None]:
+    """cuDNN's recurrent layers have a backward in train mode only; torch's own have one in both."""
+    if not any(isinstance(module, nn.RNNBase) and not module.training for module in model.modules()):
+        yield
+        return
+    with torch.backends.cudnn.flags(enabled=False):
+        yield
 
 
 @contextmanager

@@ -115,7 +115,7 @@ def _setting(value: object) -> object:
 
 
 def _examine_anew(model: nn.Module, table: LayerTable, x: Tree, y: object, example_axis: int | None) -> Notes:
-    axes = [example_axis] if example_axis is not None else _likely_axes(x, y)
+    axes = [example_axis] if example_axis is not None else likely_axes(x, y)
     trouble: InteractionError | None = None
     for axis in axes:
         n = example_count(x, axis)
@@ -131,7 +131,7 @@ def _examine_anew(model: nn.Module, table: LayerTable, x: Tree, y: object, examp
     raise trouble
 
 
-def _likely_axes(x: Tree, y: object) -> list[int]:
+def likely_axes(x: Tree, y: object) -> list[int]:
     """Axis 0, then 1; the other way round where only axis 1 has as many entries as the target."""
     first = next(leaves(x), None)
     if first is None or first.ndim == 0:
@@ -194,7 +194,7 @@ def _is_part(part: Tensor, whole: Tensor, n: int) -> bool:
     """Whether `part` is the last example's share of `whole`, wherever that is."""
     for layout in candidates(tuple(whole.shape), n):
         last = layout.narrow(whole, n - 1, n, n)
-        if last.shape == part.shape and torch.allclose(last, part, rtol=1e-3, atol=1e-5):
+        if last.shape == part.shape and _agree(last, part, 1e-3):
             return True
     return False
 
@@ -390,7 +390,13 @@ def _interacts(probe: _Probe, output: Layout) -> bool:
         return True
     before = output.front(f.detach(), f.ndim, n)[n - 1]
     after = output.front(again, f.ndim, n)[n - 1]
-    return not torch.allclose(before, after, rtol=1e-4, atol=1e-5 * float(before.abs().max() + 1e-30))
+    return not _agree(before, after, 1e-4)
+
+
+def _agree(a: Tensor, b: Tensor, rtol: float) -> bool:
+    """Equal but for rounding, which is coarse in half precision."""
+    rtol = max(rtol, 4 * torch.finfo(a.dtype).eps)
+    return torch.allclose(a, b, rtol=rtol, atol=0.1 * rtol * float(a.abs().max() + 1e-30))
 
 
 def _specs_at(table: LayerTable, modules: list[str]) -> list[str]:

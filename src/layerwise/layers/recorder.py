@@ -23,7 +23,7 @@ from layerwise.layers.calling import (
     undisturbed,
 )
 from layerwise.layers.copies import Copies
-from layerwise.layers.examine import Notes, examine
+from layerwise.layers.examine import Notes, examine, likely_axes
 from layerwise.layers.generic import ExampleGradients
 from layerwise.layers.io import CHUNK_BYTES, GradientIO, LayerIO
 from layerwise.layers.layout import Layout
@@ -128,11 +128,19 @@ class Recorder:
 
         Only inside `session`, which puts the generators back.
         """
-        torch.manual_seed(stream(self.seed, "forward", batch.number).initial_seed())
+        seed = stream(self.seed, "forward", batch.number).initial_seed()
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():  # torch.manual_seed would queue a call, and its traceback, until it is
+            torch.cuda.manual_seed_all(seed)
 
     def examples(self, batch: Batch) -> int:
         """N of a batch."""
         return example_count(batch.x, self.prepare(batch).example_axis)
+
+    def likely_examples(self, batch: Batch) -> int:
+        """N of a batch for a loss of the whole batch, which needs no examination: as found, given, or likely."""
+        axis = self.given_axis if self.findings is None else self.findings.example_axis
+        return example_count(batch.x, likely_axes(batch.x, batch.y)[0] if axis is None else axis)
 
     def arrange(self, n: int) -> Callable[[Tensor], Tensor]:
         """``[*lead, C] -> [N, *positions, C]`` for the model's output."""
