@@ -756,3 +756,11 @@ def test_vectors_refuse_names_and_shapes():
         v + other
     with _refused(model, LayerwiseError):
         v @ other
+
+
+def test_the_hessian_refuses_batch_norm_in_train_mode():
+    model = nn.Sequential(nn.Linear(D, C), nn.BatchNorm1d(C)).train()
+    batch = torch.randn(N, D), torch.randint(C, (N,))
+    with pytest.raises(LayerwiseError, match=r"given:.*BatchNorm1d.*do:.*eval"):
+        lw.hessian(model, batch, loss=nn.functional.cross_entropy, structure="dense")
+    assert int(model[1].num_batches_tracked) == 0

@@ -81,9 +81,7 @@ def test_examples_do_not_interact(c: Case):
 @pytest.mark.parametrize("c", CASES, ids=_name)
 def test_tags_tell_the_truth(c: Case):
     model, _, _ = c.make()
-    modules = [
-        m for m in model.modules() if not isinstance(m, nn.modules.linear.NonDynamicallyQuantizableLinear)
-    ]
+    modules = [m for m in model.modules() if not isinstance(m, nn.modules.linear.NonDynamicallyQuantizableLinear)]
     kinds = {
         "linear": nn.Linear,
         "conv": (nn.Conv1d, nn.Conv2d, nn.Conv3d),

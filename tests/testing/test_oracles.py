@@ -28,9 +28,7 @@ def _call(model: nn.Module, x) -> Tensor:
 
 def _flat_grad(loss: Tensor, model: nn.Module) -> Tensor:
     parameters = [p for p in model.parameters() if p.requires_grad]
-    grads = torch.autograd.grad(
-        loss, parameters, retain_graph=True, allow_unused=True, materialize_grads=True
-    )
+    grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True, materialize_grads=True)
     return torch.cat([g.reshape(-1) for g in grads])
 
 
@@ -234,9 +232,7 @@ def test_terms_are_the_weights_that_count():
     terms = WEIGHT[y[y != 1]].sum().item()
     for oracle in (oracles.fisher, oracles.empirical_fisher, oracles.loss_hessian):
         a_mean = oracle(model, x, y, **c.oracle_options)
-        torch.testing.assert_close(
-            oracle(model, x, y, normalize="terms", **c.oracle_options), a_mean * 3 / terms
-        )
+        torch.testing.assert_close(oracle(model, x, y, normalize="terms", **c.oracle_options), a_mean * 3 / terms)
 
 
 def test_the_mean_over_terms_is_pytorchs_mean():
@@ -312,9 +308,7 @@ def test_hessian_is_the_difference_of_gradients(c: Case):
     torch.testing.assert_close(H @ v, (gradients[0] - gradients[1]) / (2 * t), rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize(
-    "name", ["mlp", "ignore_index", "flattened_outputs", "multi_label", "weights_smoothing"]
-)
+@pytest.mark.parametrize("name", ["mlp", "ignore_index", "flattened_outputs", "multi_label", "weights_smoothing"])
 def test_the_uncentered_moment_is_the_empirical_fisher(name: str):
     c = case(name)
     model, x, y = c.make()

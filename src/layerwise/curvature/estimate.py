@@ -170,13 +170,21 @@ def _by_layer(sweep: Sweep, structure: Structure, options: Options, centered: bo
     operators = {name: a.finish(count) for name, a in statistics.of.items()}
     if means is not None:
         operators = {name: means.centered(name, op, count) for name, op in operators.items()}
-    for name, op in operators.items():
-        for key, tensor in op.tensors().items():
-            require_finite(tensor, f"layer {name!r}: statistics {key!r}")
+    _require_finite(operators)
     positions = {name: a.positions() for name, a in statistics.of.items()}
     return BlockDiagonal(
         sweep.recorder.table, operators, _label(structure), None if centered else count, positions, sweep.memory
     )
+
+
+def _require_finite(operators: Mapping[str, BlockOperator]) -> None:
+    """Name the layer and the statistic that is not finite; one look for all, since each waits for the device."""
+    sums = [tensor.sum() for op in operators.values() for tensor in op.tensors().values()]
+    if bool(torch.isfinite(torch.stack(sums)).all()):
+        return
+    for name, op in operators.items():
+        for key, tensor in op.tensors().items():
+            require_finite(tensor, f"layer {name!r}: statistics {key!r}")
 
 
 def _passes(structure: Structure) -> int:

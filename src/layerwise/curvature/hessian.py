@@ -23,7 +23,7 @@ from layerwise.foundations.memory import require
 from layerwise.foundations.operators import Block, BlockOperator, Diagonal
 from layerwise.foundations.types import statistics_dtype
 from layerwise.foundations.vectors import ParamVector, trainable
-from layerwise.layers.calling import in_own_arithmetic, refuse_empty, undisturbed
+from layerwise.layers.calling import in_own_arithmetic, refuse_empty
 from layerwise.layers.recorder import Batch, Recorder
 from layerwise.layers.table import LayerTable
 from layerwise.layers.tape import batched_grad, explained
@@ -47,7 +47,7 @@ class HessianProducts:
     def gradients(self, names: list[str]) -> Iterator[tuple[list[nn.Parameter], list[Tensor], int]]:
         """For each batch: parameters, their differentiable gradients, and the number of examples."""
         chosen = {k: p for k, p in trainable(self.model).items() if k in names}
-        with undisturbed(self.model):
+        with self.recorder.session():
             for batch in self.source.batches("hessian"):
                 n = self.recorder.likely_examples(batch)
                 refuse_empty(n)

@@ -36,6 +36,8 @@ class Event:
 
     site: Site
     number: int
+    order: int
+    """Its place among all calls."""
     x: Tensor
     version: int
     edge: GradientEdge | None
@@ -72,6 +74,7 @@ class Tape:
         self.layouts: Mapping[SiteKey, Layout] = layouts or {}
         self.chunk_bytes = chunk_bytes
         self.events: list[Event] = []
+        self._events_at: dict[tuple[str, str], list[Event]] = {}
         self._recording = False
         self._arrived: Callable[[Event, Tensor], None] | None = None
         self._handles: list[Any] = []
@@ -164,8 +167,9 @@ class Tape:
         self._counts[where] = number + 1
         edge = get_gradient_edge(out) if out.requires_grad else None
         raw = x.detach()
-        event = Event(site, number, raw, raw._version, edge, out.shape, out.dtype)
+        event = Event(site, number, len(self.events), raw, raw._version, edge, out.shape, out.dtype)
         self.events.append(event)
+        self._events_at.setdefault(where, []).append(event)
         if edge is not None:
             out.register_hook(lambda g, event=event: self._on_grad(event, g))
 
@@ -273,8 +277,9 @@ class Tape:
 
     def calls_of(self, spec: LayerSpec) -> list[Event]:
         """The recorded calls of a layer, in order."""
-        wanted = {(site.module_name, site.key) for site in spec.sites}
-        return [event for event in self.events if event.key[:2] in wanted]
+        places = dict.fromkeys((site.module_name, site.key) for site in spec.sites)
+        found = [event for place in places for event in self._events_at.get(place, ())]
+        return found if len(places) == 1 else sorted(found, key=lambda event: event.order)
 
     def _recorded_specs(self) -> list[LayerSpec]:
         return [spec for spec in self.table.layers if spec.sites and self.calls_of(spec)]

@@ -95,9 +95,7 @@ def test_eigh_that_never_converges_says_so(monkeypatch):
         guarded_eigh(torch.eye(2), name="factor G")
 
 
-@given(
-    n=st.integers(0, 6), batch=st.lists(st.integers(0, 2), max_size=2), damping=st.sampled_from([0.0, 0.3])
-)
+@given(n=st.integers(0, 6), batch=st.lists(st.integers(0, 2), max_size=2), damping=st.sampled_from([0.0, 0.3]))
 @settings(max_examples=30, deadline=None)
 def test_cholesky_is_the_root(n, batch, damping):
     M, _ = spd(n, *batch)

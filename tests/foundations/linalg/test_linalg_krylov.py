@@ -115,9 +115,7 @@ def test_lanczos_stops_when_the_space_is_exhausted():
     assert lanczos(times(torch.eye(1, dtype=F64)), draw(1), 5)[0].shape == (1,)
 
 
-@pytest.mark.parametrize(
-    "fn", [torch.exp, lambda t: (t + 1).log(), lambda t: (t + 0.1).rsqrt(), lambda t: 1 / t]
-)
+@pytest.mark.parametrize("fn", [torch.exp, lambda t: (t + 1).log(), lambda t: (t + 0.1).rsqrt(), lambda t: 1 / t])
 def test_lanczos_function(fn):
     s = torch.logspace(-1, 1, 60, dtype=F64)
     M, V = symmetric(s), draw(60, 3)

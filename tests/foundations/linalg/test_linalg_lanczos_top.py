@@ -20,9 +20,7 @@ def symmetric(s, seed=1, dtype=F64):
 
 SPECTRA = {
     "decaying": torch.arange(1, 161, dtype=F64) ** -1.0,
-    "cluster at the edge": torch.cat(
-        [torch.linspace(0, 1, 159, dtype=F64), torch.tensor([1.001], dtype=F64)]
-    ),
+    "cluster at the edge": torch.cat([torch.linspace(0, 1, 159, dtype=F64), torch.tensor([1.001], dtype=F64)]),
     "indefinite": torch.linspace(-30, 2, 160, dtype=F64),
     "all negative": -torch.linspace(1, 2, 160, dtype=F64),
     "degenerate": torch.cat([torch.full((4,), 5.0, dtype=F64), torch.linspace(0, 4, 156, dtype=F64)]),
