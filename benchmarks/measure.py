@@ -85,7 +85,7 @@ def by_turns(rows: list[Row], repeats: int, patience: float, device: str) -> Non
     """Warm every row up once, then time all rows in turn, `repeats` times.
 
     A row gets fewer turns where its calls would together take more than `patience` seconds, but at least one.
-    The warm-up of a call of a second or more counts as a turn: what happens only once is lost in it.
+    The warm-up never counts: what happens only once (an examination, a compilation) is lost in it.
     """
     turns = {id(row): _warm_up(row, repeats, patience, device) for row in rows if not row.note}
     for turn in range(repeats):
@@ -97,17 +97,13 @@ def by_turns(rows: list[Row], repeats: int, patience: float, device: str) -> Non
 
 
 def _warm_up(row: Row, repeats: int, patience: float, device: str) -> int:
-    """The number of turns the row is still to get; 0 with a note if it fails."""
+    """The number of turns the row is to get; 0 with a note if it fails."""
     try:
         seconds = row.once(device)
     except Exception as error:  # a peer may fail in any way at all; the table says how
         row.note = f"fails: {reason(error)}"
         return 0
-    wanted = max(1, min(repeats, int(patience / max(seconds.wall, 1e-9))))
-    if seconds.wall < 1:
-        return wanted
-    row.samples.append(seconds)
-    return wanted - 1
+    return max(1, min(repeats, int(patience / max(seconds.wall, 1e-9))))
 
 
 def peak_bytes(call: Call, device: str) -> int:
