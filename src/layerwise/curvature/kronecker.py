@@ -24,12 +24,9 @@ class KroneckerApproximation(Approximation):
         k, o, i = self.spec.form.shape
         form = self.spec.form
         self.channels_only = self.options.conv == "sua" and form.taps > 1
-        if form.one_hot:
-            self.A = self.zeros(k, i)
-        else:
-            size = form.weight_inputs // form.taps if self.channels_only else i
-            self.A = self.zeros(k, size, size)
-        self.G = self.zeros(k, o, o)
+        size = form.weight_inputs // form.taps if self.channels_only else i
+        self._shapes = {"A": (k, i) if form.one_hot else (k, size, size), "G": (k, o, o)}
+        self._sums: dict[str, Tensor] = {}
         self.rows = 0
 
     def observe(self, io: LayerIO, first: bool) -> None:
@@ -38,26 +35,34 @@ class KroneckerApproximation(Approximation):
         if self.options.sharing == "reduce" and not self.spec.form.one_hot and not self.channels_only:
             self._observe_reduced(io, first)
             return
-        self.G += io.output_moment()
+        self._add("G", io.output_moment())
         if first:
             moment, rows = io.channel_moment() if self.channels_only else io.input_moment()
-            self.A += moment
+            self._add("A", moment)
             self.rows += rows
 
     def _observe_reduced(self, io: RecordedIO, first: bool) -> None:
         for a, g in io.reduced_chunks():
-            self.G += _grouped_gram(g.flatten(0, 1))
+            self._add("G", _grouped_gram(g.flatten(0, 1)))
             if first:
-                self.A += _grouped_gram(a)
+                self._add("A", _grouped_gram(a))
                 self.rows += a.shape[0]
+
+    def _add(self, name: str, moment: Tensor) -> None:
+        """The first moment is kept as it is: it was made for this sum, and a sum of zeros costs as much again."""
+        moment = moment.to(self.dtype)
+        self._sums[name] = self._sums[name].add_(moment) if name in self._sums else moment
+
+    def _sum(self, name: str) -> Tensor:
+        return self._sums[name] if name in self._sums else self.zeros(*self._shapes[name])
 
     def factors(self, count: float) -> tuple[InputFactor, Tensor]:
         """A as a mean over rows, G as a mean over examples."""
-        return InputFactor(self.A / max(self.rows, 1), self._taps()), self.G / count
+        return InputFactor(self._sum("A") / max(self.rows, 1), self._taps()), self._sum("G") / count
 
     def _divided(self, count: float) -> tuple[InputFactor, Tensor]:
         """The same in place, when the sums are no longer needed."""
-        return InputFactor(self.A.div_(max(self.rows, 1)), self._taps()), self.G.div_(count)
+        return InputFactor(self._sum("A").div_(max(self.rows, 1)), self._taps()), self._sum("G").div_(count)
 
     def _taps(self) -> int:
         return self.spec.form.taps if self.channels_only else 1
