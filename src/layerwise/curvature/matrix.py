@@ -246,9 +246,9 @@ class ParamMatrix(ABC):
 
     # --- parts, sums, places -----------------------------------------------------------------------------
 
+    @abstractmethod
     def layer(self, name: str) -> "ParamMatrix":
         """The block of one layer, as a matrix of its own."""
-        raise NotImplementedError
 
     def __add__(self, other: "ParamMatrix") -> "ParamMatrix":
         from layerwise.curvature.lazy import add
