@@ -17,6 +17,15 @@ from layerwise.curvature.storage import load as load
 from layerwise.foundations import likelihoods as likelihoods
 from layerwise.foundations.errors import LayerwiseError as LayerwiseError
 from layerwise.foundations.vectors import ParamVector as ParamVector
+from layerwise.kernel.alignment import alignment as alignment
+from layerwise.kernel.alignment import cka as cka
+from layerwise.kernel.alignment import effective_rank as effective_rank
+from layerwise.kernel.alignment import spectrum as spectrum
+from layerwise.kernel.alignment import trace_ratio as trace_ratio
+from layerwise.kernel.jacobian import Jacobian as Jacobian
+from layerwise.kernel.jacobian import jacobian as jacobian
+from layerwise.kernel.kernel import Kernel as Kernel
+from layerwise.kernel.ntk import ntk as ntk
 from layerwise.layers.rule import LayerRule as LayerRule
 from layerwise.layers.rule import layer_rule as layer_rule
 from layerwise.layers.table import LayerTable as LayerTable

@@ -8,14 +8,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.curvature.columns import Params, as_rows, check_dtype
 from layerwise.curvature.matrix import ParamMatrix, merge_weights
-from layerwise.curvature.parts import alone, layers_of
+from layerwise.foundations.columns import Params, as_rows, check_dtype
 from layerwise.foundations.errors import InputError, LayerwiseError
 from layerwise.foundations.kronecker import InputFactor, Kronecker
 from layerwise.foundations.operators import BlockOperator, check_damping
 from layerwise.foundations.vectors import ParamVector
 from layerwise.layers.form import Part
+from layerwise.layers.parts import alone, layers_of
 from layerwise.layers.table import LayerSpec, LayerTable
 
 

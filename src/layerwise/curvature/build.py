@@ -14,8 +14,6 @@ from layerwise.curvature.hessian import dense as hessian_dense
 from layerwise.curvature.implicit import Implicit
 from layerwise.curvature.matrix import ParamMatrix
 from layerwise.curvature.moment import MomentLikelihood, batch_loss
-from layerwise.curvature.source import Source
-from layerwise.curvature.sweep import Sweep
 from layerwise.foundations import likelihoods
 from layerwise.foundations.cotangents import (
     Cotangent,
@@ -33,6 +31,8 @@ from layerwise.foundations.random import seed_of
 from layerwise.foundations.vectors import unwrap
 from layerwise.layers.calling import in_own_arithmetic
 from layerwise.layers.recorder import Recorder
+from layerwise.layers.source import Source
+from layerwise.layers.sweep import Sweep
 from layerwise.layers.table import LayerTable, OnUnsupported
 
 Estimator = Literal["exact", "sampled", "empirical"]

@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.curvature.columns import Params, Shapes, check_dtype, from_flat, to_flat
 from layerwise.curvature.matrix import ParamMatrix, merge_weights
-from layerwise.curvature.parts import Layers, alone, find_layer, own_shapes, places
+from layerwise.foundations.columns import Params, Shapes, check_dtype, from_flat, to_flat
 from layerwise.foundations.operators import Block, check_damping
 from layerwise.foundations.vectors import ParamVector
+from layerwise.layers.parts import Layers, alone, find_layer, own_shapes, places
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from layerwise.curvature.approximation import Approximation, Options
 from layerwise.curvature.block_diagonal import BlockDiagonal
-from layerwise.curvature.columns import to_flat
 from layerwise.curvature.dense import DenseMatrix
 from layerwise.curvature.low_rank import LowRank
 from layerwise.curvature.matrix import ParamMatrix
-from layerwise.curvature.parts import layers_of
-from layerwise.curvature.sweep import Sweep
 from layerwise.foundations.errors import InputError, NameLookupError, describe, unknown
 from layerwise.foundations.linalg.checks import require_finite
 from layerwise.foundations.memory import require
 from layerwise.foundations.operators import Block, BlockOperator, Diagonal
+from layerwise.layers.flat_rows import flat_rows
 from layerwise.layers.io import LayerIO
+from layerwise.layers.parts import layers_of
+from layerwise.layers.sweep import Sweep
 from layerwise.layers.table import LayerSpec, LayerTable, matches
 
 LAYER_STRUCTURES = ("diag", "quasidiag", "block", "kfac", "ekfac")
@@ -220,19 +220,6 @@ class _Means:
         return Block(op.matrix - rows.unsqueeze(-1) * rows.unsqueeze(-2), op.block_shape)
 
 
-def rows(ios: Mapping[str, LayerIO], table: LayerTable, start: int, stop: int, like: Tensor) -> Tensor:
-    """Per-example gradients of all parameters, ``[V·n, d]``, of the examples start … stop."""
-    vectors = next(iter(ios.values())).vectors
-    blocks = {}
-    for spec in table.layers:
-        if spec.name in ios:
-            blocks[spec.name] = ios[spec.name].narrow(start, stop).rows().to(like)
-        else:
-            blocks[spec.name] = like.new_zeros(vectors, stop - start, *spec.form.shape)
-    params = table.to_params(blocks)
-    return to_flat({k: t.flatten(0, 1) for k, t in params.items()}, table.shapes)
-
-
 def _each_rows(sweep: Sweep, consume: Any, description: str) -> Any:
     """Per-example gradients of all parameters, a few examples at a time."""
     dtype, device = _first_look(sweep)
@@ -246,7 +233,8 @@ def _each_rows(sweep: Sweep, consume: Any, description: str) -> Any:
         per_example = first.vectors * table.numel() * dtype.itemsize
         step = max(1, min(first.examples, (128 * 2**20) // max(per_example, 1)))
         for start in range(0, first.examples, step):
-            consume(rows(ios, table, start, min(start + step, first.examples), like))
+            stop = min(start + step, first.examples)
+            consume(flat_rows(ios, table, start, stop, first.vectors, like))
 
     return sweep.all_layers(observe, description)
 

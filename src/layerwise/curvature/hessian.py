@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.curvature.block_diagonal import BlockDiagonal
-from layerwise.curvature.columns import Params, Shapes, as_rows, from_flat, to_flat
 from layerwise.curvature.dense import DenseMatrix
 from layerwise.curvature.lazy import Restricted
-from layerwise.curvature.linearize import forward, twice_differentiable
 from layerwise.curvature.matrix import SMALL, ParamMatrix
-from layerwise.curvature.parts import find_layer, layers_of
-from layerwise.curvature.source import Source
+from layerwise.foundations.columns import Params, Shapes, as_rows, from_flat, to_flat
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.memory import require
 from layerwise.foundations.operators import Block, BlockOperator, Diagonal
 from layerwise.foundations.types import statistics_dtype
 from layerwise.foundations.vectors import ParamVector, trainable
 from layerwise.layers.calling import in_own_arithmetic, refuse_empty
+from layerwise.layers.linearize import forward, twice_differentiable
+from layerwise.layers.parts import find_layer, layers_of
 from layerwise.layers.recorder import Batch, Recorder
+from layerwise.layers.source import Source
 from layerwise.layers.table import LayerTable
 from layerwise.layers.tape import batched_grad, explained
 

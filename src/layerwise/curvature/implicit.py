@@ -7,20 +7,20 @@ import torch
 from torch import Tensor
 
 from layerwise.curvature.approximation import Options
-from layerwise.curvature.columns import Params, Shapes, as_rows
 from layerwise.curvature.estimate import by_layer, dense, low_rank
 from layerwise.curvature.lazy import Restricted
-from layerwise.curvature.linearize import Linearization
 from layerwise.curvature.matrix import SMALL, ParamMatrix
-from layerwise.curvature.parts import find_layer, layers_of
-from layerwise.curvature.sweep import Sweep
+from layerwise.foundations.columns import Params, Shapes, as_rows
 from layerwise.foundations.cotangents import HessianRoot
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods import Terms
 from layerwise.foundations.types import statistics_dtype
 from layerwise.foundations.vectors import ParamVector
 from layerwise.layers.calling import in_own_arithmetic
+from layerwise.layers.linearize import Linearization
+from layerwise.layers.parts import find_layer, layers_of
 from layerwise.layers.recorder import Batch
+from layerwise.layers.sweep import Sweep
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerwise.curvature.columns import Params, Shapes
 from layerwise.curvature.matrix import SMALL, ParamMatrix, same_space
-from layerwise.curvature.parts import own_name, own_shapes
+from layerwise.foundations.columns import Params, Shapes
 from layerwise.foundations.linalg import Estimate
 from layerwise.foundations.vectors import ParamVector
 from layerwise.layers.form import Part
+from layerwise.layers.parts import own_name, own_shapes
 
 
 def add(a: ParamMatrix, b: ParamMatrix) -> ParamMatrix:

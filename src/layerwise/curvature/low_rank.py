@@ -7,13 +7,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.curvature.columns import Params, Shapes, check_dtype, from_flat, to_flat
 from layerwise.curvature.matrix import ParamMatrix, merge_weights
-from layerwise.curvature.parts import Layers, alone, find_layer, own_shapes, places
+from layerwise.foundations.columns import Params, Shapes, check_dtype, from_flat, to_flat
 from layerwise.foundations.errors import NumericalError, describe
 from layerwise.foundations.linalg import guarded_eigh
 from layerwise.foundations.operators import check_damping
 from layerwise.foundations.vectors import ParamVector
+from layerwise.layers.parts import Layers, alone, find_layer, own_shapes, places
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.curvature.columns import Params, Shapes, as_rows, from_flat, numel, read, to_flat
+from layerwise.foundations.columns import Params, Shapes, as_rows, from_flat, numel, read, to_flat
 from layerwise.foundations.errors import InputError, NumericalError, describe
 from layerwise.foundations.linalg import (
     conjugate_gradient,

@@ -16,11 +16,11 @@ from layerwise.curvature.block_diagonal import BlockDiagonal
 from layerwise.curvature.dense import DenseMatrix
 from layerwise.curvature.low_rank import LowRank
 from layerwise.curvature.matrix import ParamMatrix
-from layerwise.curvature.parts import from_json, to_json
 from layerwise.foundations import kronecker, quasi_diagonal  # noqa: F401 - register their operators
 from layerwise.foundations.errors import FileFormatError, UnsupportedError, describe
 from layerwise.foundations.operators import OPERATORS
 from layerwise.layers.form import Form
+from layerwise.layers.parts import from_json, to_json
 from layerwise.layers.table import LayerSpec, LayerTable
 
 FORMAT, VERSION = "layerwise-matrix", 1

@@ -5,7 +5,7 @@ unfolded convolution or per-example gradients never have to fit at once.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,21 @@ class LayerCall:
         """Some examples."""
         dy = None if self.dy is None else self.layout.narrow(self.dy, start, stop, examples, offset=1)
         return LayerCall(self.site, self.layout.narrow(self.x, start, stop, examples), dy, self.layout)
+
+    @staticmethod
+    def join(calls: Sequence["LayerCall"], examples: Sequence[int]) -> "LayerCall":
+        """The same call of several batches as one."""
+        first, layout = calls[0], calls[0].layout
+        x = layout.join([call.x for call in calls], examples)
+        dy = [call.dy for call in calls if call.dy is not None]
+        return LayerCall(first.site, x, layout.join(dy, examples, offset=1) if dy else None, layout)
+
+    @staticmethod
+    def stack(calls: Sequence["LayerCall"]) -> "LayerCall":
+        """The same call with several sets of cotangents as one."""
+        dy = [call.dy for call in calls if call.dy is not None]
+        joined = dy[0] if len(dy) == 1 else torch.cat(dy)
+        return LayerCall(calls[0].site, calls[0].x, joined, calls[0].layout)
 
     def sharing(self, examples: int) -> int:
         """S: positions of one example that share the weight."""
@@ -110,6 +125,19 @@ class RecordedIO(LayerIO):
         calls = tuple(call.narrow(start, stop, self.examples) for call in self.calls)
         mask = None if self.mask is None else self.mask[start:stop]
         return RecordedIO(self.spec, calls, stop - start, mask, self.chunk_bytes)
+
+    @staticmethod
+    def join(ios: Sequence["RecordedIO"]) -> "RecordedIO":
+        """Several batches as one; every batch has the same calls, and no mask."""
+        sizes = [io.examples for io in ios]
+        calls = tuple(LayerCall.join(calls, sizes) for calls in zip(*(io.calls for io in ios), strict=True))
+        return RecordedIO(ios[0].spec, calls, sum(sizes), None, ios[0].chunk_bytes)
+
+    @staticmethod
+    def stack(ios: Sequence["RecordedIO"]) -> "RecordedIO":
+        """Several sets of cotangents of one batch as one."""
+        calls = tuple(LayerCall.stack(calls) for calls in zip(*(io.calls for io in ios), strict=True))
+        return RecordedIO(ios[0].spec, calls, ios[0].examples, ios[0].mask, ios[0].chunk_bytes)
 
     def parts(self, bytes_per_example: int | float) -> Iterator["RecordedIO"]:
         """The same, few enough examples at a time to fit the scratch."""

@@ -4,10 +4,11 @@ A layer sees leading axes (batch, time, …) before its own. The examples may be
 positions into one (``x.flatten(0, 1)``).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 
@@ -48,6 +49,16 @@ class Layout:
             return t.narrow(axis, start * size, (stop - start) * size)
         rows = t.unflatten(axis, (-1, examples)).narrow(axis + 1, start, stop - start)
         return rows.flatten(axis, axis + 1)
+
+    def join(self, parts: Sequence[Tensor], examples: Sequence[int], offset: int = 0) -> Tensor:
+        """The inverse of `narrow`: several sets of examples as one."""
+        if len(parts) == 1:
+            return parts[0]
+        axis = offset + self.axis
+        if self.merged != "minor":
+            return torch.cat(list(parts), dim=axis)
+        apart = [t.unflatten(axis, (-1, n)) for t, n in zip(parts, examples, strict=True)]
+        return torch.cat(apart, dim=axis + 1).flatten(axis, axis + 1)
 
 
 def candidates(lead: tuple[int, ...], examples: int, first: int = 0) -> Iterator[Layout]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from layerwise.foundations.errors import InputError, describe
-from layerwise.foundations.likelihoods import Likelihood, Terms
+from layerwise.foundations.likelihoods import Reading, Terms
 from layerwise.foundations.random import stream
 from layerwise.foundations.types import Tree, leaves
 from layerwise.foundations.vectors import unwrap
@@ -164,12 +164,12 @@ class Recorder:
 
         return front
 
-    def terms(self, f: Tensor, batch: Batch, likelihood: Likelihood, n: int) -> Terms:
+    def terms(self, f: Tensor, batch: Batch, likelihood: Reading, n: int) -> Terms:
         """Output and target in standard form."""
         standard = likelihood.standardize(as_statistics(f), batch.y, batch.mask, self.arrange(n))
         return replace(standard, part=batch.part)
 
-    def record(self, batch: Batch, likelihood: Likelihood, batched: bool = False) -> "Recorded":
+    def record(self, batch: Batch, likelihood: Reading, batched: bool = False) -> "Recorded":
         """Run the model on a batch and bring its output to standard form.
 
         `batched` prepares for many cotangents at once, which fused attention cannot differentiate.
@@ -204,7 +204,7 @@ class Recorded:
     recorder: Recorder
     tape: Tape
     batch: Batch
-    likelihood: Likelihood
+    likelihood: Reading
     terms: Terms
     examples: int
     copies: Mapping[str, Tensor]
@@ -265,6 +265,9 @@ class Recorded:
 
     def _standard_alone(self, out: Tensor) -> Tensor:
         """One example's output in standard form, without its target."""
+        read = self.likelihood.alone(as_statistics(out), self.recorder.arrange(1))
+        if read is not None:
+            return read
         s, c = self.terms.f.shape[1:]
         axis = self._class_axis(out)
         moved = as_statistics(out).movedim(axis, -1)

@@ -31,6 +31,10 @@ class Chunk(ABC):
         """``Σ_{v,n} (Σ_s g a)²``: the diagonal of the exact block."""
         return self.per_example_grads().square().sum((0, 1))
 
+    def squared_norms(self) -> Float[Tensor, "V N"]:
+        """``‖Σ_s g aᵀ‖²`` of every cotangent and example."""
+        return self.per_example_grads().square().sum((2, 3, 4))
+
     def bias_cross_sum(self) -> Float[Tensor, "K O I"]:
         """``Σ_{v,n} (Σ_s g a) (Σ_s g)``: the bias's row of the exact block (its last column belongs to itself)."""
         rows = self.per_example_grads()
@@ -98,6 +102,21 @@ class Standard(Chunk):
         if self.a.shape[1] == 1:
             return torch.einsum("nko,nki->koi", self.g[:, :, 0].square().sum(0), self.a[:, 0].square())
         return super().squared_sum()
+
+    def squared_norms(self) -> Float[Tensor, "V N"]:
+        """Through ``Σ_st (a·a)(g·g)`` where that is cheaper than per-example gradients."""
+        if isinstance(self.a, OneHot):
+            index = self.a.index.reshape(self.a.index.shape[0], -1)
+            same = (index.unsqueeze(1) == index.unsqueeze(2)) & (index >= 0).unsqueeze(1)
+            A = same.to(self.g.dtype).unsqueeze(1)
+        else:
+            (v, _, s, _, o), i = self.g.shape, self.a.shape[-1]
+            if s * (i / v + o) > o * i:
+                return super().squared_norms()
+            a = self.a.transpose(1, 2)  # N K S I
+            A = a @ a.mT
+        by_group = (row.transpose(1, 2) for row in self.g)
+        return torch.stack([(g @ g.mT).mul_(A).sum((1, 2, 3)) for g in by_group])
 
     def bias_cross_sum(self) -> Float[Tensor, "K O I"]:
         """Without per-example gradients where each example has one position."""

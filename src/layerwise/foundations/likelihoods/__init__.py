@@ -9,6 +9,7 @@ from layerwise.foundations.likelihoods.categorical import Categorical as Categor
 from layerwise.foundations.likelihoods.custom import Custom as Custom
 from layerwise.foundations.likelihoods.gaussian import Gaussian as Gaussian
 from layerwise.foundations.likelihoods.likelihood import Likelihood as Likelihood
+from layerwise.foundations.likelihoods.likelihood import Reading as Reading
 from layerwise.foundations.likelihoods.likelihood import Terms as Terms
 
 _BY_NAME: Mapping[str, type[Likelihood]] = {

@@ -50,17 +50,25 @@ class Terms:
         return self.y
 
 
-class Likelihood(ABC):
+class Reading(ABC):
+    """How a model's output (and target) is read."""
+
+    @abstractmethod
+    def standardize(self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor]) -> Terms:
+        """Bring output and target to standard form; `arrange` moves the examples to the front."""
+
+    def alone(self, f: Tensor, arrange: Callable[[Tensor], Tensor]) -> Float[Tensor, "N S C"] | None:
+        """The output in standard form without a target; None where positions and classes tell how."""
+        return None
+
+
+class Likelihood(Reading):
     """Loss, gradient, Hessian root and sampling at the output; subclass it for a likelihood of your own.
 
     `loss` and `gradient` carry the term's weight ``m·w``; `root` carries its square root.
     """
 
     name: str
-
-    @abstractmethod
-    def standardize(self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor]) -> Terms:
-        """Bring output and target to standard form; `arrange` moves the examples to the front."""
 
     @abstractmethod
     def loss(self, terms: Terms) -> Float[Tensor, "N S"]:

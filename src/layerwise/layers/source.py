@@ -103,7 +103,7 @@ class Source:
         number = -1
         shown = self.data if self.single else self.progress.track(self.data, description, total)
         for number, item in enumerate(shown):
-            batch = as_batch(map_leaves(_usable, item), number)
+            batch = as_batch(map_leaves(usable, item), number)
             self._check_same(batch)
             yield batch
         if number < 0:
@@ -142,7 +142,7 @@ def _mark(t: Tensor) -> float:
     return float(rows @ torch.linspace(1, 2, len(rows), dtype=torch.float64, device=t.device))
 
 
-def _usable(t: Tensor) -> Tensor:
+def usable(t: Tensor) -> Tensor:
     """A tensor that autograd may keep: not one made in inference mode."""
     return t.clone() if t.is_inference() else t
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerwise.curvature.columns import Shapes
+from layerwise.foundations.columns import Shapes
 from layerwise.foundations.errors import NameLookupError, unknown
 from layerwise.layers.form import Part
 from layerwise.layers.table import LayerTable

@@ -1,0 +1,1 @@
+"""Kernel: function space. Jacobians, the tangent kernel, and what is measured on it."""

@@ -1,0 +1,126 @@
+"""From sides to the matrix: every layer's contraction, in tiles, each pair of examples once."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.foundations.linalg import accumulate_gram, mirror_
+from layerwise.foundations.progress import Progress
+from layerwise.kernel.contraction import contract
+from layerwise.kernel.examples import Block, Examples
+from layerwise.kernel.outputs import Outputs
+from layerwise.kernel.plan import LayerPlan, Plan
+from layerwise.kernel.sides import Kept, Side, record_side
+from layerwise.layers.io import RecordedIO
+from layerwise.layers.recorder import Recorder
+from layerwise.layers.standard import Standard
+
+COLUMNS = 8192
+"""Entries of per-example gradients multiplied at a time: longer sums lose digits in float32."""
+WHOLE = ""
+"""The name of the sum of all layers."""
+
+
+def assemble(
+    recorder: Recorder,
+    first: Examples,
+    second: Examples | None,
+    outputs: Outputs,
+    plan: Plan,
+    progress: Progress,
+) -> dict[str, Float[Tensor, "NP MP"]]:
+    """The kernel's matrix, under the name `WHOLE`, or one matrix a layer."""
+    r = plan.request
+    names = [layer.spec.name for layer in plan.layers] if r.apart else [WHOLE]
+    shape = (r.n * r.functions, (r.n if r.m is None else r.m) * r.functions)
+    totals = {name: torch.zeros(shape, dtype=r.dtype, device=r.device) for name in names}
+    pairs = _pairs_of_groups(first, second, plan)
+    held: tuple[int, Side] | None = None
+    with recorder.session():
+        for i, left_blocks, right_blocks in progress.track(pairs, "tangent kernel", len(pairs)):
+            if held is None or held[0] != i:
+                held = None  # freed before the next is made
+                held = i, record_side(recorder, left_blocks, plan, outputs)
+            left = held[1]
+            right = left if right_blocks is None else record_side(recorder, right_blocks, plan, outputs)
+            _add_pair(totals, left, right, plan)
+    for total in totals.values():
+        if r.m is None:
+            mirror_(total)
+    return totals
+
+
+def _pairs_of_groups(
+    first: Examples, second: Examples | None, plan: Plan
+) -> list[tuple[int, list[Block], list[Block] | None]]:
+    """Groups of blocks to be contracted; the second is None where it is the first itself."""
+    left = list(_groups(first.blocks, plan.groups[0]))
+    if second is None:
+        return [(i, a, None if i == j else left[j]) for i, a in enumerate(left) for j in range(i, len(left))]
+    right = list(_groups(second.blocks, plan.groups[1]))
+    return [(i, a, b) for i, a in enumerate(left) for b in right]
+
+
+def _groups(blocks: list[Block], size: int) -> Iterator[list[Block]]:
+    """Consecutive blocks that hold at most `size` examples together."""
+    group: list[Block] = []
+    for block in blocks:
+        if group and block.stop - group[0].start > size:
+            yield group
+            group = []
+        group.append(block)
+    yield group
+
+
+def _add_pair(totals: Mapping[str, Tensor], left: Side, right: Side, plan: Plan) -> None:
+    P = plan.request.functions
+    for layer in plan.layers:
+        name = layer.spec.name
+        if name not in left.layers or name not in right.layers:
+            continue
+        total = totals[name if plan.request.apart else WHOLE]
+        part = total[left.start * P : left.stop * P, right.start * P : right.stop * P]
+        same = left is right and plan.request.m is None
+        add_layer(part, layer, left.layers[name], right.layers[name], same)
+
+
+def add_layer(total: Float[Tensor, "NP MP"], layer: LayerPlan, left: Kept, right: Kept, same: bool) -> None:
+    """Add one layer's kernel; where both sides are the `same`, its upper half alone."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        _add_rows(total, left.flatten(0, 1), right.flatten(0, 1), same)
+        return
+    assert isinstance(left, RecordedIO)
+    assert isinstance(right, RecordedIO)
+    P = layer.sizes.vectors
+    for i, i2, first in _tiles(left, layer):
+        for j, j2, second in _tiles(right, layer):
+            if same and j < i:
+                continue
+            part = total[i * P : i2 * P, j * P : j2 * P].view(i2 - i, P, j2 - j, P)
+            _add_tile(part, layer, first, second)
+
+
+def _add_tile(total: Float[Tensor, "N V M W"], layer: LayerPlan, left: Standard, right: Standard) -> None:
+    V, step = layer.sizes.vectors, layer.cost.vector_tile
+    for v in range(0, V, step):
+        some = Standard(left.a, left.g[v : v + step])
+        for w in range(0, V, step):
+            others = right if step >= V else Standard(right.a, right.g[w : w + step])
+            total[:, v : v + step, :, w : w + step] += contract(layer.order, some, others)
+
+
+def _tiles(side: RecordedIO, layer: LayerPlan) -> Iterator[tuple[int, int, Standard]]:
+    for start in range(0, side.examples, layer.cost.tile):
+        stop = min(start + layer.cost.tile, side.examples)
+        yield start, stop, side.narrow(start, stop).standard()
+
+
+def _add_rows(total: Tensor, R: Float[Tensor, "a D"], R2: Float[Tensor, "b D"], same: bool) -> None:
+    for start in range(0, R.shape[1], COLUMNS):
+        X = R[:, start : start + COLUMNS]
+        if same:
+            accumulate_gram(total, X.mT)
+        else:
+            total.addmm_(X, R2[:, start : start + COLUMNS].mT)
