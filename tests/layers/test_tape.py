@@ -1,12 +1,15 @@
 """`Tape`: what is recorded, what is pulled back, and what is left behind."""
 
+import gc
 import warnings
+import weakref
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from layerwise.foundations.errors import InputError
 from layerwise.layers.table import LayerTable
@@ -271,3 +274,28 @@ def test_an_operation_without_a_batching_rule_gets_one_backward_a_vector():
     assert nothing is None
     assert grad is not None
     assert (grad - 2 * (v * X).sum(1)).abs().max() < 1e-12
+
+
+class _Saved:
+    """Stands in the graph for a tensor that it saves."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_a_recorded_graph_is_freed_with_its_tape():
+    """Autograd holds the hooks and an event holds its node: a cycle that Python's collector does not see."""
+    model, saved = _mlp(), []
+
+    def pack(tensor: Tensor) -> _Saved:
+        saved.append(weakref.ref(kept := _Saved(tensor)))
+        return kept
+
+    with Tape(model, LayerTable.from_model(model)) as tape, saved_tensors_hooks(pack, lambda kept: kept.tensor):
+        f = model(X)
+    tape.pull(f, torch.ones(2, *f.shape, dtype=f.dtype), retain_graph=True)
+    assert saved
+    assert all(ref() is not None for ref in saved)
+    del tape, f
+    gc.collect()
+    assert all(ref() is None for ref in saved)

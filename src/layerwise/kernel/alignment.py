@@ -71,7 +71,7 @@ def effective_rank(K: Kernel | Tensor, centering: str = "per-output") -> Float[T
     to 1e-12 of the largest count as zero; in float32, eigenvalues below about 1e-7 of it are rounding errors.
 
     >>> import torch, layerwise as lw
-    >>> float(lw.effective_rank(torch.eye(5), centering="none"))
+    >>> round(float(lw.effective_rank(torch.eye(5), centering="none")), 6)
     5.0
     """
     return spectrum(K, centering).effective_rank()

@@ -37,13 +37,13 @@ def assemble(
     shape = (r.n * r.functions, (r.n if r.m is None else r.m) * r.functions)
     totals = {name: torch.zeros(shape, dtype=r.dtype, device=r.device) for name in names}
     pairs = _pairs_of_groups(first, second, plan)
-    held: tuple[int, Side] | None = None
+    left = right = None
     with recorder.session():
-        for i, left_blocks, right_blocks in progress.track(pairs, "tangent kernel", len(pairs)):
-            if held is None or held[0] != i:
-                held = None  # freed before the next is made
-                held = i, record_side(recorder, left_blocks, plan, outputs)
-            left = held[1]
+        for left_blocks, right_blocks in progress.track(pairs, "tangent kernel", len(pairs)):
+            right = None  # freed before the next is made
+            if left is None or left.start != left_blocks[0].start:
+                left = None
+                left = record_side(recorder, left_blocks, plan, outputs)
             right = left if right_blocks is None else record_side(recorder, right_blocks, plan, outputs)
             _add_pair(totals, left, right, plan)
     for total in totals.values():
@@ -54,13 +54,13 @@ def assemble(
 
 def _pairs_of_groups(
     first: Examples, second: Examples | None, plan: Plan
-) -> list[tuple[int, list[Block], list[Block] | None]]:
+) -> list[tuple[list[Block], list[Block] | None]]:
     """Groups of blocks to be contracted; the second is None where it is the first itself."""
     left = list(_groups(first.blocks, plan.groups[0]))
     if second is None:
-        return [(i, a, None if i == j else left[j]) for i, a in enumerate(left) for j in range(i, len(left))]
+        return [(a, None if i == j else left[j]) for i, a in enumerate(left) for j in range(i, len(left))]
     right = list(_groups(second.blocks, plan.groups[1]))
-    return [(i, a, b) for i, a in enumerate(left) for b in right]
+    return [(a, b) for a in left for b in right]
 
 
 def _groups(blocks: list[Block], size: int) -> Iterator[list[Block]]:
@@ -89,7 +89,7 @@ def _add_pair(totals: Mapping[str, Tensor], left: Side, right: Side, plan: Plan)
 def add_layer(total: Float[Tensor, "NP MP"], layer: LayerPlan, left: Kept, right: Kept, same: bool) -> None:
     """Add one layer's kernel; where both sides are the `same`, its upper half alone."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
-        _add_rows(total, left.flatten(0, 1), right.flatten(0, 1), same)
+        _add_rows(total, left.flatten(1), right.flatten(1), same)
         return
     assert isinstance(left, RecordedIO)
     assert isinstance(right, RecordedIO)
@@ -117,10 +117,10 @@ def _tiles(side: RecordedIO, layer: LayerPlan) -> Iterator[tuple[int, int, Stand
         yield start, stop, side.narrow(start, stop).standard()
 
 
-def _add_rows(total: Tensor, R: Float[Tensor, "a D"], R2: Float[Tensor, "b D"], same: bool) -> None:
-    for start in range(0, R.shape[1], COLUMNS):
-        X = R[:, start : start + COLUMNS]
+def _add_rows(total: Tensor, R: Float[Tensor, "D a"], R2: Float[Tensor, "D b"], same: bool) -> None:
+    for start in range(0, R.shape[0], COLUMNS):
+        X = R[start : start + COLUMNS]
         if same:
-            accumulate_gram(total, X.mT)
+            accumulate_gram(total, X)
         else:
-            total.addmm_(X, R2[:, start : start + COLUMNS].mT)
+            total.addmm_(X.mT, R2[start : start + COLUMNS])

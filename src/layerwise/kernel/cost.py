@@ -54,7 +54,9 @@ class Cost:
     """Cotangents contracted at a time."""
 
 
-def cost(order: str, sizes: Sizes, n: int, m: int, pairs: float, scratch: int, traffic: float, keep_rows: bool) -> Cost:
+def cost(
+    order: str, sizes: Sizes, n: int, m: int, pairs: int | float, scratch: int, traffic: float, keep_rows: bool
+) -> Cost:
     """What an order costs for `pairs` pairs of n and m examples, with `scratch` numbers of room."""
     S, K, O, I, V = sizes.positions, sizes.groups, sizes.outputs, sizes.inputs, sizes.vectors
     tile, vectors = _tile(order, sizes, scratch, max(n, m))

@@ -17,12 +17,12 @@ from layerwise.layers.recorder import Batch, Recorder
 from layerwise.layers.source import as_batch, usable
 from layerwise.layers.sweep import GRAPH_FACTOR
 
-RECORDING = {"cpu": 192 * 2**20, "cuda": 16 * 2**30}
+RECORDING = {"cpu": 256 * 2**20, "cuda": 16 * 2**30}
 """Bytes of a block's graph and of the gradients pulled back through it at once, if the memory allowed is large."""
 
 
 def recording_sizes(
-    room: float, device: torch.device, graph_bytes: float, gradient_bytes: int, functions: int
+    room: int | float, device: torch.device, graph_bytes: int | float, gradient_bytes: int, functions: int
 ) -> tuple[int, int]:
     """Examples to record together, and how many of their functions to pull back at once, in `room` bytes."""
     half = min(RECORDING.get(device.type, RECORDING["cpu"]), room) / 2

@@ -32,6 +32,9 @@ from layerwise.layers.recorder import Recorder
 from layerwise.layers.sweep import COTANGENT_BYTES
 from layerwise.layers.table import LayerTable, OnUnsupported
 
+CHUNK = {"cpu": 64 * 2**20, "cuda": 2**30}
+"""Scratch for one layer's standard form, if the memory allowed is large."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Jacobian:
@@ -330,11 +333,10 @@ def jacobian(
         memory: bytes this may use; default half of what is free.
         progress: True, False, or an object with `track`; by default a bar on a terminal for long work.
     """
-    recorder, reading = prepare(model, outputs, select, on_unsupported, example_axis, seed)
-    allowed = budget(memory, next(p.device for p in recorder.model.parameters() if p.requires_grad))
+    start = prepare(model, outputs, select, on_unsupported, example_axis, seed, memory)
+    recorder, reading, device, allowed = start
     examples = Examples(x, recorder)
     look = look_at(recorder, examples, reading)
-    device = next(p.device for p in recorder.model.parameters() if p.requires_grad)
     examples.cut(recording_sizes(allowed // 2, device, look.graph_bytes, 0, 1)[0])
     return Jacobian(recorder, examples, reading, look.out_shape, allowed, resolve_progress(progress))
 
@@ -346,11 +348,15 @@ def prepare(
     on_unsupported: OnUnsupported,
     example_axis: int | None,
     seed: int | torch.Generator,
-) -> tuple[Recorder, Outputs]:
-    """What every function-space object starts from."""
+    memory: int | float | None,
+) -> tuple[Recorder, Outputs, torch.device, int]:
+    """What every function-space object starts from; the device, and the bytes allowed."""
     model, reading = unwrap(model), Outputs(outputs)
     table = LayerTable.from_model(model, select, on_unsupported)
-    return Recorder(model, table, example_axis, seed=seed_of(seed)), reading
+    device = next(p.device for p in model.parameters() if p.requires_grad)
+    allowed = budget(memory, device)
+    chunk = min(CHUNK.get(device.type, CHUNK["cpu"]), max(allowed // 16, 2**20))
+    return Recorder(model, table, example_axis, chunk, seed_of(seed)), reading, device, allowed
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ class Kernel(ABC):
 
         return Eigenfunctions.of(self, k)
 
-    def solve(self, y: Tensor, ridge: float, **options: Any) -> Tensor:
+    def solve(self, y: Tensor, ridge: int | float, **options: Any) -> Tensor:
         """``(K + ridge I)⁻¹ y``: the coefficients of kernel regression; see `regression.solve`."""
         from layerwise.kernel.regression import solve
 

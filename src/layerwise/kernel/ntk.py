@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from layerwise.foundations.cotangents import OutputBasis
 from layerwise.foundations.linalg.checks import require_finite
-from layerwise.foundations.memory import budget
 from layerwise.foundations.progress import Progress
 from layerwise.foundations.progress import resolve as resolve_progress
 from layerwise.kernel.assemble import WHOLE, assemble
@@ -236,9 +235,8 @@ def ntk(
         memory: bytes this may use; default half of what is free.
         progress: True, False, or an object with `track`; by default a bar on a terminal for long work.
     """
-    recorder, reading = prepare(model, outputs, select, on_unsupported, example_axis, seed)
-    device = next(p.device for p in recorder.model.parameters() if p.requires_grad)
-    allowed = budget(memory, device)
+    start = prepare(model, outputs, select, on_unsupported, example_axis, seed, memory)
+    recorder, reading, device, allowed = start
     examples = Examples(x, recorder)
     second = None if x2 is None else Examples(x2, recorder)
     look = look_at(recorder, examples, reading)

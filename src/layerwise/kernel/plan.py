@@ -10,10 +10,10 @@ from layerwise.foundations.errors import InputError, MemoryBudgetError, describe
 from layerwise.foundations.memory import readable, require
 from layerwise.kernel.contraction import ORDERS
 from layerwise.kernel.cost import TRAFFIC, Cost, Sizes, cost
-from layerwise.kernel.examples import recording_sizes
+from layerwise.kernel.examples import RECORDING, recording_sizes
 from layerwise.layers.table import LayerSpec
 
-SCRATCH = {"cpu": 128 * 2**20, "cuda": 4 * 2**30}
+SCRATCH = {"cpu": 64 * 2**20, "cuda": 4 * 2**30}
 """Bytes that one tile of a contraction may take, if the memory allowed is large."""
 Algorithm = str | Mapping[str, str]
 """An order of contraction by name, or one for each pattern of layer names; "auto" counts."""
@@ -177,12 +177,9 @@ def _room(request: Request) -> _Room:
         'outputs="sum", or allow more with memory=',
     )
     free = request.memory - request.matrix_bytes
-    device = request.device.type
-    return _Room(
-        min(SCRATCH.get(device, SCRATCH["cpu"]), free // 4),
-        free // 4,
-        free // 2,
-    )
+    scratch = min(SCRATCH.get(request.device.type, SCRATCH["cpu"]), free // 8)
+    recording = min(RECORDING.get(request.device.type, RECORDING["cpu"]), free // 4)
+    return _Room(scratch, recording, free - recording - 2 * scratch)
 
 
 def _choices(spec: LayerSpec, sizes: Sizes, request: Request, room: _Room) -> list[LayerPlan]:
@@ -273,7 +270,7 @@ def _too_small(request: Request, choices: list[list[LayerPlan]]) -> MemoryBudget
     return MemoryBudgetError(
         describe(
             f"a tangent kernel whose layers need {readable(2 * least)} for two single examples",
-            f"at most half of the memory that the matrix leaves free (memory={request.memory})",
+            f"at most half of what the matrix leaves free (memory={request.memory})",
             f"allow memory={needed}, or take fewer outputs with outputs=",
         )
     )

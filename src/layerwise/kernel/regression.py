@@ -15,7 +15,7 @@ from layerwise.kernel.kernel import DENSE_EIGH, Kernel
 def solve(
     K: Kernel,
     y: Tensor,
-    ridge: float,
+    ridge: int | float,
     *,
     method: str = "auto",
     tol: float | None = None,
@@ -56,12 +56,12 @@ def solve(
     return K._written(found, kind, y.dtype)
 
 
-def _dense(K: Kernel, columns: Float[Tensor, "B NP"], ridge: float) -> Float[Tensor, "B NP"]:
+def _dense(K: Kernel, columns: Float[Tensor, "B NP"], ridge: int | float) -> Float[Tensor, "B NP"]:
     root = guarded_cholesky(K.matrix(), name="tangent kernel + ridge", damping=ridge)
     return torch.cholesky_solve(columns.mT.to(root), root).mT.to(columns.dtype)
 
 
-def _iterated(K: Kernel, columns: Tensor, ridge: float, tol: float | None, max_iterations: int) -> Tensor:
+def _iterated(K: Kernel, columns: Tensor, ridge: int | float, tol: float | None, max_iterations: int) -> Tensor:
     if tol is None:
         tol = 1e-10 if K.dtype == torch.float64 else 1e-5
 

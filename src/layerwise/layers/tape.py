@@ -10,6 +10,7 @@ Gradients are taken with respect to gradient *edges*, not tensors: an in-place o
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -171,9 +172,10 @@ class Tape:
         self.events.append(event)
         self._events_at.setdefault(where, []).append(event)
         if edge is not None:
-            out.register_hook(lambda g, event=event: self._on_grad(event, g))
+            out.register_hook(_notify(weakref.ref(self), weakref.ref(event)))
 
-    def _on_grad(self, event: Event, g: Tensor) -> None:
+    def on_grad(self, event: Event, g: Tensor) -> None:
+        """A gradient reached a recorded output."""
         if self._arrived is not None:
             self._arrived(event, g)
 
@@ -330,6 +332,20 @@ class Tape:
                         "replace the in-place operation (x += y, relu_(x), …) by one that makes a new tensor",
                     )
                 )
+
+
+def _notify(tape: "weakref.ref[Tape]", event: "weakref.ref[Event]") -> Callable[[Tensor], None]:
+    """A hook that keeps neither alive: the graph holds the hook, and an event holds the graph.
+
+    The garbage collector does not see such a cycle through autograd's nodes, and would never free it.
+    """
+
+    def hook(g: Tensor) -> None:
+        listener, recorded = tape(), event()
+        if listener is not None and recorded is not None:
+            listener.on_grad(recorded, g)
+
+    return hook
 
 
 @contextmanager
