@@ -288,7 +288,7 @@ def test_a_recorded_graph_is_freed_with_its_tape():
     model, saved = _mlp(), []
 
     def pack(tensor: Tensor) -> _Saved:
-        saved.append(weakref.ref(kept := _Saved(tensor)))
+        saved.append(weakref.ref(kept := _Saved(tensor.detach())))
         return kept
 
     with Tape(model, LayerTable.from_model(model)) as tape, saved_tensors_hooks(pack, lambda kept: kept.tensor):
