@@ -73,6 +73,7 @@ PUBLIC = {
     "spectrum",
     "Jacobian",
     "Kernel",
+    "optim",
 }
 
 

@@ -8,6 +8,7 @@
 True
 """
 
+from layerwise import optim as optim
 from layerwise.curvature.build import fisher as fisher
 from layerwise.curvature.build import ggn as ggn
 from layerwise.curvature.build import gradient_moment as gradient_moment

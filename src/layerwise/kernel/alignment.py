@@ -17,7 +17,7 @@ from layerwise.kernel.derived import center, check_centering
 from layerwise.kernel.kernel import Kernel, MatrixKernel
 
 EIGEN_FLOOR = 1e-12
-"""Eigenvalues up to this part of the largest count as zero."""
+"""Eigenvalues up to this part of the largest count as zero; of a float32 kernel, up to its precision."""
 
 
 def alignment(K: Kernel | Tensor, target: Any, centering: str = "none") -> Float[Tensor, ""]:
@@ -68,7 +68,7 @@ def effective_rank(K: Kernel | Tensor, centering: str = "per-output") -> Float[T
     """``exp(−Σ μ_j log μ_j)`` with ``μ_j = λ_j / Σ λ``: how many eigenvalues carry the trace.
 
     Of the centred kernel, per output by default; pass ``centering="none"`` for the kernel as it is. Eigenvalues up
-    to 1e-12 of the largest count as zero; in float32, eigenvalues below about 1e-7 of it are rounding errors.
+    to 1e-12 of the largest count as zero (1.2e-7 for a kernel in float32: below are its rounding errors).
 
     >>> import torch, layerwise as lw
     >>> round(float(lw.effective_rank(torch.eye(5), centering="none")), 6)
@@ -143,11 +143,12 @@ def spectrum(K: Kernel | Tensor, centering: str = "per-output") -> Spectrum:
 
     >>> import torch, layerwise as lw
     >>> print(lw.spectrum(torch.eye(2), centering="none"))
-    2 eigenvalues: max 1, mean 1, median 1; effective rank 2; 0 at or below the floor 1e-12
+    2 eigenvalues: max 1, mean 1, median 1; effective rank 2; 0 at or below the floor 1.2e-07
     """
     kernel = _as_kernel(K, "K").centered(centering)
     values = guarded_eigh(kernel.matrix().double(), name="tangent kernel")[0].flip(0)
-    floor = EIGEN_FLOOR * float(values[0])
+    precision = torch.finfo(kernel.dtype).eps if kernel.dtype != torch.float64 else 0.0
+    floor = max(EIGEN_FLOOR, precision) * float(values[0])
     kept = torch.where(values > floor, values, 0.0)
     return Spectrum(kept, floor, int((values <= floor).sum()))
 

@@ -135,10 +135,7 @@ class Normalized(Derived):
 
     @cached_property
     def _scales(self) -> tuple[Tensor, Tensor]:
-        if self.of.is_square:
-            scale = _inverse_root(self.of.diag())
-            return scale, scale
-        first, second = self.of.diagonals()  # type: ignore[attr-defined]
+        first, second = self.of.diagonals()
         return _inverse_root(first), _inverse_root(second)
 
     def _from(self, K: Tensor) -> Tensor:

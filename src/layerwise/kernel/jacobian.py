@@ -19,7 +19,7 @@ from layerwise.foundations.progress import Progress
 from layerwise.foundations.progress import resolve as resolve_progress
 from layerwise.foundations.random import seed_of
 from layerwise.foundations.types import statistics_dtype
-from layerwise.foundations.vectors import ParamVector, unwrap
+from layerwise.foundations.vectors import ParamVector, trainable, unwrap
 from layerwise.kernel.examples import Block, Examples, recording_sizes
 from layerwise.kernel.outputs import Outputs, Selection
 from layerwise.layers.calling import in_own_arithmetic
@@ -50,6 +50,23 @@ class Jacobian:
     parts: tuple[Part, ...] | None = None
     """The parameters of one layer, where J is restricted to it."""
     _linear: list[Linearization] = field(default_factory=list, repr=False)
+    _versions: dict[str, int] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self._versions:
+            self._versions.update({name: p._version for name, p in trainable(self.recorder.model).items()})
+
+    def check_unchanged(self) -> None:
+        """Nothing is computed until it is asked for: by then the model must still be the one it was."""
+        for name, p in trainable(self.recorder.model).items():
+            if p._version != self._versions.get(name, p._version):
+                raise InputError(
+                    describe(
+                        f"a Jacobian or kernel whose parameter {name!r} has been changed since it was made",
+                        "the parameters of that moment",
+                        "call K.matrix() before training goes on (it is kept), or build it again",
+                    )
+                )
 
     # --- shape -------------------------------------------------------------------------------------------
 
@@ -103,6 +120,7 @@ class Jacobian:
     @in_own_arithmetic
     def push(self, params: Params) -> Float[Tensor, "B NP"]:
         """``J v`` for columns ``{parameter: [B, *shape]}``."""
+        self.check_unchanged()
         full = self._embedded({k: t.clone() if t.is_inference() else t for k, t in params.items()})
         columns = []
         with self.recorder.session():
@@ -116,6 +134,7 @@ class Jacobian:
     @in_own_arithmetic
     def pull(self, u: Float[Tensor, "B NP"]) -> Params:
         """``Jᵀ u`` for columns, ``{parameter: [B, *shape]}``."""
+        self.check_unchanged()
         full = self.recorder.table.shapes
         wanted = list(full) if self.parts is None else [part.name for part in self.parts]
         total = {k: torch.zeros(u.shape[0], *full[k], dtype=self.dtype, device=self.device) for k in wanted}
@@ -202,6 +221,7 @@ class Jacobian:
         """Rows of some examples of a block, layer by layer, cotangent by cotangent."""
         like, table, P = torch.zeros((), dtype=self.dtype, device=self.device), self.recorder.table, self.functions
         pieces = []
+        self.check_unchanged()
         with self.recorder.session():
             recorded = self.recorder.record(block.batch, self.outputs, batched=P > 1)
             step = self.cotangents_at_once(recorded.output_bytes())
@@ -232,7 +252,7 @@ class Jacobian:
 
     def __repr__(self) -> str:
         rows, columns = self.shape
-        return f"Jacobian({rows} × {columns}: {self.examples.count} examples of {self.functions} functions)"
+        return f"Jacobian({rows} × {columns}; examples: {self.examples.count}, functions of each: {self.functions})"
 
 
 @dataclass(frozen=True, eq=False)

@@ -103,6 +103,19 @@ class Kernel(ABC):
             return columns[0].view(self.n, *self.out_shape).to(dtype)
         return columns[0].to(dtype) if kind == "flat" else columns.mT.to(dtype)
 
+    def diagonals(self) -> tuple[Float[Tensor, "NP"], Float[Tensor, "MP"]]:
+        """Squared norms of the features of both sets."""
+        if not self.is_square:
+            raise UnsupportedError(
+                describe(
+                    f"norms of features from a {type(self).__name__} between two sets",
+                    "a square kernel, or the one that lw.ntk returned",
+                    "normalize before centering, or K.per_layer() of square kernels",
+                )
+            )
+        found = self.diag()
+        return found, found
+
     def trace(self) -> Float[Tensor, ""]:
         """``Σ_n Σ_p K[np, np]``."""
         return self.diag().sum()
@@ -223,7 +236,7 @@ class Kernel(ABC):
 
     def __repr__(self) -> str:
         rows, columns = self.shape
-        return f"{type(self).__name__}({rows} × {columns}: {self.functions} functions an example, {self.dtype})"
+        return f"{type(self).__name__}({rows} × {columns}, functions an example: {self.functions}, {self.dtype})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from layerwise.foundations.cotangents import OutputBasis
+from layerwise.foundations.errors import MemoryBudgetError
 from layerwise.foundations.linalg.checks import require_finite
 from layerwise.foundations.progress import Progress
 from layerwise.foundations.progress import resolve as resolve_progress
@@ -19,7 +20,7 @@ from layerwise.kernel.examples import Examples, recording_sizes
 from layerwise.kernel.jacobian import Jacobian, look_at, prepare
 from layerwise.kernel.kernel import Kernel, MatrixKernel
 from layerwise.kernel.outputs import Selection
-from layerwise.kernel.plan import Algorithm, Plan, Request, make_plan
+from layerwise.kernel.plan import Algorithm, Plan, Request, check_algorithm, make_plan
 from layerwise.layers.calling import in_own_arithmetic
 from layerwise.layers.io import GradientIO, LayerIO, RecordedIO
 from layerwise.layers.recorder import Recorder
@@ -91,6 +92,7 @@ class TangentKernel(Kernel):
     @in_own_arithmetic
     def _assemble(self, plan: Plan) -> dict[str, Tensor]:
         J, second = self.first, self.second
+        J.check_unchanged()
         for examples in (J.examples, second.examples if second is not None else None):
             if examples is not None:
                 examples.cut(plan.block)
@@ -117,6 +119,18 @@ class TangentKernel(Kernel):
         first = squared_norms(self.first) if self.second is not None else self.diag()
         return first, first if self.second is None else squared_norms(self.second)
 
+    def __repr__(self) -> str:
+        tiles = self.plan().tiles if not self.has_matrix() and self.fits() else 1
+        return super().__repr__()[:-1] + (f", formed in {tiles} tiles)" if tiles > 1 else ")")
+
+    def fits(self) -> bool:
+        """Whether the matrix can be formed within the memory allowed."""
+        try:
+            self.plan()
+        except MemoryBudgetError:
+            return False
+        return True
+
     def cross(self, x: Any) -> "TangentKernel":
         """The kernel between new examples and the second set of this one."""
         known = self.second or self.first
@@ -130,6 +144,7 @@ class TangentKernel(Kernel):
 def squared_norms(J: Jacobian) -> Float[Tensor, "NP"]:
     """``Σ_θ (∂f_p(x_n)/∂θ)²``, layer by layer in one pass, without per-example gradients where they can be avoided."""
     total = torch.zeros(J.examples.count, J.functions, dtype=J.dtype, device=J.device)
+    J.check_unchanged()
     with J.recorder.session():
         for block in J._blocks("diagonal of the tangent kernel"):
             recorded = J.recorder.record(block.batch, J.outputs, batched=J.functions > 1)
@@ -184,6 +199,15 @@ def _sizes(spec: LayerSpec, io: LayerIO, P: int) -> Sizes:
 def _uncalled(spec: LayerSpec, P: int) -> Sizes:
     K, O, I = spec.form.shape
     return Sizes(0, K, O, I, P, raw=0, tokens=I if spec.form.one_hot else 0)
+
+
+def _block(request: Request) -> int:
+    """Examples recorded together, by the matrix and by products alike: a random forward is seeded by block."""
+    try:
+        return make_plan(request).block
+    except MemoryBudgetError:  # no room for the matrix; products need none
+        r = request
+        return recording_sizes(r.memory // 4, r.device, r.graph_bytes, r.gradient_bytes, r.functions)[0]
 
 
 @in_own_arithmetic
@@ -254,7 +278,8 @@ def ntk(
         allowed,
         algorithm,
     )
-    block, _ = recording_sizes(allowed // 4, device, look.graph_bytes, gradient_bytes, first.functions)
+    check_algorithm(algorithm, [spec for spec, _ in layers])
+    block = _block(request)
     examples.cut(block)
     if second is None:
         return TangentKernel(first, None, request)

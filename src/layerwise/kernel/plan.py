@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from layerwise.foundations.errors import InputError, MemoryBudgetError, describe, nearest
+from layerwise.foundations.errors import InputError, MemoryBudgetError, NameLookupError, describe, nearest, unknown
 from layerwise.foundations.memory import readable, require
 from layerwise.kernel.contraction import ORDERS
 from layerwise.kernel.cost import TRAFFIC, Cost, Sizes, cost
@@ -133,7 +133,7 @@ class Plan:
         half = ", one half computed" if r.m is None else ""
         yield f"matrix {rows} × {columns} ({readable(r.matrix_bytes)}{half}); {self.multiply_adds:.2e} multiply-adds"
         yield (
-            f"blocks of {self.block} examples, {self.cotangents} of {r.functions} cotangents at a time; "
+            f"examples recorded at a time: {self.block}, with {self.cotangents} of {r.functions} cotangents; "
             f"{readable(self.kept_bytes)} kept for contraction (memory={r.memory})"
         )
         if self.tiles > 1:
@@ -210,6 +210,17 @@ def _asked(name: str, algorithm: Algorithm) -> str:
             describe(f"algorithm={chosen!r}", f"one of: auto, {', '.join(ORDERS)}", nearest(chosen, ["auto", *ORDERS]))
         )
     return chosen
+
+
+def check_algorithm(algorithm: Algorithm, specs: Iterable[LayerSpec]) -> None:
+    """Every order must exist, and every pattern match a layer."""
+    chosen = [algorithm] if isinstance(algorithm, str) else list(algorithm.values())
+    for order in chosen:
+        _asked("", order)
+    names = [spec.name for spec in specs]
+    for pattern in () if isinstance(algorithm, str) else algorithm:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise NameLookupError(unknown("layer", pattern, names))
 
 
 def _trades(choices: list[list[LayerPlan]]) -> Iterable[tuple[LayerPlan, ...]]:

@@ -17,6 +17,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _AUTOCAST: ContextVar[tuple[tuple[str, torch.dtype], ...]] = ContextVar("autocast", default=())
 """Devices and dtypes for which the caller has autocast on."""
+_OWN: ContextVar[bool] = ContextVar("own", default=False)
+"""Whether the library itself is running a model."""
+
+
+def in_own_forward() -> bool:
+    """Whether the model is being run by the library, to look at it, rather than by the user, to train it."""
+    return _OWN.get()
 
 
 def in_own_arithmetic(fn: Callable[P, R]) -> Callable[P, R]:
@@ -173,6 +180,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     fast_path = torch.backends.mha.get_fastpath_enabled()
+    token = _OWN.set(True)
     with torch.random.fork_rng(devices=devices), _uncompiled(), _recurrent_backward(model):
         # The fused attention path calls no submodule, and under vmap it silently drops gradients.
         torch.backends.mha.set_fastpath_enabled(False)
@@ -182,6 +190,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 module._buffers.update({k: None if b is None else copies[id(b)] for k, b in buffers.items()})
             yield
         finally:
+            _OWN.reset(token)
             torch.backends.mha.set_fastpath_enabled(fast_path)
             for module, before, buffers in attributes:
                 _put_back(vars(module), before)

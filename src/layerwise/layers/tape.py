@@ -277,6 +277,16 @@ class Tape:
             examples = first.x.shape[layout.axis]
         return {spec.name: self.io(spec, 1, examples, mask) for spec in self._recorded_specs()}
 
+    def subscriptions(self) -> tuple[dict[int, list[LayerSpec]], dict[str, int]]:
+        """For listeners of their own: which layers wait for which event, and for how many each of them."""
+        self._recording = False
+        return self._subscribe(self._recorded_specs())
+
+    def notify(self, arrived: Callable[[Event, Tensor], None] | None) -> None:
+        """Call this with every recorded output's gradient from now on; None: no more."""
+        self._recording = False
+        self._arrived = arrived
+
     def calls_of(self, spec: LayerSpec) -> list[Event]:
         """The recorded calls of a layer, in order."""
         places = dict.fromkeys((site.module_name, site.key) for site in spec.sites)

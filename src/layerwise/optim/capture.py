@@ -1,0 +1,312 @@
+"""`Capture`: sees the user's own forward and backward, and takes statistics from them.
+
+A hook on the model's root opens a tape before a training forward and closes it after. Empirical statistics come
+with the user's backward; for sampled (or exact) labels an extra backward is made while the graph is alive, and its
+result is *pending* until the user's backward from that output runs. Forwards without gradients, in eval mode, or
+whose output is never differentiated leave nothing.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.foundations.cotangents import Cotangent, HessianRoot, SampledLabels
+from layerwise.foundations.errors import InputError, InteractionError, describe
+from layerwise.foundations.likelihoods import Likelihood
+from layerwise.foundations.types import Tree
+from layerwise.foundations.vectors import unwrap
+from layerwise.layers.calling import as_statistics, example_count, in_own_forward, output_tensor, undisturbed
+from layerwise.layers.examine import Notes, examine
+from layerwise.layers.io import LayerIO, RecordedIO
+from layerwise.layers.layout import Layout
+from layerwise.layers.table import LayerSpec, LayerTable
+from layerwise.layers.tape import Event, Tape
+
+WAITING = 16
+"""Forwards that may wait for their backward at once; older ones are let go."""
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """How the user's loss relates to a sum over examples: what the optimizer is told, since it cannot see it."""
+
+    average: str | None = "examples"
+    accumulate: int = 1
+    scaler: Any = None
+    """A `torch.amp.GradScaler`, whose scale the gradients carry until it unscales them."""
+
+    def __post_init__(self) -> None:
+        if self.average not in ("examples", "tokens", None):
+            raise InputError(
+                describe(
+                    f"loss_average={self.average!r}",
+                    '"examples", "tokens", or None for a sum',
+                    "say how the loss in your loop is reduced",
+                )
+            )
+        if self.accumulate < 1:
+            raise InputError(describe(f"accumulate={self.accumulate}", "a number ≥ 1", "pass the number of batches"))
+
+    def to_sum(self, examples: int, tokens: int) -> float:
+        """The factor from the gradient of the user's loss to that of the sum over examples."""
+        terms = {"examples": examples, "tokens": tokens, None: 1}[self.average]
+        scale = float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else 1.0
+        return terms * self.accumulate / scale
+
+    def to_mean_gradient(self, examples: int, tokens: int) -> float:
+        """The factor from accumulated gradients (unscaled) to the gradient of the mean over examples."""
+        return {"examples": 1.0, "tokens": tokens / max(examples, 1), None: 1.0 / max(examples, 1)}[self.average]
+
+
+@dataclass
+class Forward:
+    """One training forward of the model."""
+
+    tape: Tape | None
+    examples: int
+    tokens: int
+    number: int
+    counted: bool = False
+    """Whether the user's backward has come."""
+
+
+@dataclass
+class Seen:
+    """How much one step's forwards and backwards were about."""
+
+    examples: int = 0
+    tokens: int = 0
+
+
+class Capture:
+    """Hooks on a model; `collect` hands over a step's statistics."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        table: LayerTable,
+        estimator: str | None,
+        likelihood: Likelihood | None,
+        samples: int,
+        seed: int,
+        scale: LossScale,
+        example_axis: int | None,
+    ) -> None:
+        self.model, self.table, self.scale = unwrap(model), table, scale
+        self.estimator, self.likelihood, self.samples, self.seed = estimator, likelihood, samples, seed
+        self.example_axis = example_axis
+        self.due = True
+        """Whether statistics are taken from the next training forward."""
+        self.forwards = 0
+        """Training forwards so far: names the random labels of each."""
+        self.notes: Notes | None = None
+        self.observe: Callable[[LayerSpec, RecordedIO, float, bool], None] | None = None
+        self.seen = Seen()
+        self._open: list[tuple[Tape | None, Tree]] = []
+        self._pending: list[Forward] = []
+        before: Any = RootHook(self, "before")
+        after: Any = RootHook(self, "after")
+        self._handles = [
+            self.model.register_forward_pre_hook(before, with_kwargs=True),
+            self.model.register_forward_hook(after, with_kwargs=True, always_call=True),
+        ]
+
+    # --- hooks -------------------------------------------------------------------------------------------
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the model runs: open a tape, if statistics are due."""
+        if in_own_forward() or not torch.is_grad_enabled() or not module.training:
+            return
+        self._release()
+        x = _inputs(args, kwargs)
+        tape = None
+        if self.due and self.estimator is not None:
+            self._look(x)
+            tape = self._tape(self._count(x))
+            tape.__enter__()
+        self._open.append((tape, x))
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """After it: close the tape, and wait for the backward."""
+        if in_own_forward() or not self._open or not torch.is_grad_enabled():
+            return
+        tape, x = self._open.pop()
+        if tape is not None:
+            tape.__exit__(None, None, None)
+        if out is None:  # the forward raised
+            return
+        f = output_tensor(out)
+        if not f.requires_grad:
+            return
+        examples = self._count(x)
+        forward = Forward(tape, examples, _tokens(f, examples), self.forwards)
+        self.forwards += 1
+        if tape is not None and self.estimator in ("sampled", "exact"):
+            self._pull_own(forward, f)
+        elif tape is not None:
+            self._listen(forward)
+        f.register_hook(lambda _, forward=forward: self._came_back(forward))
+        self._pending.append(forward)
+
+    def _came_back(self, forward: Forward) -> None:
+        """The user's backward has reached the output of a forward."""
+        if not forward.counted:
+            forward.counted = True
+            self.seen.examples += forward.examples
+            self.seen.tokens += forward.tokens
+
+    # --- statistics --------------------------------------------------------------------------------------
+
+    def _listen(self, forward: Forward) -> None:
+        """Hand every layer over as the user's backward reaches it."""
+        tape = forward.tape
+        assert tape is not None
+        factor = self.scale.to_sum(forward.examples, forward.tokens)
+        remaining, missing = tape.subscriptions()
+
+        def arrived(event: Event, g: Tensor) -> None:
+            event.grad = g.detach().unsqueeze(0)
+            for spec in remaining.pop(id(event), []):
+                missing[spec.name] -= 1
+                if missing[spec.name] == 0:
+                    self._keep(spec, tape.io(spec, 1, forward.examples), factor, True)
+
+        tape.notify(arrived)
+
+    def _pull_own(self, forward: Forward, f: Tensor) -> None:
+        """The extra backward of sampled or exact labels; kept aside until the user's backward comes."""
+        tape, likelihood = forward.tape, self.likelihood
+        assert tape is not None
+        assert likelihood is not None
+        n = forward.examples
+        cotangent: Cotangent = (
+            SampledLabels(likelihood, self.samples, self.seed)
+            if self.estimator == "sampled"
+            else HessianRoot(likelihood)
+        )
+        with torch.enable_grad():
+            terms = likelihood.standardize(as_statistics(f), None, None, self._arrange(n))
+        waiting: list[tuple[LayerSpec, LayerIO, bool]] = []
+        count = cotangent.count(terms)
+        for v in range(count):
+            rows = cotangent.slice(terms, v, v + 1, forward.number).detach()
+
+            def wait(spec: LayerSpec, io: LayerIO, first: bool = v == 0) -> None:
+                waiting.append((spec, io, first))
+
+            tape.stream(terms.f, rows[0], wait, retain_graph=True)
+
+        def commit(_: Tensor) -> None:
+            if not forward.counted:
+                for spec, io, first in waiting:
+                    self._keep(spec, io, 1.0, first)
+                waiting.clear()
+
+        f.register_hook(commit)
+
+    def _keep(self, spec: LayerSpec, io: LayerIO, factor: float, first: bool) -> None:
+        assert isinstance(io, RecordedIO)
+        if self.observe is not None:
+            self.observe(spec, io, factor, first)
+
+    def _arrange(self, n: int) -> Callable[[Tensor], Tensor]:
+        layout = Layout() if self.notes is None else self.notes.output
+
+        def front(t: Tensor) -> Tensor:
+            lead = tuple(t.shape[:-1])
+            fitting = layout if layout.fits(lead, n) or (n == 1 and layout.merged) else Layout()
+            return fitting.front(t, t.ndim - 1, n)
+
+        return front
+
+    # --- the model ---------------------------------------------------------------------------------------
+
+    def _look(self, x: Tree) -> None:
+        """Examine the model once, in eval mode: batch norm couples examples in train mode, which is no obstacle."""
+        if self.notes is not None:
+            return
+        try:
+            with undisturbed(self.model):
+                self.model.eval()
+                self.notes = examine(self.model, self.table, x, None, self.example_axis)
+            self.table = self.table.demote(self.notes.reasons)
+        except InteractionError:
+            self.notes = Notes(self.example_axis or 0, Layout())  # examples first, as far as anyone can tell
+
+    def look_again(self, table: LayerTable) -> None:
+        """The model has changed: examine it at the next forward."""
+        self.table, self.notes = table, None
+
+    def _tape(self, examples: int) -> Tape:
+        assert self.notes is not None
+        return Tape(self.model, self.table, self.notes.layouts, broadcast=self.notes.broadcast, examples=examples)
+
+    def _count(self, x: Tree) -> int:
+        axis = self.example_axis or 0 if self.notes is None else self.notes.example_axis
+        return example_count(x, axis)
+
+    # --- between steps -----------------------------------------------------------------------------------
+
+    def collect(self) -> Seen:
+        """What came since the last call; graphs of forwards are let go."""
+        seen, self.seen = self.seen, Seen()
+        self.drop()
+        return seen
+
+    def drop(self) -> None:
+        """Let go of forwards that are not differentiated yet."""
+        for forward in self._pending:
+            if forward.tape is not None:
+                forward.tape.notify(None)
+                forward.tape = None
+        self._pending.clear()
+
+    def _release(self) -> None:
+        """Let go of forwards whose backward is over, and of old ones that never had one."""
+        for forward in self._pending:
+            if forward.counted:
+                forward.tape = None
+        self._pending = [forward for forward in self._pending if not forward.counted][-WAITING:]
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
+    """What the model was called with, as one tree."""
+    if kwargs and args:
+        return (*args, kwargs)
+    return kwargs or (args[0] if len(args) == 1 else args)
+
+
+class RootHook:
+    """A hook that a copy of the model does not inherit, and that keeps no optimizer alive."""
+
+    def __init__(self, capture: Capture | None = None, method: str = "") -> None:
+        self._capture = None if capture is None else weakref.ref(capture)
+        self._method = method
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any) -> None:
+        """Pass the call on, if anyone is there."""
+        capture = None if self._capture is None else self._capture()
+        if capture is not None:
+            getattr(capture, self._method)(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RootHook":
+        return RootHook()
+
+    def __reduce__(self) -> tuple[type["RootHook"], tuple[()]]:
+        return RootHook, ()
+
+
+def _tokens(f: Tensor, examples: int) -> int:
+    """Positions of the output: all but its class axis."""
+    return max(examples, f.numel() // f.shape[-1]) if f.ndim > 1 else examples

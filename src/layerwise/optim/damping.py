@@ -1,0 +1,104 @@
+"""Damping: a number, a schedule, or adapted to how well the quadratic model predicts the loss."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from layerwise.foundations.errors import InputError, LayerwiseError, describe
+from layerwise.optim.stack import Stack
+
+ADAPT_EVERY = 5
+"""Steps between adaptations; each multiplies the damping by at most ``ω^±ADAPT_EVERY``."""
+OMEGA = 19 / 20
+
+
+class Damping:
+    """What is added to factors; see `Layerwise`."""
+
+    def __init__(self, given: float | str | Callable[[int], float], scale: str) -> None:
+        if scale not in ("relative", "absolute"):
+            raise InputError(describe(f"damping_scale={scale!r}", '"relative" or "absolute"', "choose one of them"))
+        self.relative = scale == "relative"
+        self.adaptive = given == "adaptive"
+        self.schedule = given if callable(given) else None
+        if isinstance(given, str) and not self.adaptive:
+            raise InputError(
+                describe(f"damping={given!r}", 'a number, a function of the step, or "adaptive"', "choose")
+            )
+        start = 1e-1 if self.adaptive else given(1) if callable(given) else given
+        if isinstance(start, str) or not (start >= 0 and math.isfinite(start)):
+            raise InputError(describe(f"damping={start}", "a finite number ≥ 0", "pass e.g. damping=1e-3"))
+        self.initial = self.value = float(start)
+        self._before: float | None = None
+        self._predicted: float | None = None
+        self._reports = 0
+
+    def at(self, group: Mapping[str, Any], step: int) -> float:
+        """The damping of a parameter group at a step."""
+        return float(self.schedule(step)) if self.schedule is not None else float(group["damping"])
+
+    def state(self) -> dict[str, Any]:
+        """What must survive a restart."""
+        return {"value": self.value, "before": self._before, "predicted": self._predicted, "reports": self._reports}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""
+        self.value = float(state["value"])
+        self._before, self._predicted, self._reports = state["before"], state["predicted"], int(state["reports"])
+
+    # --- Levenberg–Marquardt -----------------------------------------------------------------------------
+
+    def before(self, loss: float | None) -> None:
+        """The loss that the step starts from, where known."""
+        if loss is not None:
+            self._before = loss
+
+    def wants_result(self, step: int) -> bool:
+        """Whether the loss after this step is needed."""
+        return self.adaptive and (step % ADAPT_EVERY == 0 or self._reports == 0)
+
+    def predict(
+        self,
+        stacks: list[Stack],
+        directions: list[Tensor],
+        plans: list[tuple[Tensor, list[bool]]],
+        factor: float,
+        lr: Callable[[Stack], float],
+    ) -> None:
+        """What the quadratic model expects of the step: ``−η⟨∇L, D⟩ + ½ η² ⟨D, F D⟩``."""
+        if not self.adaptive:
+            return
+        change = 0.0
+        for stack, D, (grad, _) in zip(stacks, directions, plans, strict=True):
+            eta = lr(stack) * factor
+            curvature = stack.rule.quadratic(stack.state, D)
+            change -= eta * float((grad * D).sum())
+            change += 0.5 * eta**2 * (0.0 if curvature is None else float(curvature))
+        self._predicted = change
+
+    def after(self, loss: float, before: float | None = None) -> None:
+        """Compare the loss after the step with what was predicted, and adapt."""
+        start = self._before if before is None else before
+        self._reports += 1
+        self._before = loss
+        if not self.adaptive or start is None or self._predicted is None or self._predicted >= 0:
+            return
+        ratio = (loss - start) / self._predicted
+        if not math.isfinite(ratio) or ratio < 0.25:
+            self.value *= OMEGA**-ADAPT_EVERY
+        elif ratio > 0.75:
+            self.value *= OMEGA**ADAPT_EVERY
+        self.value = min(max(self.value, 1e-8), 1e8)
+
+    def check(self, step: int) -> None:
+        """Adaptive damping that is told nothing would silently stay as it is."""
+        if self.adaptive and step > 1 and self._reports == 0:
+            raise LayerwiseError(
+                describe(
+                    'damping="adaptive" and a second step without a loss',
+                    "opt.step(closure), or opt.step_result(loss_after, before=loss_before) after each step",
+                    "tell it the loss, or give a number as damping",
+                )
+            )

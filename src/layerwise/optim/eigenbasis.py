@@ -1,0 +1,235 @@
+"""Rules that step in an eigenbasis of the factors, with a second moment of their own for every entry there."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.foundations.errors import NumericalError
+from layerwise.foundations.kronecker import split_spectrum
+from layerwise.foundations.linalg import guarded_eigh
+from layerwise.layers.standard import Standard
+from layerwise.optim.factors import Factors
+from layerwise.optim.rule import Context, Health, Observation, Shape, State
+
+
+@dataclass
+class EigenFactors(Factors):
+    """The basis ``U_P ⊗ U_Q`` of the factors; a factor that is left out, or diagonal, has the identity."""
+
+    def init(self, shape: Shape) -> State:
+        """Statistics, and identities in place of the basis."""
+        state = super().init(shape)
+        state.pop("P_root", None)
+        state.pop("Q_root", None)
+        if "P" in state:
+            state["U_P"], state["s_P"] = shape.eye(shape.outputs), shape.zeros(shape.outputs)
+        if "Q" in state:
+            state["s_Q"] = shape.zeros(shape.inputs)
+            if state["Q"].ndim == 3:
+                state["U_Q"] = shape.eye(shape.inputs)
+        return state
+
+    def rotate(self, state: State, X: Tensor) -> Tensor:
+        """``U_Pᵀ X U_Q``."""
+        X = state["U_P"].mT @ X if "U_P" in state else X
+        return X @ state["U_Q"] if "U_Q" in state else X
+
+    def unrotate(self, state: State, Y: Tensor) -> Tensor:
+        """``U_P Y U_Qᵀ``."""
+        Y = state["U_P"] @ Y if "U_P" in state else Y
+        return Y @ state["U_Q"].mT if "U_Q" in state else Y
+
+    def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:
+        """Eigenvectors of the factors."""
+        for side in ("P", "Q"):
+            if side in state:
+                self._refresh_side(state, side, groups, health)
+        health.refreshes += 1
+
+    def _refresh_side(self, state: State, side: str, groups: slice, health: Health) -> None:
+        M = state[side][groups]
+        if f"U_{side}" not in state:
+            state[f"s_{side}"][groups] = M
+            return
+        try:
+            values, vectors = guarded_eigh(M, name="factor")
+        except NumericalError:
+            health.fallbacks += M.shape[0]
+            return
+        state[f"s_{side}"][groups] = values.to(M.dtype)
+        state[f"U_{side}"][groups] = vectors.to(M.dtype)
+
+
+@dataclass
+class CorrectedEigenvalues(EigenFactors):
+    """EKFAC: ``U_P [(U_Pᵀ ∇L U_Q) / (s + λ)] U_Qᵀ`` with s the second moments of gradients in the basis.
+
+    scaling "batch": of the examples of the last observed batch; "running": an average over steps of the batch
+    gradient's squares times the batch size, begun anew with the factors' eigenvalues at each refresh.
+    """
+
+    scaling: str = "batch"
+    scaling_decay: float = 0.75
+    split: str = "exact"
+    name = "ekfac"
+    formula = "U_P[(U_Pᵀ ∇L U_Q)/(s + λ)]U_Qᵀ"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.keeps_recorded = self.scaling == "batch"
+
+    def init(self, shape: Shape) -> State:
+        """And scalings."""
+        return {**super().init(shape), "s": shape.zeros(shape.outputs, shape.inputs)}
+
+    def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:
+        """Basis, and the factors' own eigenvalues as scalings until better ones come."""
+        super().refresh(state, groups, context, health)
+        state["s"][groups] = state["s_P"][groups].unsqueeze(-1) * state["s_Q"][groups].unsqueeze(-2)
+
+    def rescale(self, state: State, seen: Observation | None, grad: Tensor, context: Context) -> None:
+        """Scalings in the present basis."""
+        if self.scaling == "running":
+            squares = context.examples * self.rotate(state, grad).square()
+            good = torch.isfinite(squares.flatten(1)).all(1).view(-1, 1, 1)
+            state["s"].copy_(torch.where(good, torch.lerp(squares, state["s"], self.scaling_decay), state["s"]))
+        elif seen is not None and seen.recorded:
+            self._rescale_by_examples(state, seen)
+
+    def _rescale_by_examples(self, state: State, seen: Observation) -> None:
+        start = 0
+        for calls in seen.recorded:
+            if not calls:
+                start += 1
+                continue
+            k = calls[0][0].spec.form.groups
+            groups = slice(start, start + k)
+            U_Q = state["U_Q"][groups] if "U_Q" in state else None
+            total = torch.zeros_like(state["s"][groups])
+            for io, factor in calls:
+                for chunk in io.chunks():
+                    assert isinstance(chunk, Standard)
+                    total += factor**2 * chunk.rotated_squared_sum(U_Q, state["U_P"][groups]).to(total)
+            if bool(torch.isfinite(total).all()):
+                state["s"][groups] = total / seen.examples
+            start += k
+
+    def direction(
+        self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
+    ) -> Float[Tensor, "K O I"]:
+        """Divide by the damped scalings, in the basis."""
+        return self.unrotate(state, self.rotate(state, grad) / self._damped(state, context))
+
+    def _damped(self, state: State, context: Context) -> Tensor:
+        s = state["s"]
+        if not context.relative:
+            return s + split_spectrum(context.damping, self.split, state["s_Q"], state["s_P"])
+        tiny = torch.finfo(s.dtype).tiny
+        if self.split == "exact":
+            return s + (context.damping * s.mean((-2, -1), keepdim=True)).clamp_min(tiny)
+        d, s_P, s_Q = context.damping**0.5, state["s_P"], state["s_Q"]
+        left, right = d * s_P.mean(-1, keepdim=True), d * s_Q.mean(-1, keepdim=True)
+        added = left.unsqueeze(-1) * s_Q.unsqueeze(-2) + s_P.unsqueeze(-1) * right.unsqueeze(-2)
+        return s + (added + (left * right).unsqueeze(-1)).clamp_min(tiny)
+
+    def quadratic(self, state: State, D: Float[Tensor, "K O I"]) -> Tensor | None:
+        """``Σ s (U_Pᵀ D U_Q)²``."""
+        return (state["s"] * self.rotate(state, D).square()).sum()
+
+    def conditions(self, state: State, context: Context) -> tuple[Tensor, Tensor]:
+        """Of the damped scalings."""
+        damped = self._damped(state, context).flatten(1)
+        added = damped - state["s"].flatten(1)
+        return damped.amax(1) / damped.amin(1), added.amax(1)
+
+    def accepts(self, shape: Shape) -> str | None:
+        """Both factors are needed."""
+        if not all(self.sides(shape)):
+            return f"a factor would be larger than max_factor={self.max_factor}"
+        return None
+
+
+@dataclass
+class RotatedAdam(EigenFactors):
+    """SOAP: Adam in the eigenbasis of Shampoo's factors.
+
+    ``W ← W − η U_P [M′ / (√V + ε)] U_Qᵀ``, ``M′ = U_Pᵀ M U_Q``, V the average of ``(U_Pᵀ ∇L U_Q)²``.
+    """
+
+    left: str = "gradient"
+    right: str = "gradient"
+    betas: tuple[float, float] = (0.95, 0.95)
+    eps: float = 1e-8
+    skip_first: bool = True
+    name = "soap"
+    formula = "U_P[M′/(√V + ε)]U_Qᵀ"
+
+    def init(self, shape: Shape) -> State:
+        """And both moments, with a count of steps."""
+        moments = {name: shape.zeros(shape.outputs, shape.inputs) for name in ("M", "V")}
+        return {**super().init(shape), **moments, "steps": shape.zeros(), "begun": shape.zeros()}
+
+    def direction(
+        self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
+    ) -> Float[Tensor, "K O I"]:
+        """Adam's direction in the basis; the first step only sets the basis, as in the authors' code."""
+        first = state["begun"] == 0
+        if bool(first.any()):
+            self._begin(state, grad, context, health)
+            if self.skip_first:
+                return torch.zeros_like(grad)
+        b1, b2 = self.betas
+        state["steps"] += 1
+        state["M"].lerp_(grad, 1 - b1)
+        rotated = self.rotate(state, grad)
+        state["V"].lerp_(rotated.square(), 1 - b2)
+        t = state["steps"].view(-1, 1, 1)
+        denominator = state["V"].sqrt() + self.eps
+        step = self.rotate(state, state["M"]) / denominator * ((1 - b2**t).sqrt() / (1 - b1**t))
+        D = self.unrotate(state, step)
+        self._take_gradient(state, grad, b2)
+        return D
+
+    def _begin(self, state: State, grad: Tensor, context: Context, health: Health) -> None:
+        self._take_gradient(state, grad, self.betas[1])
+        super().refresh(state, slice(None), context, health)
+        state["begun"].fill_(1)
+
+    def observe_gradient(self, state: State, grad: Float[Tensor, "K O I"], decay: float, health: Health) -> None:
+        """Not before the direction: the paper updates its factors after the step."""
+        return
+
+    def _take_gradient(self, state: State, grad: Tensor, decay: float) -> None:
+        """Plain averages from zero, as in the paper: no bias correction, which the basis does not feel."""
+        for side in ("P", "Q"):
+            if side in state:
+                new = grad @ grad.mT if side == "P" else grad.mT @ grad
+                good = torch.isfinite(new.flatten(1)).all(1).view(-1, 1, 1)
+                state[side].copy_(torch.where(good, torch.lerp(new, state[side], decay), state[side]))
+
+    def _refresh_side(self, state: State, side: str, groups: slice, health: Health) -> None:
+        """One step of orthogonal iteration from the last basis, sorted, with V permuted along; eigh at the start."""
+        if bool((state["begun"][groups] == 0).any()):
+            super()._refresh_side(state, side, groups, health)
+            state[f"U_{side}"][groups] = state[f"U_{side}"][groups].flip(-1)  # largest first
+            return
+        M, U = state[side][groups], state[f"U_{side}"][groups]
+        estimate = (U * (M @ U)).sum(-2)
+        order = estimate.argsort(dim=-1, descending=True)
+        sorted_U = U.gather(-1, order.unsqueeze(-2).expand_as(U))
+        Q, _ = torch.linalg.qr(M @ sorted_U)
+        good = torch.isfinite(Q.flatten(1)).all(1)
+        health.fallbacks += int((~good).sum())
+        if not bool(good.all()):
+            return
+        state[f"U_{side}"][groups] = Q
+        V = state["V"][groups]
+        index = order.unsqueeze(-1 if side == "P" else -2).expand_as(V)
+        state["V"][groups] = V.gather(-2 if side == "P" else -1, index)
+
+    def conditions(self, state: State, context: Context) -> tuple[Tensor, Tensor]:
+        """Of the second moments."""
+        V = state["V"].flatten(1)
+        return (V.amax(1).sqrt() + self.eps) / (V.amin(1).sqrt() + self.eps), torch.full_like(V[:, 0], self.eps)

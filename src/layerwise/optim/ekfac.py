@@ -1,0 +1,62 @@
+"""EKFAC: K-FAC's eigenbasis with corrected eigenvalues."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from layerwise.optim.eigenbasis import CorrectedEigenvalues
+from layerwise.optim.engine import Layerwise
+
+
+class EKFAC(Layerwise):
+    """Eigenvalue-corrected K-FAC: ``W ← W − η U_P [(U_Pᵀ ∇L U_Q) / (s + λ)] U_Qᵀ``.
+
+    ``U_P ⊗ U_Q`` is the eigenbasis of K-FAC's factors. ``s`` are second moments of gradients in it: of the last
+    batch's examples (``scaling="batch"``), or a running average of the batch gradient's squares times the batch
+    size (``scaling="running"``, cheaper: EKFAC-ra).
+
+    Args:
+        model: the module that is trained.
+        lr: η.
+        damping: λ.
+        momentum: of the preconditioned direction.
+        weight_decay: decoupled.
+        scaling: "batch" or "running".
+        scaling_decay: ρ of the running scalings.
+        damping_split: "exact" (``s + λ``), "equal" or "trace" (factored: ``s + λ + √λ(π s_P + s_Q/π)``).
+        options: all others of `Layerwise`.
+
+    Reference: George, Laurent, Bouthillier, Ballas and Vincent 2018.
+
+    >>> import torch, layerwise as lw
+    >>> opt = lw.optim.EKFAC(torch.nn.Linear(4, 3), scaling="running")
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Tensor = 3e-2,
+        damping: Any = 1e-2,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        scaling: str = "batch",
+        scaling_decay: float = 0.75,
+        damping_split: str = "exact",
+        refresh_every: int = 10,
+        max_factor: int = 8192,
+        **options: Any,
+    ) -> None:
+        rule = CorrectedEigenvalues(
+            split=damping_split, max_factor=max_factor, scaling=scaling, scaling_decay=scaling_decay
+        )
+        super().__init__(
+            model,
+            rule=rule,
+            lr=lr,
+            damping=damping,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            refresh_every=refresh_every,
+            **options,
+        )

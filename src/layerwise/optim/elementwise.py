@@ -1,0 +1,75 @@
+"""Rules that treat every entry alone: gradient descent, Adam, sign descent. They fit parameters of any shape."""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.optim.rule import Context, Health, Shape, State, UpdateRule
+
+
+@dataclass
+class GradientDescent(UpdateRule):
+    """``∇L``."""
+
+    name = "sgd"
+    formula = "∇L"
+    matrix_only = False
+
+    def init(self, shape: Shape) -> State:
+        """Nothing."""
+        return {}
+
+    def direction(
+        self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
+    ) -> Float[Tensor, "K O I"]:
+        """The gradient itself."""
+        return grad
+
+
+@dataclass
+class AdamRule(UpdateRule):
+    """``m̂ / (√v̂ + ε)``."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    name = "adam"
+    formula = "m̂/(√v̂ + ε)"
+    matrix_only = False
+
+    def init(self, shape: Shape) -> State:
+        """Both moments and a count of steps."""
+        moments = {name: shape.zeros(shape.outputs, shape.inputs) for name in ("m", "v")}
+        return {**moments, "steps": shape.zeros()}
+
+    def direction(
+        self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
+    ) -> Float[Tensor, "K O I"]:
+        """Adam's direction."""
+        b1, b2 = self.betas
+        state["steps"] += 1
+        state["m"].lerp_(grad, 1 - b1)
+        state["v"].mul_(b2).addcmul_(grad, grad, value=1 - b2)
+        t = state["steps"].view(-1, 1, 1)
+        denominator = (state["v"].sqrt() / (1 - b2**t).sqrt()).add_(self.eps)
+        return state["m"] / (1 - b1**t) / denominator
+
+
+@dataclass
+class SignDescent(UpdateRule):
+    """``sign ∇L``, times ``‖∇L‖₁`` for the steepest descent in the norm of the largest entry."""
+
+    ideal: bool = False
+    name = "sign"
+    formula = "sign ∇L"
+    matrix_only = False
+
+    def init(self, shape: Shape) -> State:
+        """Nothing."""
+        return {}
+
+    def direction(
+        self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
+    ) -> Float[Tensor, "K O I"]:
+        """The sign."""
+        return grad.sign() * grad.abs().sum((-2, -1), keepdim=True) if self.ideal else grad.sign()

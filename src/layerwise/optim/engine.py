@@ -1,0 +1,575 @@
+"""`Layerwise`: the one optimizer. Hooks, schedules, groups, state and health; a rule gives the direction.
+
+W ← (1 − η·decay) W − η · momentum(clip(graft(P⁻ᵖ ∇L Q⁻ᑫ)))
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.foundations import likelihoods
+from layerwise.foundations.errors import InputError, LayerwiseError, describe
+from layerwise.foundations.likelihoods import Likelihood
+from layerwise.foundations.random import seed_of
+from layerwise.foundations.vectors import trainable, unwrap
+from layerwise.layers.table import LayerSpec, LayerTable, matches
+from layerwise.optim.capture import Capture, LossScale
+from layerwise.optim.damping import Damping
+from layerwise.optim.elementwise import AdamRule, GradientDescent
+from layerwise.optim.factors import Factors
+from layerwise.optim.graft import Clip, Graft
+from layerwise.optim.observe import Collector
+from layerwise.optim.rule import Context, Health, UpdateRule
+from layerwise.optim.stack import Stack
+
+GROUP_OPTIONS = ("lr", "momentum", "nesterov", "weight_decay", "damping", "factor_decay")
+FALLBACKS: Mapping[str, Callable[[], UpdateRule]] = {"adam": AdamRule, "sgd": GradientDescent}
+
+
+class Layerwise(torch.optim.Optimizer):
+    """One optimizer for the whole family ``W ← W − η P⁻ᵖ ∇L Q⁻ᑫ``; the named members are choices of its arguments.
+
+    >>> import torch, layerwise as lw
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    >>> opt = lw.optim.Layerwise(model, left="identity", right="inputs", power=1.0, lr=0.1)
+    >>> x, y = torch.randn(32, 4), torch.randint(3, (32,))
+    >>> for _ in range(3):
+    ...     opt.zero_grad()
+    ...     loss = torch.nn.functional.cross_entropy(model(x), y)
+    ...     loss.backward()
+    ...     _ = opt.step()
+
+    Args:
+        model: the module that is trained, before it is wrapped or compiled.
+        left: statistic of P: "outgrads", "gradient" or "identity".
+        right: statistic of Q: "inputs", "gradient" or "identity".
+        power: p and q, or one number for both.
+        basis: "factors" (roots of P and Q), or "eigen" (their eigenbasis, with second moments of its own).
+        rule: an `UpdateRule` of your own, instead of the four above.
+        lr: learning rate η.
+        momentum: of the direction, after preconditioning.
+        nesterov: look ahead.
+        weight_decay: decoupled: ``W ← (1 − η·decay) W``.
+        damping: a number, a function of the step, or "adaptive" (Levenberg–Marquardt; needs ``step(closure)`` or
+            `step_result`).
+        damping_scale: "relative" to each factor's mean eigenvalue, or "absolute".
+        damping_split: how absolute damping is divided between two factors: "trace", "equal" (or "exact", EKFAC).
+        factor_every: steps between statistics.
+        refresh_every: steps between decompositions; layers take turns, so that no step is slow.
+        factor_decay: ρ of the statistics' running mean.
+        estimator: "empirical" (the loss's own gradients), "sampled" or "exact" (labels of the model; need
+            `likelihood`).
+        likelihood: "categorical", "gaussian", "bernoulli" or an object of `lw.likelihoods`.
+        samples: labels drawn an example.
+        sharing: "expand" or "reduce", for weights shared over positions.
+        graft: None, "gradient" or "adam": whose norm each layer's direction takes.
+        clip: None, a number κ (the step's predicted change ``η² ⟨D, ∇L⟩`` stays below it), or ("norm", c).
+        update_fallback: "adam", "sgd", or a rule, for parameters that the rule does not treat.
+        fallback_lr: learning rate of those; by default `lr`.
+        overrides: options for layers by pattern, ``{"head": {"lr": 1e-3}, "embed*": {"update": "fallback"}}``.
+        loss_average: how the loss in your loop is reduced: over "examples", over "tokens", or None for a sum.
+        accumulate: k, where the loss is divided by k and gradients are accumulated over k batches.
+        grad_scaler: the `torch.amp.GradScaler` of your loop.
+        example_axis: axis of the examples in the input, where it is not the first.
+        max_factor: a side longer than this has no factor.
+        seed: of sampled labels.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        left: str = "outgrads",
+        right: str = "inputs",
+        power: float | tuple[float, float] = 1.0,
+        basis: str = "factors",
+        *,
+        rule: UpdateRule | None = None,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        damping: float | str | Callable[[int], float] = 1e-3,
+        damping_scale: str = "relative",
+        damping_split: str | None = None,
+        factor_every: int = 1,
+        refresh_every: int = 1,
+        factor_decay: float = 0.95,
+        estimator: str | None = None,
+        likelihood: str | Likelihood | None = None,
+        samples: int = 1,
+        sharing: str = "expand",
+        graft: str | None = None,
+        clip: float | tuple[str, float] | None = None,
+        update_fallback: str | UpdateRule = "adam",
+        fallback_lr: float | None = None,
+        overrides: Mapping[str, Mapping[str, Any]] | None = None,
+        loss_average: str | None = "examples",
+        accumulate: int = 1,
+        grad_scaler: Any = None,
+        example_axis: int | None = None,
+        max_factor: int = 8192,
+        separate_bias: bool = False,
+        seed: int | torch.Generator = 0,
+    ) -> None:
+        self.model = unwrap(model)
+        self.rule = rule or _rule(left, right, power, basis, damping_split, max_factor)
+        self.fallback = _fallback(update_fallback)
+        self.fallback_lr = fallback_lr
+        self._damping = Damping(damping, damping_scale)
+        self._graft, self._clip = Graft(graft), Clip.read(clip)
+        self.factor_every, self.refresh_every = (
+            _positive("factor_every", factor_every),
+            _positive("refresh_every", refresh_every),
+        )
+        self.sharing = _known("sharing", sharing, ("expand", "reduce"))
+        self._health = Health()
+        self._scale = LossScale(loss_average, accumulate, grad_scaler)
+        self._settings = {"estimator": estimator, "likelihood": likelihood, "samples": samples}
+        self.separate_bias = separate_bias
+        self.table = self._read_table()
+        self._stacks: list[Stack] | None = None
+        self._loaded: dict[str, dict[str, Tensor]] = {}
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "damping": self._damping.initial,
+            "factor_decay": factor_decay,
+            "update": "rule",
+        }
+        _check_numbers(defaults)
+        super().__init__(self._groups(overrides or {}, defaults), defaults)
+        self.steps_taken = 0
+        self._collector = Collector(self.rule, self.sharing)
+        self._capture = self._make_capture(example_axis, seed_of(seed))
+
+    # --- construction ------------------------------------------------------------------------------------
+
+    def _read_table(self) -> LayerTable:
+        separate = (nn.Module,) if self.separate_bias else ()
+        return LayerTable.from_model(self.model, separate_bias=separate)
+
+    def _groups(self, overrides: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """One parameter group for every pattern of `overrides`, and one for the rest."""
+        params, taken = trainable(self.model), set[str]()
+        groups = []
+        for pattern, options in overrides.items():
+            unknown = [key for key in options if key not in (*GROUP_OPTIONS, "update")]
+            if unknown:
+                raise InputError(
+                    describe(
+                        f"overrides={{{pattern!r}: {{{unknown[0]!r}: …}}}}",
+                        f"options among: {', '.join((*GROUP_OPTIONS, 'update'))}",
+                        "other options hold for the whole optimizer",
+                    )
+                )
+            names = [p for spec in self.table.layers if matches(spec, pattern) for p in spec.parameters]
+            names = [name for name in dict.fromkeys(names) if name not in taken]
+            if not names:
+                raise InputError(
+                    describe(
+                        f"overrides for {pattern!r}, which matches no layer",
+                        f"a pattern of: {', '.join(self.table.names()[:6])}, …",
+                        "see lw.layers(model)",
+                    )
+                )
+            taken.update(names)
+            groups.append({"params": [(name, params[name]) for name in names], **options})
+        rest = [(name, p) for name, p in params.items() if name not in taken]
+        return [*([{"params": rest}] if rest else []), *groups]
+
+    def _make_capture(self, example_axis: int | None, seed: int) -> Capture | None:
+        rule = self.rule
+        estimator, likelihood = self._settings["estimator"], self._settings["likelihood"]
+        law = None if likelihood is None else likelihoods.resolve(likelihood)
+        if not (rule.needs_inputs or rule.needs_outgrads):
+            return None
+        if not rule.needs_outgrads:
+            estimator = "empirical"
+        estimator = estimator or ("empirical" if law is None else "sampled")
+        _known("estimator", estimator, ("empirical", "sampled", "exact"))
+        if estimator in ("sampled", "exact") and law is None:
+            raise InputError(
+                describe(
+                    f"estimator={estimator!r} without a likelihood",
+                    'likelihood="categorical", "gaussian", "bernoulli" or an object of lw.likelihoods',
+                    'pass it, or use estimator="empirical"',
+                )
+            )
+        self._settings["estimator"] = estimator
+        found = Capture(
+            self.model, self.table, estimator, law, self._settings["samples"], seed, self._scale, example_axis
+        )
+        found.observe = self._collector.add
+        return found
+
+    # --- stacks ------------------------------------------------------------------------------------------
+
+    def _build(self) -> list[Stack]:
+        """Layers of one shape, group and rule together; after the model was examined, if it is."""
+        if self._capture is not None:
+            self.table = self._capture.table
+        group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+        params = trainable(self.model)
+        found: dict[Any, list[LayerSpec]] = {}
+        for spec in self.table.layers:
+            group = group_of.get(id(params[spec.parameters[0]]))
+            if group is None:
+                continue
+            rule = self.rule_for(spec, group)
+            form, first = spec.form, params[spec.parameters[0]]
+            key = (id(rule), id(group), form.outputs, form.inputs, form.one_hot, first.dtype, first.device)
+            found.setdefault(key, []).append(spec)
+        stacks = []
+        for specs in found.values():
+            group = group_of[id(params[specs[0].parameters[0]])]
+            names = [name for spec in specs for name in spec.parameters]
+            stack = Stack(self.rule_for(specs[0], group), tuple(specs), group, {k: params[k] for k in names})
+            stack.ensure_state(self._loaded)
+            stacks.append(stack)
+        return stacks
+
+    def rule_for(self, spec: LayerSpec, group: Mapping[str, Any]) -> UpdateRule:
+        """The rule that a layer gets: the optimizer's own, or the fallback's."""
+        return self.fallback if self._reason(spec, group) else self.rule
+
+    def _reason(self, spec: LayerSpec, group: Mapping[str, Any]) -> str | None:
+        """Why a layer gets the fallback's update, or None."""
+        if group.get("update") == "fallback":
+            return "overrides"
+        if not self.rule.matrix_only:
+            return None
+        if spec.reason is not None or not spec.sites:
+            return spec.reason or "no layer rule"
+        if not spec.form.kronecker or spec.form.weight is None:
+            return f"{spec.kind}: a vector, not a matrix"
+        if min(spec.form.outputs, spec.form.inputs) == 1 and not self.rule.needs_inputs:
+            return "a vector, not a matrix"
+        if spec.form.one_hot and not self.rule.needs_inputs:
+            return "an embedding"
+        first = trainable(self.model)[spec.parameters[0]]
+        return self.rule.accepts(Stack(self.rule, (spec,), dict(group), {spec.parameters[0]: first}).shape)
+
+    # --- the step ----------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step; `closure`, if given, computes the loss and its gradients first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._damping.before(None if loss is None else float(loss))
+        self._step()
+        if closure is not None and self._damping.wants_result(self.steps_taken):
+            self._measure_again(closure)
+        return loss
+
+    def _measure_again(self, closure: Callable[[], Any]) -> None:
+        """The loss after the step, on the same batch, for adaptive damping; gradients are put back."""
+        grads = {p: None if p.grad is None else p.grad.clone() for group in self.param_groups for p in group["params"]}
+        due = None if self._capture is None else self._capture.due
+        if self._capture is not None:
+            self._capture.due = False
+        with torch.enable_grad():
+            after = closure()
+        for p, grad in grads.items():
+            p.grad = grad
+        if self._capture is not None:
+            self._capture.collect()
+            self._capture.due = bool(due)
+        self.step_result(float(after))
+
+    def step_result(self, loss: float, before: float | None = None) -> None:
+        """Tell adaptive damping the loss after the last step (and before it, unless ``step(closure)`` knew)."""
+        self._damping.after(float(loss), before)
+        for group in self.param_groups:
+            group["damping"] = self._damping.value
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        seen = self._collector.take()
+        counts = None if self._capture is None else self._capture.collect()
+        if self._stacks is None:
+            self._require_forward(counts)
+            self._stacks = self._build()
+        self.steps_taken += 1
+        self._health.steps += 1
+        self._damping.check(self.steps_taken)
+        scale, examples = 1.0, 1
+        if counts is not None and counts.examples:
+            scale = self._scale.to_mean_gradient(counts.examples, counts.tokens)
+            examples = counts.examples
+        plans = [self._prepare(stack, scale) for stack in self._stacks]
+        if not self._finite([grad for grad, _ in plans]):
+            self._health.skipped_steps += 1
+        else:
+            self._advance(plans, seen, examples)
+        if self._capture is not None:
+            self._capture.due = self.steps_taken % self.factor_every == 0
+
+    def _require_forward(self, counts: Any) -> None:
+        if self._capture is not None and self._capture.notes is None:
+            raise LayerwiseError(
+                describe(
+                    f"a step of {type(self).__name__} before it has seen a training forward of its model",
+                    "model(x) in train mode, with gradients, after the optimizer was built",
+                    "build the optimizer before torch.compile and call the model itself, not its parts",
+                )
+            )
+
+    def _prepare(self, stack: Stack, scale: float) -> tuple[Tensor, list[bool]]:
+        grad = stack.gradient()
+        return (grad if scale == 1.0 else grad * scale), stack.active()
+
+    @staticmethod
+    def _finite(grads: Iterable[Tensor]) -> bool:
+        sums = [grad.sum() for grad in grads]
+        return all(math.isfinite(float(s)) for s in sums) or all(bool(torch.isfinite(g).all()) for g in grads)
+
+    def _advance(self, plans: list[tuple[Tensor, list[bool]]], seen: dict[str, Any], examples: int) -> None:
+        assert self._stacks is not None
+        directions = []
+        for number, (stack, (grad, active)) in enumerate(zip(self._stacks, plans, strict=True)):
+            before = None if all(active) else {k: v.clone() for k, v in stack.state.items()}
+            directions.append(self._direct(stack, number, grad, seen, examples))
+            if before is not None:
+                stack.restore(before, active)
+        factor = self._clip.factor(self._stacks, directions, [grad for grad, _ in plans])
+        for stack, D, (_, active) in zip(self._stacks, directions, plans, strict=True):
+            lr = self._lr(stack)
+            stack.subtract(D, lr * factor, active, lr * stack.group["weight_decay"])
+        self._damping.predict(self._stacks, directions, plans, factor, self._lr)
+
+    def _lr(self, stack: Stack) -> float:
+        if stack.rule is self.fallback and self.fallback_lr is not None and stack.rule is not self.rule:
+            base = float(self.defaults["lr"])
+            return self.fallback_lr * (float(stack.group["lr"]) / base if base else 1.0)
+        return float(stack.group["lr"])
+
+    def _direct(self, stack: Stack, number: int, grad: Tensor, seen: dict[str, Any], examples: int) -> Tensor:
+        rule, state, group = stack.rule, stack.state, stack.group
+        context = Context(
+            self.steps_taken,
+            self._lr(stack),
+            self._damping.at(group, self.steps_taken),
+            self._damping.relative,
+            group,
+            examples=examples,
+        )
+        observed = self._collector.observation(stack, seen) if rule is self.rule else None
+        if observed is not None:
+            rule.observe(state, observed, group["factor_decay"], self._health)
+        if (self.steps_taken - 1) % self.factor_every == 0:
+            rule.observe_gradient(state, grad, group["factor_decay"], self._health)
+        if rule.refreshes:
+            self._refresh(stack, number, context)
+        rule.rescale(state, observed, grad, context)
+        D = rule.direction(state, grad, context, self._health)
+        D = self._graft.apply(stack, grad, D)
+        return self._momentum(stack, D)
+
+    def _refresh(self, stack: Stack, number: int, context: Context) -> None:
+        """All groups at the first step and, while statistics are young, at its doublings; then each in its turn."""
+        every, step = self.refresh_every, self.steps_taken
+        if "fresh" not in stack.state:
+            stack.state["fresh"] = torch.zeros(stack.groups, device=stack.shape.device)
+        for place, (_, groups) in enumerate(stack.slices()):
+            fresh = bool(stack.state["fresh"][groups].all())
+            young = step < every and step & (step - 1) == 0  # 1, 2, 4, 8, …
+            if fresh and not young and (step - 1 + number + place) % every:
+                continue
+            stack.rule.refresh(stack.state, groups, context, self._health)
+            stack.state["fresh"][groups] = 1
+
+    @staticmethod
+    def _momentum(stack: Stack, D: Tensor) -> Tensor:
+        mu = stack.group["momentum"]
+        if not mu:
+            return D
+        if "momentum" not in stack.state:
+            stack.state["momentum"] = torch.zeros_like(D)
+        buffer = stack.state["momentum"].mul_(mu).add_(D)
+        return D + mu * buffer if stack.group["nesterov"] else buffer.clone()
+
+    # --- state -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """State keyed by parameter, layer by layer, as plain tensors; loads with ``weights_only=True``."""
+        params = trainable(self.model)
+        specs = {spec.name: spec for spec in self.table.layers}
+        self.state.clear()
+        for layer, saved in self._saved().items():
+            if layer in specs:
+                self.state[params[specs[layer].parameters[0]]][layer] = saved
+        try:
+            found = super().state_dict()
+        finally:
+            self.state.clear()
+        found["engine"] = {
+            "rule": self.rule.name,
+            "steps": self.steps_taken,
+            "forwards": 0 if self._capture is None else self._capture.forwards,
+            "damping": self._damping.state(),
+        }
+        return found
+
+    def _saved(self) -> dict[str, dict[str, Tensor]]:
+        if self._stacks is None:
+            return self._loaded
+        return {name: saved for stack in self._stacks for name, saved in stack.saved().items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inverse of `state_dict`; another member's statistics are taken where they mean the same."""
+        for key in ("state", "param_groups", "engine"):
+            if key not in state_dict:
+                raise InputError(
+                    describe(
+                        f"a state without {key!r}",
+                        "what state_dict() of an optimizer of lw.optim returns",
+                        "a torch optimizer's state cannot be loaded here",
+                    )
+                )
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        layers = [of_layer for of_param in state_dict["state"].values() for of_layer in of_param.items()]
+        self._loaded = {name: {k: t.clone() for k, t in saved.items()} for name, saved in layers}
+        self._stacks = None
+        engine = state_dict["engine"]
+        self.steps_taken = int(engine["steps"])
+        self._damping.load_state(engine["damping"])
+        if self._capture is not None:
+            self._capture.forwards = int(engine["forwards"])
+            self._capture.due = self.steps_taken % self.factor_every == 0
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Parameters that take part from now on, such as layers that were frozen before."""
+        super().add_param_group(param_group)
+        if "_stacks" not in self.__dict__ or "steps_taken" not in self.__dict__:  # the constructor's own
+            return
+        self._loaded = self._saved()
+        self._stacks = None
+        self.table = self._read_table()
+        if self._capture is not None:
+            self._capture.look_again(self.table)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {k: v for k, v in self.__dict__.items() if k not in ("_capture", "_stacks", "_collector")}
+        kept["_loaded"], kept["_stacks"] = self._saved(), None
+        capture = self._capture
+        kept["_capture"] = None if capture is None else (capture.example_axis, capture.seed, capture.forwards)
+        return kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_capture" not in state:  # torch's load_state_dict hands over state and parameter groups alone
+            super().__setstate__(state)
+            return
+        recorded = state["_capture"]
+        super().__setstate__({k: v for k, v in state.items() if k != "_capture"})
+        self._collector = Collector(self.rule, self.sharing)
+        self._capture = None
+        if recorded is not None:
+            self._capture = self._make_capture(recorded[0], recorded[1])
+            assert self._capture is not None
+            self._capture.forwards = recorded[2]
+            self._capture.due = self.steps_taken % self.factor_every == 0
+
+    # --- report ------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        """What every parameter gets, and why."""
+        rows = [("layer", "parameters", "form K × O × I", "update")]
+        group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+        params = trainable(self.model)
+        for spec in self.table.layers:
+            group = group_of.get(id(params[spec.parameters[0]]))
+            if group is None:
+                continue
+            reason = self._reason(spec, group)
+            rule = self.rule_for(spec, group)
+            shape = Stack(rule, (spec,), group, {k: params[k] for k in spec.parameters}).shape
+            update = rule.describe(shape) + (f"  (fallback: {reason})" if reason else "")
+            rows.append((spec.name, ", ".join(spec.parameters), " × ".join(map(str, spec.form.shape)), update))
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
+        return "\n".join([self._headline(), *lines])
+
+    def _headline(self) -> str:
+        options = self.param_groups[0]
+        estimator = self._settings["estimator"] if self.rule.needs_outgrads else None
+        settings = {
+            "lr": options["lr"],
+            "momentum": options["momentum"],
+            "weight_decay": options["weight_decay"],
+            "damping": f"{options['damping']:g} {'relative' if self._damping.relative else 'absolute'}",
+            "estimator": estimator,
+            "factor_every": self.factor_every,
+            "refresh_every": self.refresh_every,
+            "loss_average": self._scale.average,
+            "accumulate": self._scale.accumulate,
+            "grad_scaler": None if self._scale.scaler is None else type(self._scale.scaler).__name__,
+        }
+        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in settings.items() if v is not None)})"
+
+    def health(self) -> Health:
+        """Refreshes, what was skipped or fell back, condition numbers and damping by layer."""
+        for stack in self._stacks or []:
+            context = Context(
+                self.steps_taken,
+                self._lr(stack),
+                self._damping.at(stack.group, max(self.steps_taken, 1)),
+                self._damping.relative,
+                stack.group,
+            )
+            found = stack.rule.conditions(stack.state, context) if stack.state else None
+            if found is None:
+                continue
+            for spec, groups in stack.slices():
+                self._health.condition[spec.name] = float(found[0][groups].max())
+                self._health.damping[spec.name] = float(found[1][groups].max())
+        return self._health
+
+
+def _rule(
+    left: str, right: str, power: float | tuple[float, float], basis: str, split: str | None, max_factor: int
+) -> UpdateRule:
+    from layerwise.optim.eigenbasis import CorrectedEigenvalues, RotatedAdam
+
+    powers = power if isinstance(power, tuple) else (float(power), float(power))
+    _known("basis", basis, ("factors", "eigen"))
+    if basis == "factors":
+        return Factors(left, right, powers, split or "trace", max_factor)
+    if "gradient" in (left, right):
+        return RotatedAdam(left, right, powers, max_factor=max_factor)
+    return CorrectedEigenvalues(left, right, powers, split or "exact", max_factor)
+
+
+def _fallback(given: str | UpdateRule) -> UpdateRule:
+    if isinstance(given, UpdateRule):
+        return given
+    if given not in FALLBACKS:
+        raise InputError(describe(f"update_fallback={given!r}", '"adam", "sgd" or an UpdateRule', "choose one of them"))
+    return FALLBACKS[given]()
+
+
+def _positive(name: str, value: int) -> int:
+    if value < 1:
+        raise InputError(describe(f"{name}={value}", "a number of steps ≥ 1", "pass e.g. 10"))
+    return int(value)
+
+
+def _known(name: str, value: str, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise InputError(describe(f"{name}={value!r}", " or ".join(f'"{k}"' for k in known), "choose one of them"))
+    return value
+
+
+def _check_numbers(defaults: Mapping[str, Any]) -> None:
+    bounds = {"lr": math.inf, "momentum": 1.0, "weight_decay": math.inf, "factor_decay": 1.0}
+    for name, below in bounds.items():
+        value = float(defaults[name])
+        if not 0 <= value < below:
+            limit = "≥ 0" if below == math.inf else f"from 0 to below {below:g}"
+            raise InputError(describe(f"{name}={value}", f"a number {limit}", "choose another"))

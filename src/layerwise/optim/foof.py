@@ -1,0 +1,106 @@
+"""FOOF and LocoProp: the input factor alone."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.optim.engine import Layerwise
+from layerwise.optim.factors import Factors
+from layerwise.optim.roots import guarded_root
+from layerwise.optim.rule import Context, Health, State
+
+
+class FOOF(Layerwise):
+    """Gradient descent on neurons: ``W ← W − η ∇L (Q + λ I)⁻¹`` with Q the second moment of the inputs.
+
+    Needs no likelihood and no output gradients.
+
+    Args:
+        model: the module that is trained.
+        lr: η.
+        damping: λ.
+        momentum: of the preconditioned direction.
+        weight_decay: decoupled.
+        options: all others of `Layerwise`.
+
+    Reference: Benzing 2022.
+
+    >>> import torch, layerwise as lw
+    >>> opt = lw.optim.FOOF(torch.nn.Linear(4, 3), lr=0.1)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Tensor = 3e-2,
+        damping: Any = 1e-2,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        refresh_every: int = 10,
+        max_factor: int = 8192,
+        **options: Any,
+    ) -> None:
+        rule = Factors("identity", "inputs", (1.0, 1.0), max_factor=max_factor)
+        super().__init__(
+            model,
+            rule=rule,
+            lr=lr,
+            damping=damping,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            refresh_every=refresh_every,
+            **options,
+        )
+
+
+@dataclass
+class LocalStep(Factors):
+    """``∇L (I + η Q)⁻¹``."""
+
+    left: str = "identity"
+    name = "locoprop"
+    formula = "∇L (I + ηQ)⁻¹"
+
+    def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:
+        """The inverse of ``I + η Q``; η may have changed since."""
+        if "Q" in state:
+            Q, root = state["Q"][groups], state["Q_root"][groups]
+            ones = torch.ones(Q.shape[0], dtype=Q.dtype, device=Q.device)
+            root.copy_(guarded_root(context.lr * Q, ones, 1.0, root, health))
+        health.refreshes += 1
+
+
+class LocoProp(Layerwise):
+    """Layers fitted to local targets: ``W ← W − η ∇L (I + η Q)⁻¹``, the minimiser of
+
+        ½ E‖W a − (h − ∂ℓ/∂h)‖² + ‖W − W_t‖² / (2η)
+
+    for the square loss; FOOF with a step of 1 and a damping of 1/η.
+
+    Reference: Amid, Anil and Warmuth 2022.
+
+    >>> import torch, layerwise as lw
+    >>> opt = lw.optim.LocoProp(torch.nn.Linear(4, 3), lr=1.0)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Tensor = 1.0,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        *,
+        max_factor: int = 8192,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            model,
+            rule=LocalStep(max_factor=max_factor),
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            **options,
+        )

@@ -1,0 +1,84 @@
+"""Step sizes from elsewhere: grafted norms, and clipping."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.foundations.errors import InputError, describe
+from layerwise.optim.elementwise import AdamRule
+from layerwise.optim.rule import Context, Health
+from layerwise.optim.stack import Stack
+
+
+@dataclass(frozen=True)
+class Graft:
+    """Each layer's direction takes the norm of another method's: the gradient's own, or Adam's."""
+
+    method: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in (None, "gradient", "adam"):
+            raise InputError(describe(f"graft={self.method!r}", 'None, "gradient" or "adam"', "choose one of them"))
+
+    def apply(self, stack: Stack, grad: Float[Tensor, "K O I"], D: Float[Tensor, "K O I"]) -> Float[Tensor, "K O I"]:
+        """``D ‖G‖ / ‖D‖``, layer by layer."""
+        if self.method is None or not stack.rule.matrix_only:
+            return D
+        wanted = grad if self.method == "gradient" else self._adam(stack, grad)
+        norms = []
+        for _, groups in stack.slices():
+            size = D[groups].norm()
+            ratio = torch.where(size > 0, wanted[groups].norm() / size.clamp_min(torch.finfo(D.dtype).tiny), 1.0)
+            norms.append(ratio.expand(groups.stop - groups.start))
+        return D * torch.cat(norms).view(-1, 1, 1)
+
+    @staticmethod
+    def _adam(stack: Stack, grad: Tensor) -> Tensor:
+        adam = AdamRule()
+        names = ("m", "v", "steps")
+        if "graft_m" not in stack.state:
+            stack.state.update({f"graft_{k}": v for k, v in adam.init(stack.shape).items()})
+        state = {name: stack.state[f"graft_{name}"] for name in names}
+        return adam.direction(state, grad, Context(0, 0.0, 0.0, False, {}), Health())
+
+
+@dataclass(frozen=True)
+class Clip:
+    """How large a step may be: by its predicted change of the loss ("kl"), or by its norm."""
+
+    kind: str | None = None
+    bound: float = 0.0
+
+    @classmethod
+    def read(cls, given: Any) -> "Clip":
+        """None, a number, or a pair."""
+        if given is None:
+            return cls()
+        kind, bound = given if isinstance(given, tuple) and len(given) == 2 else ("kl", given)
+        if kind not in ("kl", "norm") or not isinstance(bound, int | float) or not bound > 0:
+            raise InputError(
+                describe(
+                    f"clip={given!r}",
+                    'None, a number > 0 (bound on η²⟨D, ∇L⟩), ("kl", number) or ("norm", number)',
+                    "pass e.g. clip=1e-3",
+                )
+            )
+        return cls(kind, float(bound))
+
+    def factor(self, stacks: Sequence[Stack], directions: Sequence[Tensor], grads: Sequence[Tensor]) -> float:
+        """What all directions are multiplied by, at most 1."""
+        if self.kind is None:
+            return 1.0
+        if self.kind == "norm":
+            norm = sum(float(D.square().sum()) for D in directions) ** 0.5
+            return min(1.0, self.bound / norm) if norm > 0 else 1.0
+        change = sum(
+            float(stack.group["lr"]) ** 2 * float((D * grad).sum())
+            for stack, D, grad in zip(stacks, directions, grads, strict=True)
+            if stack.rule.matrix_only
+        )
+        return min(1.0, (self.bound / change) ** 0.5) if change > 0 else 1.0

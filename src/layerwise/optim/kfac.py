@@ -1,0 +1,60 @@
+"""K-FAC: ``P = E[g gᵀ]``, ``Q = E[a aᵀ]``, both inverted."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from layerwise.optim.eigenbasis import CorrectedEigenvalues
+from layerwise.optim.engine import Layerwise
+from layerwise.optim.factors import Factors
+
+
+class KFAC(Layerwise):
+    """Kronecker-factored approximate curvature: ``W ← W − η P⁻¹ ∇L Q⁻¹``.
+
+    ``Q`` is the second moment of the layer's inputs (bias column included), ``P`` that of its output gradients: of
+    the loss ("empirical", the default), or of labels drawn from the model ("sampled", "exact"; give `likelihood`).
+
+    Args:
+        model: the module that is trained.
+        lr: η.
+        damping: λ; see `damping_split` and `damping_scale` of `Layerwise`.
+        momentum: of the preconditioned direction.
+        weight_decay: decoupled.
+        damping_split: "trace" (factored, with π), "equal" (factored, π = 1), or "exact" (on the product).
+        options: all others of `Layerwise`.
+
+    Reference: Martens and Grosse 2015; Grosse and Martens 2016 for convolutions.
+
+    >>> import torch, layerwise as lw
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    >>> opt = lw.optim.KFAC(model, lr=3e-2, damping=1e-3, likelihood="categorical")
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Tensor = 3e-2,
+        damping: Any = 1e-2,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        damping_split: str = "trace",
+        refresh_every: int = 10,
+        max_factor: int = 8192,
+        **options: Any,
+    ) -> None:
+        if damping_split == "exact":
+            rule = CorrectedEigenvalues(scaling="none", max_factor=max_factor)
+        else:
+            rule = Factors("outgrads", "inputs", (1.0, 1.0), damping_split, max_factor)
+        super().__init__(
+            model,
+            rule=rule,
+            lr=lr,
+            damping=damping,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            refresh_every=refresh_every,
+            **options,
+        )

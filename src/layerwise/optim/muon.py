@@ -1,0 +1,102 @@
+"""Muon, and steepest descent in an induced Mahalanobis norm."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from layerwise.foundations.errors import InputError, describe
+from layerwise.optim.engine import Layerwise
+from layerwise.optim.spectral import COEFFICIENTS, InducedMahalanobis, Orthogonalized
+
+
+class Muon(Layerwise):
+    """The momentum's orthogonal factor: ``W ← W − η c · U Vᵀ``, ``U S Vᵀ`` the momentum.
+
+    Convolutions are matrices of output channels × the rest; vectors and embeddings get the fallback.
+
+    Args:
+        model: the module that is trained.
+        lr: η.
+        momentum: of the gradient, as an average.
+        nesterov: look ahead.
+        weight_decay: decoupled.
+        orthogonalize: "newton_schulz" (five steps in bfloat16), or "polar" (exact, by singular values).
+        adjust: c: "original" (``√max(1, O/I)``) or "match_rms_adamw" (``0.2 √max(O, I)``).
+        options: all others of `Layerwise`.
+
+    Reference: Jordan et al. 2024.
+
+    >>> import torch, layerwise as lw
+    >>> opt = lw.optim.Muon(torch.nn.Linear(4, 3), lr=0.02)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.1,
+        *,
+        orthogonalize: str = "newton_schulz",
+        steps: int = 5,
+        coefficients: tuple[float, float, float] = COEFFICIENTS,
+        eps: float = 1e-7,
+        adjust: str = "original",
+        **options: Any,
+    ) -> None:
+        for name, value, known in (
+            ("orthogonalize", orthogonalize, ("newton_schulz", "polar")),
+            ("adjust", adjust, ("original", "match_rms_adamw")),
+        ):
+            if value not in known:
+                expected = " or ".join(f'"{k}"' for k in known)
+                raise InputError(describe(f"{name}={value!r}", expected, "choose one of them"))
+        rule = Orthogonalized(momentum, nesterov, orthogonalize, steps, coefficients, eps, adjust)
+        super().__init__(model, rule=rule, lr=lr, weight_decay=weight_decay, separate_bias=True, **options)
+
+
+class MahalanobisSpectral(Layerwise):
+    """Steepest descent in the norm induced by K-FAC's factors, ``‖P^½ M Q^½‖_op``.
+
+    ``W ← W − η tr(S) P^-½ U Vᵀ Q^-½`` with ``U S Vᵀ = P^-½ ∇L Q^-½``.
+
+    Args:
+        model: the module that is trained.
+        lr: η.
+        damping: added to each factor.
+        ideal: scale the step by ``tr S``.
+        left: statistic of P.
+        right: statistic of Q.
+        options: all others of `Layerwise`.
+
+    >>> import torch, layerwise as lw
+    >>> opt = lw.optim.MahalanobisSpectral(torch.nn.Linear(4, 3), lr=1e-2)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Tensor = 1e-2,
+        damping: Any = 1e-3,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        *,
+        ideal: bool = True,
+        left: str = "outgrads",
+        right: str = "inputs",
+        refresh_every: int = 10,
+        max_factor: int = 8192,
+        **options: Any,
+    ) -> None:
+        rule = InducedMahalanobis(left, right, max_factor=max_factor, ideal=ideal)
+        super().__init__(
+            model,
+            rule=rule,
+            lr=lr,
+            damping=damping,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            refresh_every=refresh_every,
+            **options,
+        )

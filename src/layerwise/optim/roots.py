@@ -1,0 +1,57 @@
+"""Inverse roots of damped factors, with guards: a decomposition that fails keeps the last good one."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.foundations.errors import NumericalError
+from layerwise.foundations.linalg import guarded_cholesky, guarded_eigh
+from layerwise.optim.rule import Health
+
+
+def mean_eigenvalue(M: Tensor) -> Float[Tensor, "K"]:
+    """``tr M / n`` of each group, of a matrix or of a diagonal."""
+    return M.mean(-1) if M.ndim == 2 else M.diagonal(dim1=-2, dim2=-1).mean(-1)
+
+
+def inverse_root(M: Float[Tensor, "K n n"], shift: Float[Tensor, "K"], power: float) -> Float[Tensor, "K n n"]:
+    """``(M + shift I)^(−power)``: by Cholesky for a power of 1, else through the eigenbasis."""
+    if power == 1:
+        eye = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
+        return torch.cholesky_inverse(guarded_cholesky(M + shift.view(-1, 1, 1) * eye, name="damped factor")).to(M)
+    values, vectors = guarded_eigh(M, name="factor")
+    floor = values.amax(-1, keepdim=True) * torch.finfo(values.dtype).eps * M.shape[-1]
+    damped = torch.maximum(values + shift.unsqueeze(-1), floor.clamp_min(torch.finfo(values.dtype).tiny))
+    return (vectors * damped.pow(-power).unsqueeze(-2)) @ vectors.mT
+
+
+def guarded_root(M: Tensor, shift: Tensor, power: float, last: Tensor, health: Health) -> Tensor:
+    """The same for a factor or its diagonal; what cannot be decomposed keeps `last`."""
+    if M.ndim == 2:
+        found = (M + shift.unsqueeze(-1)).pow(-power)
+    else:
+        try:
+            found = inverse_root(M, shift, power)
+        except NumericalError:
+            return _one_by_one(M, shift, power, last, health)
+    good = torch.isfinite(found.flatten(1)).all(1)
+    health.fallbacks += int((~good).sum())
+    return torch.where(good.view(-1, *[1] * (found.ndim - 1)), found, last)
+
+
+def _one_by_one(M: Tensor, shift: Tensor, power: float, last: Tensor, health: Health) -> Tensor:
+    """Each group alone, so that one bad factor does not cost the others theirs."""
+    found = []
+    for k in range(M.shape[0]):
+        try:
+            found.append(inverse_root(M[k : k + 1], shift[k : k + 1], power)[0])
+        except NumericalError:
+            health.fallbacks += 1
+            found.append(last[k])
+    return torch.stack(found)
+
+
+def condition_numbers(M: Tensor, shift: Tensor) -> Float[Tensor, "K"]:
+    """A bound that needs no decomposition: ``(tr M + shift) / shift`` (1 for a factor that is zero)."""
+    total = M.sum(-1) if M.ndim == 2 else M.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return (total + shift) / shift.clamp_min(torch.finfo(M.dtype).tiny)

@@ -1,0 +1,149 @@
+"""`UpdateRule`: what a member of the family does with the gradient of a stack of equal layers.
+
+A rule sees ``[K, O, I]``: K is every group of every layer of one shape, so that a step is a few batched calls. Its
+state is a dictionary of tensors whose first axis is K, updated in place; the engine cuts it by layer for saving.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.layers.io import RecordedIO
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A stack: K groups of an O × I matrix."""
+
+    groups: int
+    outputs: int
+    inputs: int
+    dtype: torch.dtype
+    device: torch.device
+    one_hot: bool = False
+    """Inputs are indices: the input factor is diagonal."""
+
+    def zeros(self, *axes: int) -> Tensor:
+        """``[K, *axes]`` of zeros."""
+        return torch.zeros(self.groups, *axes, dtype=self.dtype, device=self.device)
+
+    def eye(self, size: int) -> Tensor:
+        """K identities."""
+        return torch.eye(size, dtype=self.dtype, device=self.device).repeat(self.groups, 1, 1)
+
+
+@dataclass
+class Observation:
+    """Statistics of one step for a stack, as means: what a rule observes."""
+
+    A: Tensor | None = None
+    """Mean of ``a aᵀ`` over examples and positions, ``[K, I, I]``, or its diagonal ``[K, I]`` for one-hot inputs."""
+    G: Tensor | None = None
+    """``1/N Σ g gᵀ`` of the loss's (or the model's) output gradients, ``[K, O, O]``."""
+    seen: Tensor | None = None
+    """Which groups were observed, ``[K]``; a layer that was not called keeps its statistics."""
+    recorded: list[list[tuple[RecordedIO, float]]] = field(default_factory=list)
+    """For rules that look at examples: per layer, recorded calls and the factor that makes their gradients true."""
+    examples: int = 0
+
+
+@dataclass
+class Context:
+    """What a rule may want to know of the step."""
+
+    step: int
+    """From 1."""
+    lr: float
+    damping: float
+    relative: bool
+    """Whether damping is relative to mean eigenvalues."""
+    options: Mapping[str, Any]
+    """The parameter group."""
+    weight: Float[Tensor, "K O I"] | None = None
+    examples: int = 1
+    """Of this step's batch, where known."""
+
+
+@dataclass
+class Health:
+    """What went wrong and was caught, counted."""
+
+    steps: int = 0
+    skipped_steps: int = 0
+    """Steps left out because a gradient was not finite."""
+    skipped_statistics: int = 0
+    """Observations left out because they were not finite."""
+    refreshes: int = 0
+    fallbacks: int = 0
+    """Decompositions that failed and kept the last good one."""
+    condition: dict[str, float] = field(default_factory=dict)
+    """Largest condition number of each layer's damped factors, at the last refresh."""
+    damping: dict[str, float] = field(default_factory=dict)
+    """What was added to each layer's factors (or spectrum), at the last refresh."""
+
+
+class UpdateRule(ABC):
+    """The direction of a step from the gradient and what was observed."""
+
+    name: ClassVar[str]
+    formula: ClassVar[str]
+    """Shown by ``print(opt)``."""
+    needs_inputs: bool = False
+    """Whether layer inputs must be recorded."""
+    needs_outgrads: bool = False
+    """Whether output gradients must be recorded."""
+    keeps_recorded: bool = False
+    """Whether it looks at examples, so that a batch's inputs and gradients are kept until the step."""
+    refreshes: bool = False
+    """Whether there is anything to refresh."""
+    matrix_only: bool = True
+    """Whether it is for matrices; other parameters get the fallback's update."""
+
+    def accepts(self, shape: Shape) -> str | None:
+        """Why a stack of this shape cannot be treated, or None."""
+        return None
+
+    @abstractmethod
+    def init(self, shape: Shape) -> State:
+        """State before the first step."""
+
+    def observe(self, state: State, seen: Observation, decay: float, health: Health) -> None:
+        """Take statistics in; cheap. Nothing by default."""
+        return
+
+    def observe_gradient(self, state: State, grad: Float[Tensor, "K O I"], decay: float, health: Health) -> None:
+        """Take the gradient's own statistics in, before the direction is made. Nothing by default."""
+        return
+
+    def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:
+        """Recompute decompositions of some groups; dear. Nothing by default."""
+        return
+
+    def rescale(self, state: State, seen: Observation | None, grad: Tensor, context: Context) -> None:
+        """Statistics in a basis that was just refreshed. Nothing by default."""
+        return
+
+    def conditions(self, state: State, context: Context) -> tuple[Tensor, Tensor] | None:
+        """Condition numbers and damping of every group, for the health report; None where there are none."""
+        return None
+
+    @abstractmethod
+    def direction(
+        self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
+    ) -> Float[Tensor, "K O I"]:
+        """What the step subtracts, before momentum and learning rate."""
+
+    def quadratic(self, state: State, D: Float[Tensor, "K O I"]) -> Tensor | None:
+        """``⟨D, F D⟩`` with the rule's own curvature, summed; None where it has none."""
+        return None
+
+    def describe(self, shape: Shape) -> str:
+        """What a layer of this shape gets, in words."""
+        return self.formula

@@ -1,0 +1,123 @@
+"""`Stack`: all layers of one shape and one parameter group, as one tensor ``[K, O, I]``."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from layerwise.foundations.types import statistics_dtype
+from layerwise.layers.table import LayerSpec
+from layerwise.optim.rule import Shape, State, UpdateRule
+
+ENGINE_STATE = ("fresh", "momentum", "graft_m", "graft_v", "graft_steps")
+"""What the engine adds to a rule's own state."""
+
+
+@dataclass
+class Stack:
+    """Layers that one rule treats together."""
+
+    rule: UpdateRule
+    specs: tuple[LayerSpec, ...]
+    group: dict[str, Any]
+    """The parameter group of all of them."""
+    params: Mapping[str, nn.Parameter]
+    state: State = field(default_factory=dict)
+
+    @property
+    def shape(self) -> Shape:
+        """K, O, I and what the tensors are made of."""
+        form, first = self.specs[0].form, self.params[self.specs[0].parameters[0]]
+        dtype = statistics_dtype(first.dtype)
+        return Shape(self.groups, form.outputs, form.inputs, dtype, first.device, form.one_hot)
+
+    @property
+    def groups(self) -> int:
+        """K."""
+        return sum(spec.form.groups for spec in self.specs)
+
+    def slices(self) -> Iterator[tuple[LayerSpec, slice]]:
+        """Which groups are whose."""
+        start = 0
+        for spec in self.specs:
+            yield spec, slice(start, start + spec.form.groups)
+            start += spec.form.groups
+
+    # --- parameters and gradients ------------------------------------------------------------------------
+
+    def active(self) -> list[bool]:
+        """Which layers have a gradient this step."""
+        return [any(self.params[name].grad is not None for name in spec.parameters) for spec in self.specs]
+
+    def gradient(self) -> Float[Tensor, "K O I"]:
+        """All gradients; zero where there is none."""
+        return self._join({name: p.grad for name, p in self.params.items()})
+
+    def weight(self) -> Float[Tensor, "K O I"]:
+        """All parameters."""
+        return self._join({name: p.detach() for name, p in self.params.items()})
+
+    def _join(self, tensors: Mapping[str, Tensor | None]) -> Tensor:
+        dtype = self.shape.dtype
+        filled = {}
+        for name, p in self.params.items():
+            t = tensors[name]
+            t = torch.zeros_like(p) if t is None else t
+            filled[name] = (t.to_dense() if t.is_sparse else t).to(dtype)
+        blocks = [spec.form.join(filled) for spec in self.specs]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+    @torch.no_grad()
+    def subtract(self, D: Float[Tensor, "K O I"], scale: float, active: Iterable[bool], decay: float) -> None:
+        """``W ← (1 − decay) W − scale · D`` for the layers that are active."""
+        for (spec, groups), on in zip(self.slices(), active, strict=True):
+            if not on:
+                continue
+            for part, piece in spec.form.split(D[groups]):
+                target = part.of(self.params)
+                if decay:
+                    target.mul_(1 - decay)
+                target.add_(piece.to(target.dtype), alpha=-scale)
+
+    # --- state, layer by layer ---------------------------------------------------------------------------
+
+    def ensure_state(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """State from what was saved for each layer, else as at the start.
+
+        What another member saved is taken where it means the same (statistics P and Q); decompositions that are
+        missing are made at the next step.
+        """
+        if self.state:
+            return
+        self.state = self.rule.init(self.shape)
+        needed = set(self.state)
+        for spec, groups in self.slices():
+            found = saved.get(spec.name, {})
+            names = needed | ({*ENGINE_STATE} if needed <= set(found) else set())
+            for name in names & set(found):
+                self._put(name, groups, found[name])
+
+    def _put(self, name: str, groups: slice, value: Tensor) -> None:
+        shape = self.shape
+        if name not in self.state:
+            self.state[name] = shape.zeros(*value.shape[1:])
+        target = self.state[name][groups]
+        if value.shape == target.shape:
+            target.copy_(value)
+
+    def saved(self) -> dict[str, dict[str, Tensor]]:
+        """The state of each layer alone."""
+        return {
+            spec.name: {name: value[groups].clone() for name, value in self.state.items()}
+            for spec, groups in self.slices()
+        }
+
+    def restore(self, before: State, active: list[bool]) -> None:
+        """Give layers that were not active their former state back."""
+        for (_, groups), on in zip(self.slices(), active, strict=True):
+            if not on:
+                for name, value in self.state.items():
+                    value[groups] = before[name][groups]
