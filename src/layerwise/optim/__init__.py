@@ -7,6 +7,7 @@ from layerwise.optim.foof import LocoProp as LocoProp
 from layerwise.optim.kfac import KFAC as KFAC
 from layerwise.optim.muon import MahalanobisSpectral as MahalanobisSpectral
 from layerwise.optim.muon import Muon as Muon
+from layerwise.optim.ngd import NGD as NGD
 from layerwise.optim.reference import SGD as SGD
 from layerwise.optim.reference import Adam as Adam
 from layerwise.optim.reference import Sign as Sign

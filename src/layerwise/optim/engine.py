@@ -21,7 +21,7 @@ from layerwise.optim.damping import Damping
 from layerwise.optim.elementwise import AdamRule, GradientDescent
 from layerwise.optim.factors import Factors
 from layerwise.optim.graft import Clip, Graft
-from layerwise.optim.observe import Collector
+from layerwise.optim.observe import Collector, Sums
 from layerwise.optim.rule import Context, Health, UpdateRule
 from layerwise.optim.stack import Stack
 
@@ -245,6 +245,8 @@ class Layerwise(torch.optim.Optimizer):
             return None
         if spec.reason is not None or not spec.sites:
             return spec.reason or "no layer rule"
+        if not self.rule.kronecker_only:
+            return None
         if not spec.form.kronecker or spec.form.weight is None:
             return f"{spec.kind}: a vector, not a matrix"
         if min(spec.form.outputs, spec.form.inputs) == 1 and not self.rule.needs_inputs:
@@ -330,7 +332,17 @@ class Layerwise(torch.optim.Optimizer):
         sums = [grad.sum() for grad in grads]
         return all(math.isfinite(float(s)) for s in sums) or all(bool(torch.isfinite(g).all()) for g in grads)
 
-    def _advance(self, plans: list[tuple[Tensor, list[bool]]], seen: dict[str, Any], examples: int) -> None:
+    def _advance(self, plans: list[tuple[Tensor, list[bool]]], seen: dict[str, Sums], examples: int) -> None:
+        assert self._stacks is not None
+        directions = self._directions(plans, seen, examples)
+        factor = self._clip.factor(self._stacks, directions, [grad for grad, _ in plans])
+        for stack, D, (_, active) in zip(self._stacks, directions, plans, strict=True):
+            lr = self._lr(stack)
+            stack.subtract(D, lr * factor, active, lr * stack.group["weight_decay"])
+        self._damping.predict(self._stacks, directions, plans, factor, self._lr)
+
+    def _directions(self, plans: list[tuple[Tensor, list[bool]]], seen: dict[str, Sums], examples: int) -> list[Tensor]:
+        """What each stack subtracts, before the learning rate."""
         assert self._stacks is not None
         directions = []
         for number, (stack, (grad, active)) in enumerate(zip(self._stacks, plans, strict=True)):
@@ -338,11 +350,7 @@ class Layerwise(torch.optim.Optimizer):
             directions.append(self._direct(stack, number, grad, seen, examples))
             if before is not None:
                 stack.restore(before, active)
-        factor = self._clip.factor(self._stacks, directions, [grad for grad, _ in plans])
-        for stack, D, (_, active) in zip(self._stacks, directions, plans, strict=True):
-            lr = self._lr(stack)
-            stack.subtract(D, lr * factor, active, lr * stack.group["weight_decay"])
-        self._damping.predict(self._stacks, directions, plans, factor, self._lr)
+        return directions
 
     def _lr(self, stack: Stack) -> float:
         if stack.rule is self.fallback and self.fallback_lr is not None and stack.rule is not self.rule:
@@ -350,7 +358,7 @@ class Layerwise(torch.optim.Optimizer):
             return self.fallback_lr * (float(stack.group["lr"]) / base if base else 1.0)
         return float(stack.group["lr"])
 
-    def _direct(self, stack: Stack, number: int, grad: Tensor, seen: dict[str, Any], examples: int) -> Tensor:
+    def _direct(self, stack: Stack, number: int, grad: Tensor, seen: dict[str, Sums], examples: int) -> Tensor:
         rule, state, group = stack.rule, stack.state, stack.group
         context = Context(
             self.steps_taken,

@@ -37,13 +37,15 @@ class Collector:
 
         `first` is False for further cotangents of a forward that was counted already.
         """
-        if not spec.form.kronecker or spec.form.weight is None:
+        if self.rule.kronecker_only and (not spec.form.kronecker or spec.form.weight is None):
             return
         sums = self._sums.setdefault(spec.name, Sums())
         if first:
             sums.examples += io.examples
         if self.rule.keeps_recorded:
             sums.recorded.append((io, factor))
+        if not self.rule.averages:
+            return
         if self.sharing == "reduce" and not spec.form.one_hot:
             self._add_reduced(sums, io, factor, first)
             return

@@ -101,8 +101,12 @@ class UpdateRule(ABC):
     """Whether output gradients must be recorded."""
     keeps_recorded: bool = False
     """Whether it looks at examples, so that a batch's inputs and gradients are kept until the step."""
+    averages: bool = True
+    """Whether moments are taken of what is recorded."""
     refreshes: bool = False
     """Whether there is anything to refresh."""
+    kronecker_only: bool = True
+    """Whether it is for layers with a Kronecker form; norm layers have none."""
     matrix_only: bool = True
     """Whether it is for matrices; other parameters get the fallback's update."""
 

@@ -1,0 +1,246 @@
+"""Natural gradient with the whole matrix of the batch: dense, by Woodbury's identity, or by conjugate gradients.
+
+With the rows ``R`` of the batch (one a cotangent and example, scaled by ``1/√N``), ``F = RᵀR`` over all layers at
+once, cross-layer blocks included. Nothing is run again: ``R v = Σ_l ⟨g_l, V_l a_l⟩`` comes from recorded inputs and
+gradients.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.linalg import conjugate_gradient, guarded_cholesky
+from layerwise.kernel.contraction import contract, rows_of
+from layerwise.layers.io import RecordedIO
+from layerwise.layers.one_hot import OneHot
+from layerwise.layers.standard import Standard
+from layerwise.optim.engine import Layerwise
+from layerwise.optim.observe import Sums
+from layerwise.optim.rule import Context, Health, Shape, State, UpdateRule
+from layerwise.optim.stack import Stack
+
+METHODS = ("auto", "dense", "woodbury", "cg")
+FEW_ROWS = 4096
+"""Up to this many rows "auto" takes Woodbury's identity, above conjugate gradients."""
+
+
+@dataclass
+class BatchRows(UpdateRule):
+    """Keeps the batch; the direction is made for all layers together."""
+
+    name = "ngd"
+    formula = "(F + λI)⁻¹ ∇L, F of the batch over all layers"
+    needs_inputs = True
+    needs_outgrads = True
+    keeps_recorded = True
+    kronecker_only = False
+    averages = False
+
+    def init(self, shape: Shape) -> State:
+        """Nothing."""
+        return {}
+
+    def direction(
+        self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
+    ) -> Float[Tensor, "K O I"]:
+        """As it is: `NGD` has solved for all layers already."""
+        return grad
+
+
+@dataclass
+class Rows:
+    """``R``, never formed: recorded layers, each a list of blocks of examples and cotangents."""
+
+    layers: dict[str, list[tuple[RecordedIO, float]]]
+    examples: int
+
+    def push(self, V: dict[str, Tensor]) -> Float[Tensor, "rows"]:
+        """``R v`` for one matrix a layer."""
+        total: Tensor | None = None
+        for name, blocks in self.layers.items():
+            part = torch.cat([_push(io.standard(), V[name]) * factor for io, factor in blocks])
+            total = part if total is None else total + part
+        assert total is not None
+        return total / self.examples**0.5
+
+    def pull(self, u: Float[Tensor, "rows"]) -> dict[str, Tensor]:
+        """``Rᵀ u``."""
+        found = {}
+        for name, blocks in self.layers.items():
+            sizes = [io.vectors * io.examples for io, _ in blocks]
+            parts = zip(blocks, u.split(sizes), strict=True)
+            found[name] = sum(_pull(io.standard(), part) * factor for (io, factor), part in parts)
+        return {name: t / self.examples**0.5 for name, t in found.items()}  # type: ignore[operator]
+
+    def gram(self) -> Float[Tensor, "rows rows"]:
+        """``R Rᵀ``, layer by layer, by the cheaper of Gram products and per-example gradients."""
+        total: Tensor | None = None
+        for blocks in self.layers.values():
+            chunks = [(io.standard(), factor) for io, factor in blocks]
+            part = torch.cat([torch.cat([_gram(a, b) * (s * t) for b, t in chunks], dim=1) for a, s in chunks], dim=0)
+            total = part if total is None else total + part
+        assert total is not None
+        return total / self.examples
+
+    def dense(self) -> dict[str, Float[Tensor, "rows D"]]:
+        """``R`` itself, one block a layer."""
+        return {
+            name: torch.cat([rows_of(io.standard()).transpose(0, 1).flatten(0, 1) * f for io, f in blocks])
+            / self.examples**0.5
+            for name, blocks in self.layers.items()
+        }
+
+
+def _push(chunk: Standard, V: Float[Tensor, "K O I"]) -> Float[Tensor, "rows"]:
+    if isinstance(chunk.a, OneHot):
+        table = torch.nn.functional.pad(V[0].mT, (0, 0, 1, 0))
+        y = table[chunk.a.index.reshape(chunk.a.index.shape[0], -1) + 1].unsqueeze(2)
+    else:
+        y = torch.einsum("nski,koi->nsko", chunk.a, V)
+    return torch.einsum("vnsko,nsko->vn", chunk.g, y).flatten()
+
+
+def _pull(chunk: Standard, u: Float[Tensor, "rows"]) -> Float[Tensor, "K O I"]:
+    v, n = chunk.g.shape[:2]
+    weighted = torch.einsum("vnsko,vn->nsko", chunk.g, u.view(v, n))
+    return Standard(chunk.a, weighted.unsqueeze(0)).grad()[0]
+
+
+def _gram(left: Standard, right: Standard) -> Float[Tensor, "rows rows2"]:
+    _, _, s, _, o = left.g.shape
+    i = left.a.shape[-1]
+    order = "gram" if s * s * (i + o) <= 4 * o * i or isinstance(left.a, OneHot) else "rows"
+    block = contract(order, left, right)  # N, V, M, W
+    return block.permute(1, 0, 3, 2).reshape(block.shape[0] * block.shape[1], -1)
+
+
+class NGD(Layerwise):
+    """Natural gradient: ``θ ← θ − η (F + λ I)⁻¹ ∇L`` with the whole matrix F of the batch, all layers together.
+
+    Parameters of layers without a rule get the fallback's update.
+
+    Args:
+        model: the module that is trained.
+        lr: η.
+        damping: λ, relative to the mean eigenvalue of F unless ``damping_scale="absolute"``.
+        momentum: of the direction.
+        weight_decay: decoupled.
+        method: "dense" (small models), "woodbury" (a system as large as the batch's rows), "cg", or "auto".
+        tol: relative residual at which "cg" stops.
+        max_iterations: of "cg".
+        options: all others of `Layerwise`.
+
+    Reference: Amari 1998.
+
+    >>> import torch, layerwise as lw
+    >>> opt = lw.optim.NGD(torch.nn.Linear(4, 3), lr=0.1, likelihood="categorical", estimator="exact")
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Tensor = 1e-1,
+        damping: Any = 1e-2,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        *,
+        method: str = "auto",
+        tol: float = 1e-8,
+        max_iterations: int = 250,
+        **options: Any,
+    ) -> None:
+        if method not in METHODS:
+            raise InputError(
+                describe(f"method={method!r}", " or ".join(f'"{k}"' for k in METHODS), "choose one of them")
+            )
+        if options.get("factor_every", 1) != 1:
+            raise InputError(describe("factor_every above 1", "1: the matrix is that of each batch", "leave it out"))
+        self.method, self.tol, self.max_iterations = method, tol, max_iterations
+        super().__init__(
+            model, rule=BatchRows(), lr=lr, damping=damping, momentum=momentum, weight_decay=weight_decay, **options
+        )
+
+    def _directions(self, plans: list[tuple[Tensor, list[bool]]], seen: dict[str, Sums], examples: int) -> list[Tensor]:
+        assert self._stacks is not None
+        solved = list(plans)
+        mine = [place for place, stack in enumerate(self._stacks) if stack.rule is self.rule]
+        known = {name: sums for name, sums in seen.items() if sums.recorded}
+        if mine and known:
+            grads = {}
+            for place in mine:
+                for spec, groups in self._stacks[place].slices():
+                    if spec.name in known:
+                        grads[spec.name] = plans[place][0][groups]
+            answer = self._solve(grads, known)
+            for place in mine:
+                solved[place] = self._replaced(self._stacks[place], plans[place], answer), plans[place][1]
+        return super()._directions(solved, seen, examples)
+
+    @staticmethod
+    def _replaced(stack: Stack, plan: tuple[Tensor, list[bool]], answer: dict[str, Tensor]) -> Tensor:
+        pieces = [answer.get(spec.name, plan[0][groups]) for spec, groups in stack.slices()]
+        return torch.cat(pieces)
+
+    def _solve(self, grads: dict[str, Tensor], known: dict[str, Sums]) -> dict[str, Tensor]:
+        examples = max(sums.examples for sums in known.values())
+        R = Rows({name: known[name].recorded for name in grads}, examples)
+        rows = sum(io.vectors * io.examples for io, _ in next(iter(R.layers.values())))
+        size = sum(g.numel() for g in grads.values())
+        method = self.method
+        if method == "auto":
+            method = "woodbury" if rows <= FEW_ROWS else "cg"
+        group = self.param_groups[0]
+        damping = self._damping.at(group, self.steps_taken)
+        if method == "woodbury":
+            return self._woodbury(R, grads, damping, size)
+        if method == "dense":
+            return self._dense(R, grads, damping, size)
+        return self._iterated(R, grads, damping, size)
+
+    def _lambda(self, trace: Tensor, damping: float, size: int) -> float:
+        mean = float(trace) / size
+        return max(damping * mean, torch.finfo(trace.dtype).tiny) if self._damping.relative else damping
+
+    def _woodbury(self, R: Rows, grads: dict[str, Tensor], damping: float, size: int) -> dict[str, Tensor]:
+        """``(∇L − Rᵀ (R Rᵀ + λ I)⁻¹ R ∇L) / λ``."""
+        K = R.gram()
+        lam = self._lambda(K.trace(), damping, size)
+        root = guarded_cholesky(K, name="Gram matrix of the batch", damping=lam)
+        inner = R.push(grads).to(root.dtype)
+        pulled = R.pull(torch.cholesky_solve(inner.unsqueeze(1), root)[:, 0].to(K.dtype))
+        return {name: (g - pulled[name]) / lam for name, g in grads.items()}
+
+    def _dense(self, R: Rows, grads: dict[str, Tensor], damping: float, size: int) -> dict[str, Tensor]:
+        """Cholesky of ``F + λ I``."""
+        flat = torch.cat(list(R.dense().values()), dim=1)
+        F = flat.mT @ flat
+        root = guarded_cholesky(F, name="Fisher matrix of the batch", damping=self._lambda(F.trace(), damping, size))
+        g = torch.cat([t.flatten() for t in grads.values()]).to(root.dtype)
+        x = torch.cholesky_solve(g.unsqueeze(1), root)[:, 0].to(F.dtype)
+        pieces = x.split([t.numel() for t in grads.values()])
+        return {name: piece.view_as(t) for (name, t), piece in zip(grads.items(), pieces, strict=True)}
+
+    def _iterated(self, R: Rows, grads: dict[str, Tensor], damping: float, size: int) -> dict[str, Tensor]:
+        """Conjugate gradients on ``F + λ I``."""
+        sizes = [t.numel() for t in grads.values()]
+        trace = sum(
+            (io.standard().squared_norms() * factor**2).sum() for blocks in R.layers.values() for io, factor in blocks
+        )
+        assert isinstance(trace, Tensor)
+        lam = self._lambda(trace / R.examples, damping, size)
+
+        def product(X: Tensor) -> Tensor:
+            cut = {n: p.view_as(t) for (n, t), p in zip(grads.items(), X[:, 0].split(sizes), strict=True)}
+            F_X = R.pull(R.push(cut))
+            return torch.cat([F_X[name].flatten() for name in grads]).unsqueeze(1) + lam * X
+
+        g = torch.cat([t.flatten() for t in grads.values()]).unsqueeze(1)
+        found = conjugate_gradient(product, g, tol=self.tol, max_iterations=self.max_iterations)
+        if not found.converged:
+            self._health.fallbacks += 1
+        pieces = found.solution[:, 0].split(sizes)
+        return {name: piece.view_as(t) for (name, t), piece in zip(grads.items(), pieces, strict=True)}
