@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerwise.distributed.processes import Processes
 from layerwise.foundations.cotangents import Cotangent, HessianRoot, SampledLabels
 from layerwise.foundations.errors import InputError, InteractionError, describe
 from layerwise.foundations.likelihoods import Likelihood
@@ -26,6 +27,8 @@ from layerwise.layers.layout import Layout
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.layers.tape import Event, Tape
 
+RANK_SEEDS = 7919
+"""Processes draw labels of their own: seeds this far apart."""
 WAITING = 16
 """Forwards that may wait for their backward at once; older ones are let go."""
 
@@ -183,11 +186,9 @@ class Capture:
         assert tape is not None
         assert likelihood is not None
         n = forward.examples
-        cotangent: Cotangent = (
-            SampledLabels(likelihood, self.samples, self.seed)
-            if self.estimator == "sampled"
-            else HessianRoot(likelihood)
-        )
+        cotangent: Cotangent = HessianRoot(likelihood)
+        if self.estimator == "sampled":
+            cotangent = SampledLabels(likelihood, self.samples, self.seed + RANK_SEEDS * Processes().rank)
         with torch.enable_grad():
             terms = likelihood.standardize(as_statistics(f), None, None, self._arrange(n))
         waiting: list[tuple[LayerSpec, LayerIO, bool]] = []

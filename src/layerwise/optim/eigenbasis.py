@@ -18,6 +18,8 @@ from layerwise.optim.rule import Context, Health, Observation, Shape, State
 class EigenFactors(Factors):
     """The basis ``U_P ⊗ U_Q`` of the factors; a factor that is left out, or diagonal, has the identity."""
 
+    refreshed = ("U_P", "s_P", "U_Q", "s_Q", "s", "V")
+
     def init(self, shape: Shape) -> State:
         """Statistics, and identities in place of the basis."""
         state = super().init(shape)
@@ -95,26 +97,24 @@ class CorrectedEigenvalues(EigenFactors):
             squares = context.examples * self.rotate(state, grad).square()
             good = torch.isfinite(squares.flatten(1)).all(1).view(-1, 1, 1)
             state["s"].copy_(torch.where(good, torch.lerp(squares, state["s"], self.scaling_decay), state["s"]))
-        elif seen is not None and seen.recorded:
+        elif self.scaling == "batch" and seen is not None:
             self._rescale_by_examples(state, seen)
 
     def _rescale_by_examples(self, state: State, seen: Observation) -> None:
-        start = 0
-        for calls in seen.recorded:
-            if not calls:
-                start += 1
-                continue
-            k = calls[0][0].spec.form.groups
+        """Squares of per-example gradients in the basis, summed over examples (and processes)."""
+        totals, start = torch.zeros_like(state["s"]), 0
+        for calls, k in zip(seen.recorded, seen.groups, strict=True):
             groups = slice(start, start + k)
             U_Q = state["U_Q"][groups] if "U_Q" in state else None
-            total = torch.zeros_like(state["s"][groups])
             for io, factor in calls:
                 for chunk in io.chunks():
                     assert isinstance(chunk, Standard)
-                    total += factor**2 * chunk.rotated_squared_sum(U_Q, state["U_P"][groups]).to(total)
-            if bool(torch.isfinite(total).all()):
-                state["s"][groups] = total / seen.examples
+                    totals[groups] += factor**2 * chunk.rotated_squared_sum(U_Q, state["U_P"][groups]).to(totals)
             start += k
+        s = seen.add_up([totals])[0] / seen.examples
+        good = torch.isfinite(s.flatten(1)).all(1)
+        good = good if seen.seen is None else good & seen.seen
+        state["s"].copy_(torch.where(good.view(-1, 1, 1), s, state["s"]))
 
     def direction(
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health

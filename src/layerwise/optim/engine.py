@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerwise.distributed.processes import Processes
 from layerwise.foundations import likelihoods
 from layerwise.foundations.errors import InputError, LayerwiseError, describe
 from layerwise.foundations.likelihoods import Likelihood
@@ -144,6 +145,7 @@ class Layerwise(torch.optim.Optimizer):
         _check_numbers(defaults)
         super().__init__(self._groups(overrides or {}, defaults), defaults)
         self.steps_taken = 0
+        self.processes = Processes()
         self._collector = Collector(self.rule, self.sharing)
         self._capture = self._make_capture(example_axis, seed_of(seed))
 
@@ -293,7 +295,8 @@ class Layerwise(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _step(self) -> None:
-        seen = self._collector.take()
+        device = self.param_groups[0]["params"][0].device
+        seen = self._collector.take_all(self._observed_specs(), self.processes, device)
         counts = None if self._capture is None else self._capture.collect()
         if self._stacks is None:
             self._require_forward(counts)
@@ -304,7 +307,7 @@ class Layerwise(torch.optim.Optimizer):
         scale, examples = 1.0, 1
         if counts is not None and counts.examples:
             scale = self._scale.to_mean_gradient(counts.examples, counts.tokens)
-            examples = counts.examples
+            examples = counts.examples * self.processes.count
         plans = [self._prepare(stack, scale) for stack in self._stacks]
         if not self._finite([grad for grad, _ in plans]):
             self._health.skipped_steps += 1
@@ -312,6 +315,9 @@ class Layerwise(torch.optim.Optimizer):
             self._advance(plans, seen, examples)
         if self._capture is not None:
             self._capture.due = self.steps_taken % self.factor_every == 0
+
+    def _observed_specs(self) -> tuple[LayerSpec, ...]:
+        return () if self._capture is None else self._capture.table.layers
 
     def _require_forward(self, counts: Any) -> None:
         if self._capture is not None and self._capture.notes is None:
@@ -368,7 +374,7 @@ class Layerwise(torch.optim.Optimizer):
             group,
             examples=examples,
         )
-        observed = self._collector.observation(stack, seen) if rule is self.rule else None
+        observed = self._collector.observation(stack, seen, self.processes) if rule is self.rule else None
         if observed is not None:
             rule.observe(state, observed, group["factor_decay"], self._health)
         if (self.steps_taken - 1) % self.factor_every == 0:
@@ -385,13 +391,26 @@ class Layerwise(torch.optim.Optimizer):
         every, step = self.refresh_every, self.steps_taken
         if "fresh" not in stack.state:
             stack.state["fresh"] = torch.zeros(stack.groups, device=stack.shape.device)
-        for place, (_, groups) in enumerate(stack.slices()):
-            fresh = bool(stack.state["fresh"][groups].all())
-            young = step < every and step & (step - 1) == 0  # 1, 2, 4, 8, …
-            if fresh and not young and (step - 1 + number + place) % every:
-                continue
-            stack.rule.refresh(stack.state, groups, context, self._health)
+        young = step < every and step & (step - 1) == 0  # 1, 2, 4, 8, …
+        fresh = stack.state["fresh"].tolist()
+        due = [
+            groups
+            for place, (_, groups) in enumerate(stack.slices())
+            if young or not all(fresh[groups]) or (step - 1 + number + place) % every == 0
+        ]
+        owners = self.processes.owners([float(groups.stop - groups.start) for groups in due])
+        for groups, owner in zip(due, owners, strict=True):
+            if owner == self.processes.rank:
+                stack.rule.refresh(stack.state, groups, context, self._health)
             stack.state["fresh"][groups] = 1
+        self.processes.share(
+            [
+                (owner, stack.state[name][groups])
+                for groups, owner in zip(due, owners, strict=True)
+                for name in stack.rule.refreshed
+                if name in stack.state
+            ]
+        )
 
     @staticmethod
     def _momentum(stack: Stack, D: Tensor) -> Tensor:

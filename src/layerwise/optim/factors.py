@@ -37,6 +37,7 @@ class Factors(UpdateRule):
     max_factor: int = 8192
     accumulate: bool = False
     """Sum statistics instead of averaging them (Shampoo's own accumulator)."""
+    refreshed = ("P_root", "Q_root")
     name = "factors"
     formula = "P⁻ᵖ ∇L Q⁻ᑫ"
 

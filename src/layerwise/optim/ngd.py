@@ -5,13 +5,14 @@ once, cross-layer blocks included. Nothing is run again: ``R v = Σ_l ⟨g_l, V_
 gradients.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from layerwise.distributed.processes import Processes
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.linalg import conjugate_gradient, guarded_cholesky
 from layerwise.kernel.contraction import contract, rows_of
@@ -57,6 +58,8 @@ class Rows:
 
     layers: dict[str, list[tuple[RecordedIO, float]]]
     examples: int
+    processes: Processes = field(default_factory=Processes)
+    """Rows are those of all of them; each holds its own."""
 
     def push(self, V: dict[str, Tensor]) -> Float[Tensor, "rows"]:
         """``R v`` for one matrix a layer."""
@@ -74,7 +77,8 @@ class Rows:
             sizes = [io.vectors * io.examples for io, _ in blocks]
             parts = zip(blocks, u.split(sizes), strict=True)
             found[name] = sum(_pull(io.standard(), part) * factor for (io, factor), part in parts)
-        return {name: t / self.examples**0.5 for name, t in found.items()}  # type: ignore[operator]
+        totals = self.processes.add_up([t / self.examples**0.5 for t in found.values()])  # type: ignore[operator]
+        return dict(zip(found, totals, strict=True))
 
     def gram(self) -> Float[Tensor, "rows rows"]:
         """``R Rᵀ``, layer by layer, by the cheaper of Gram products and per-example gradients."""
@@ -187,11 +191,13 @@ class NGD(Layerwise):
 
     def _solve(self, grads: dict[str, Tensor], known: dict[str, Sums]) -> dict[str, Tensor]:
         examples = max(sums.examples for sums in known.values())
-        R = Rows({name: known[name].recorded for name in grads}, examples)
+        R = Rows({name: known[name].recorded for name in grads}, examples, self.processes)
         rows = sum(io.vectors * io.examples for io, _ in next(iter(R.layers.values())))
         size = sum(g.numel() for g in grads.values())
         method = self.method
-        if method == "auto":
+        if self.processes.count > 1:
+            method = "cg"  # each process holds its own rows: only products are cheap
+        elif method == "auto":
             method = "woodbury" if rows <= FEW_ROWS else "cg"
         group = self.param_groups[0]
         damping = self._damping.at(group, self.steps_taken)
@@ -231,7 +237,7 @@ class NGD(Layerwise):
             (io.standard().squared_norms() * factor**2).sum() for blocks in R.layers.values() for io, factor in blocks
         )
         assert isinstance(trace, Tensor)
-        lam = self._lambda(trace / R.examples, damping, size)
+        lam = self._lambda(self.processes.add_up([trace / R.examples])[0], damping, size)
 
         def product(X: Tensor) -> Tensor:
             cut = {n: p.view_as(t) for (n, t), p in zip(grads.items(), X[:, 0].split(sizes), strict=True)}

@@ -1,10 +1,12 @@
 """From recorded layers to the means that rules observe."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from layerwise.distributed.processes import Processes
 from layerwise.foundations.linalg import gram
 from layerwise.layers.io import RecordedIO
 from layerwise.layers.table import LayerSpec
@@ -71,29 +73,71 @@ class Collector:
         sums, self._sums = self._sums, {}
         return sums
 
+    def take_all(self, specs: Sequence[LayerSpec], processes: Processes, device: torch.device) -> dict[str, Sums]:
+        """The same over all processes: one reduction, in the order of the layers."""
+        own = self.take()
+        if processes.count == 1:
+            return own
+        present = torch.tensor([float(spec.name in own) for spec in specs], dtype=torch.float64)
+        present = processes.add_up([present.to(device)])[0]
+        known = [spec for spec, p in zip(specs, present, strict=True) if p > 0]
+        filled = {spec.name: own.get(spec.name, Sums()) for spec in known}
+        moments = processes.add_up([t for spec in known for t in self._tensors(spec, filled[spec.name], device)])
+        places = iter(moments)
+        for spec in known:
+            sums = filled[spec.name]
+            counts = next(places)
+            sums.rows, sums.examples = int(counts[0]), int(counts[1])
+            if self._wants(spec, "A"):
+                sums.A = next(places)
+            if self._wants(spec, "G"):
+                sums.G = next(places)
+        return filled
+
+    def _wants(self, spec: LayerSpec, factor: str) -> bool:
+        return self.rule.averages and (self.rule.needs_inputs if factor == "A" else self.rule.needs_outgrads)
+
+    def _tensors(self, spec: LayerSpec, sums: Sums, device: torch.device) -> list[Tensor]:
+        """Counts and moments, zero where this process has none."""
+        form = spec.form
+        found = [torch.tensor([sums.rows, sums.examples], dtype=torch.float64, device=device)]
+        square = (form.groups, form.inputs) if form.one_hot else (form.groups, form.inputs, form.inputs)
+        for factor, shape in (("A", square), ("G", (form.groups, form.outputs, form.outputs))):
+            if self._wants(spec, factor):
+                value = getattr(sums, factor)
+                like = next(t for t in (sums.A, sums.G, torch.zeros((), device=device)) if t is not None)
+                found.append(like.new_zeros(shape) if value is None else value)
+        return found
+
     @staticmethod
-    def observation(stack: Stack, sums: dict[str, Sums]) -> Observation | None:
+    def observation(stack: Stack, sums: dict[str, Sums], processes: Processes) -> Observation | None:
         """The means of a stack's layers; None where none was seen."""
         known = [sums.get(spec.name) for spec in stack.specs]
         if not any(s is not None for s in known):
             return None
-        first = next(s for s in known if s is not None)
-        shape = stack.shape
-        A, G, seen, recorded = [], [], [], []
-        for spec, s in zip(stack.specs, known, strict=True):
-            k = spec.form.groups
-            seen += [s is not None] * k
-            recorded.append([] if s is None else s.recorded)
-            if first.A is not None:
-                empty = shape.zeros(*first.A.shape[1:])[:1].expand(k, *first.A.shape[1:])
-                A.append(empty if s is None or s.A is None else s.A.to(shape.dtype) / max(s.rows, 1))
-            if first.G is not None:
-                empty = shape.zeros(*first.G.shape[1:])[:1].expand(k, *first.G.shape[1:])
-                G.append(empty if s is None or s.G is None else s.G.to(shape.dtype) / max(s.examples, 1))
+        seen = [s is not None for s, spec in zip(known, stack.specs, strict=True) for _ in range(spec.form.groups)]
         return Observation(
-            torch.cat(A) if A else None,
-            torch.cat(G) if G else None,
-            torch.tensor(seen, device=shape.device),
-            recorded,
+            _means(stack, known, "A", "rows"),
+            _means(stack, known, "G", "examples"),
+            torch.tensor(seen, device=stack.shape.device),
+            [[] if s is None else s.recorded for s in known],
+            [spec.form.groups for spec in stack.specs],
             max(s.examples for s in known if s is not None),
+            processes.add_up,
         )
+
+
+def _means(stack: Stack, known: Sequence[Sums | None], factor: str, count: str) -> Tensor | None:
+    """One factor of all layers, each sum divided by its count; zero for a layer that was not seen."""
+    shape = stack.shape
+    example = next((t for s in known if s is not None and (t := getattr(s, factor)) is not None), None)
+    if example is None:
+        return None
+    means = []
+    for spec, s in zip(stack.specs, known, strict=True):
+        value = None if s is None else getattr(s, factor)
+        if value is None:
+            means.append(torch.zeros(spec.form.groups, *example.shape[1:], dtype=shape.dtype, device=shape.device))
+        else:
+            means.append(value.to(shape.dtype) / max(getattr(s, count), 1))
+    return torch.cat(means)

@@ -5,7 +5,7 @@ state is a dictionary of tensors whose first axis is K, updated in place; the en
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -51,7 +51,11 @@ class Observation:
     """Which groups were observed, ``[K]``; a layer that was not called keeps its statistics."""
     recorded: list[list[tuple[RecordedIO, float]]] = field(default_factory=list)
     """For rules that look at examples: per layer, recorded calls and the factor that makes their gradients true."""
+    groups: list[int] = field(default_factory=list)
+    """Groups of each layer."""
     examples: int = 0
+    add_up: Callable[[Sequence[Tensor]], list[Tensor]] = list
+    """Sums over the processes that train together."""
 
 
 @dataclass
@@ -105,6 +109,8 @@ class UpdateRule(ABC):
     """Whether moments are taken of what is recorded."""
     refreshes: bool = False
     """Whether there is anything to refresh."""
+    refreshed: tuple[str, ...] = ()
+    """State that a refresh renews: what its owner sends to the other processes."""
     kronecker_only: bool = True
     """Whether it is for layers with a Kronecker form; norm layers have none."""
     matrix_only: bool = True
