@@ -116,7 +116,7 @@ class Spectrum:
 
     def median(self) -> Float[Tensor, ""]:
         """Their median."""
-        return self.values.median()
+        return self.values.quantile(0.5)
 
     def effective_rank(self) -> Float[Tensor, ""]:
         """``exp(−Σ μ log μ)``; 0 for a kernel that is zero."""
@@ -128,6 +128,8 @@ class Spectrum:
 
     def trace_ratio(self, k: int) -> Float[Tensor, ""]:
         """The part of the trace in the k largest."""
+        if not 1 <= k <= self.values.numel():
+            raise InputError(describe(f"k={k}", f"a number from 1 to {self.values.numel()}", "choose another"))
         return _cosine(self.values[:k].sum(), self.values.sum())
 
     def __str__(self) -> str:

@@ -52,6 +52,8 @@ class Cost:
     """Examples contracted at a time; 0: per-example gradients of all at once."""
     vector_tile: int
     """Cotangents contracted at a time."""
+    scratch: int
+    """Numbers that one tile takes."""
 
 
 def cost(
@@ -71,7 +73,8 @@ def cost(
     else:
         each = float(V * V * row) + (0.0 if keep_rows else 2 * making / tile)
     total = pairs * each + ((n + m if pairs == n * m else n) * making if keep_rows else 0.0)
-    return Cost(total, V * sizes.row if keep_rows else sizes.raw, 0 if keep_rows else tile, vectors)
+    kept = V * sizes.row if keep_rows else sizes.raw
+    return Cost(total, kept, 0 if keep_rows else tile, vectors, _numbers(order, sizes, tile, vectors))
 
 
 def _tile(order: str, sizes: Sizes, scratch: int, n: int) -> tuple[int, int]:

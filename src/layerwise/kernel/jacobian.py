@@ -22,7 +22,7 @@ from layerwise.foundations.types import statistics_dtype
 from layerwise.foundations.vectors import ParamVector, trainable, unwrap
 from layerwise.kernel.examples import Block, Examples, recording_sizes
 from layerwise.kernel.outputs import Outputs, Selection
-from layerwise.layers.calling import in_own_arithmetic
+from layerwise.layers.calling import in_own_arithmetic, refuse_train_mode_batch_norm, renormed
 from layerwise.layers.flat_rows import flat_rows
 from layerwise.layers.form import Part
 from layerwise.layers.generic import is_random
@@ -58,8 +58,9 @@ class Jacobian:
 
     def check_unchanged(self) -> None:
         """Nothing is computed until it is asked for: by then the model must still be the one it was."""
+        rescaled = {id(p) for p in renormed(self.recorder.model)}  # by the forward itself
         for name, p in trainable(self.recorder.model).items():
-            if p._version != self._versions.get(name, p._version):
+            if id(p) not in rescaled and p._version != self._versions.get(name, p._version):
                 raise InputError(
                     describe(
                         f"a Jacobian or kernel whose parameter {name!r} has been changed since it was made",
@@ -372,6 +373,7 @@ def prepare(
 ) -> tuple[Recorder, Outputs, torch.device, int]:
     """What every function-space object starts from; the device, and the bytes allowed."""
     model, reading = unwrap(model), Outputs(outputs)
+    refuse_train_mode_batch_norm(model)
     table = LayerTable.from_model(model, select, on_unsupported)
     device = next(p.device for p in model.parameters() if p.requires_grad)
     allowed = budget(memory, device)

@@ -22,6 +22,7 @@ from layerwise.kernel.kernel import Kernel, MatrixKernel
 from layerwise.kernel.outputs import Selection
 from layerwise.kernel.plan import Algorithm, Plan, Request, check_algorithm, make_plan
 from layerwise.layers.calling import in_own_arithmetic
+from layerwise.layers.generic import is_random
 from layerwise.layers.io import GradientIO, LayerIO, RecordedIO
 from layerwise.layers.recorder import Recorder
 from layerwise.layers.table import LayerSpec, OnUnsupported
@@ -94,7 +95,7 @@ class TangentKernel(Kernel):
         J, second = self.first, self.second
         J.check_unchanged()
         for examples in (J.examples, second.examples if second is not None else None):
-            if examples is not None:
+            if examples is not None and not is_random(J.recorder.model):  # a random forward is seeded by block
                 examples.cut(plan.block)
         found = assemble(
             J.recorder, J.examples, None if second is None else second.examples, J.outputs, plan, J.progress

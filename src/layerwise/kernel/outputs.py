@@ -22,9 +22,13 @@ class Outputs(Reading):
     select: Selection = "all"
 
     def __post_init__(self) -> None:
-        known = self.select in ("all", "sum") if isinstance(self.select, str) else True
-        several = isinstance(self.select, Sequence) and all(isinstance(i, int) for i in self.select)
-        if not known or not (isinstance(self.select, str | int) or several or callable(self.select)):
+        if isinstance(self.select, str):
+            known = self.select in ("all", "sum")
+        elif isinstance(self.select, Sequence):
+            known = all(_is_index(i) for i in self.select)
+        else:
+            known = _is_index(self.select) or callable(self.select)
+        if not known:
             raise InputError(
                 describe(
                     f"outputs={self.select!r}",
@@ -37,7 +41,7 @@ class Outputs(Reading):
         """The chosen functions, examples first."""
         by_example = arrange(f.unsqueeze(-1)).squeeze(-1)
         if isinstance(self.select, str):
-            return by_example if self.select == "all" else by_example.flatten(1).sum(1)
+            return by_example if self.select == "all" else by_example.reshape(by_example.shape[0], -1).sum(1)
         if callable(self.select):
             return _of_each_example(self.select(by_example), by_example.shape[0])
         return by_example[..., self._index(by_example)]
@@ -59,6 +63,14 @@ class Outputs(Reading):
     def standardize(self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor]) -> Terms:
         """The functions as outputs at one position; targets are not looked at."""
         read = self.alone(f, arrange)
+        if torch.is_grad_enabled() and f.requires_grad and not read.requires_grad:
+            raise InputError(
+                describe(
+                    "outputs= a function that returns something independent of the outputs",
+                    "a differentiable function of them",
+                    "return floating-point values computed from f",
+                )
+            )
         return Terms(read, None, read.new_ones(read.shape[:2]).detach(), None, ())
 
     def alone(self, f: Tensor, arrange: Callable[[Tensor], Tensor]) -> Float[Tensor, "N S C"]:
@@ -71,25 +83,34 @@ class Outputs(Reading):
         if not callable(self.select) or n < 2:
             return
         by_example = arrange_some(n)(f.unsqueeze(-1)).squeeze(-1).detach()
-        together, first = self.select(by_example), self.select(by_example[:1])
-        if not torch.allclose(together[:1], first, rtol=1e-4, atol=1e-5 * float(together.abs().max())):
+        together = _of_each_example(self.select(by_example), n)
+        slack = 1e-5 * float(together.abs().max()) if together.numel() else 0.0
+        alone = [_of_each_example(self.select(by_example[i : i + 1]), 1)[0] for i in (0, n - 1)]
+        same = (
+            torch.allclose(together[i], one, rtol=1e-4, atol=slack) for i, one in zip((0, n - 1), alone, strict=True)
+        )
+        if not all(same):
             raise InteractionError(
                 describe(
-                    "outputs= a function that mixes examples (its first row changes when given alone)",
+                    "outputs= a function that mixes examples (a row changes when its example is given alone)",
                     "a function of each example's own outputs",
                     "index and sum over axes 1, 2, … only",
                 )
             )
 
 
+def _is_index(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _of_each_example(chosen: Any, n: int) -> Tensor:
-    if isinstance(chosen, Tensor) and chosen.ndim >= 1 and chosen.shape[0] == n:
+    if isinstance(chosen, Tensor) and chosen.ndim >= 1 and chosen.shape[0] == n and chosen.is_floating_point():
         return chosen
-    given = f"shape {tuple(chosen.shape)}" if isinstance(chosen, Tensor) else type(chosen).__name__
+    given = f"{chosen.dtype}, shape {tuple(chosen.shape)}" if isinstance(chosen, Tensor) else type(chosen).__name__
     raise InputError(
         describe(
             f"outputs= a function that returns {given}",
-            f"a tensor with the {n} examples first",
+            f"a floating-point tensor with the {n} examples first",
             "keep axis 0, e.g. outputs=lambda f: f[:, 8] - f[:, 3]",
         )
     )

@@ -1,7 +1,7 @@
 """`Plan`: which order of contraction each layer gets, in how many tiles, and what that will cost."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -104,7 +104,7 @@ class Plan:
         first = -(-self.request.n // self.groups[0])
         if self.request.m is None:
             return self.request.n * (first + 1) / 2
-        return self.request.n + self.request.m * first
+        return float(self.request.n + self.request.m * first)
 
     @property
     def kept_bytes(self) -> int:
@@ -148,12 +148,47 @@ class _Room:
     """How the memory allowed is divided, in bytes."""
 
     scratch: int
+    """What a tile should take."""
+    most: int
+    """What a tile may take where a smaller one does not exist."""
     recording: int
     kept: int
 
 
 def make_plan(request: Request) -> Plan:
     """Choose the cheapest order for each layer that fits the memory, in tiles if it must be."""
+    try:
+        return _plan(request)
+    except _TooSmall as small:
+        raise small.explained(request) from None
+
+
+class _TooSmall(Exception):
+    """Not even single examples fit."""
+
+    def __init__(self, what: str, least: int) -> None:
+        self.what, self.least = what, least
+
+    def explained(self, request: Request) -> MemoryBudgetError:
+        """With a memory that is enough."""
+        enough = request.memory
+        while True:
+            enough = 2 * enough
+            try:
+                _plan(replace(request, memory=enough))
+                break
+            except _TooSmall:
+                continue
+        return MemoryBudgetError(
+            describe(
+                f"a tangent kernel that needs {readable(self.least)} for {self.what}",
+                f"what the matrix leaves free of memory={request.memory}",
+                f'allow memory={enough}, take fewer outputs with outputs=, or leave algorithm="auto"',
+            )
+        )
+
+
+def _plan(request: Request) -> Plan:
     room = _room(request)
     choices = [_choices(spec, sizes, request, room) for spec, sizes in request.layers]
     best: Plan | None = None
@@ -164,7 +199,8 @@ def make_plan(request: Request) -> Plan:
         if best is not None and best.tiles == 1:
             break
     if best is None:
-        raise _too_small(request, choices)
+        least = sum(min(option.cost.kept for option in options) for options in choices) * request.dtype.itemsize
+        raise _TooSmall("what is kept of all layers for two single examples", 2 * least)
     return best
 
 
@@ -179,7 +215,7 @@ def _room(request: Request) -> _Room:
     free = request.memory - request.matrix_bytes
     scratch = min(SCRATCH.get(request.device.type, SCRATCH["cpu"]), free // 8)
     recording = min(RECORDING.get(request.device.type, RECORDING["cpu"]), free // 4)
-    return _Room(scratch, recording, free - recording - 2 * scratch)
+    return _Room(scratch, free, recording, free - recording - 2 * scratch)
 
 
 def _choices(spec: LayerSpec, sizes: Sizes, request: Request, room: _Room) -> list[LayerPlan]:
@@ -196,7 +232,11 @@ def _choices(spec: LayerSpec, sizes: Sizes, request: Request, room: _Room) -> li
                 continue
             scratch = room.scratch // request.dtype.itemsize
             price = cost(order, sizes, request.n, m, request.pairs, scratch, traffic, keep_rows)
-            found.append(LayerPlan(spec, sizes, order, keep_rows, price))
+            if keep_rows or price.scratch <= room.most // request.dtype.itemsize:
+                found.append(LayerPlan(spec, sizes, order, keep_rows, price))
+    if not found:
+        least = min(cost(o, sizes, 1, 1, 1, 0, traffic, False).scratch for o in sizes.orders()) * request.dtype.itemsize
+        raise _TooSmall(f"layer {spec.name!r} by {asked!r} for two single examples", least)
     return sorted(found, key=lambda choice: choice.cost.multiply_adds)
 
 
@@ -249,7 +289,14 @@ def _grouped(request: Request, layers: tuple[LayerPlan, ...], room: _Room) -> Pl
         return None
     sizes = request.graph_bytes, request.gradient_bytes, request.functions
     block, cotangents = recording_sizes(room.recording, request.device, *sizes)
-    return Plan(request, layers, min(block, *groups), cotangents, groups)
+    block = min(block, *groups)
+    first, second = (g if g == whole else max(1, g // block) * block for g, whole in _whole(request, groups))
+    return Plan(request, layers, block, cotangents, (first, second))
+
+
+def _whole(request: Request, groups: tuple[int, int]) -> list[tuple[int, int]]:
+    """Each group's size, and how many examples its set has: groups are made of whole blocks."""
+    return [(groups[0], request.n), (groups[1], request.n if request.m is None else request.m)]
 
 
 def _groups(n: int, m: int | None, fit: int) -> tuple[int, int] | None:
@@ -273,15 +320,3 @@ def _effort(plan: Plan) -> float:
         layer.sizes.vectors * layer.sizes.positions * layer.sizes.row for layer in plan.layers if not layer.sizes.tokens
     )
     return plan.multiply_adds + 2.0 * each * plan.recorded
-
-
-def _too_small(request: Request, choices: list[list[LayerPlan]]) -> MemoryBudgetError:
-    least = sum(min(option.cost.kept for option in options) for options in choices) * request.dtype.itemsize
-    needed = request.matrix_bytes + 2 * (2 * least + 1)
-    return MemoryBudgetError(
-        describe(
-            f"a tangent kernel whose layers need {readable(2 * least)} for two single examples",
-            f"at most half of what the matrix leaves free (memory={request.memory})",
-            f"allow memory={needed}, or take fewer outputs with outputs=",
-        )
-    )

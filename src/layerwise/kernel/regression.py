@@ -57,7 +57,16 @@ def solve(
 
 
 def _dense(K: Kernel, columns: Float[Tensor, "B NP"], ridge: int | float) -> Float[Tensor, "B NP"]:
-    root = guarded_cholesky(K.matrix(), name="tangent kernel + ridge", damping=ridge)
+    try:
+        root = guarded_cholesky(K.matrix(), name="tangent kernel", damping=ridge)
+    except NumericalError as error:
+        raise NumericalError(
+            describe(
+                f"a kernel of {K.shape[0]} rows that is not positive definite with ridge={ridge}",
+                "a positive definite K + ridge I",
+                f"pass ridge > {ridge:g}",
+            )
+        ) from error
     return torch.cholesky_solve(columns.mT.to(root), root).mT.to(columns.dtype)
 
 

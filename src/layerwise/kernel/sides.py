@@ -15,8 +15,8 @@ from layerwise.layers.io import GradientIO, LayerIO, RecordedIO
 from layerwise.layers.recorder import Recorded, Recorder
 from layerwise.layers.table import LayerSpec
 
-Kept = RecordedIO | Float[Tensor, "D N V"]
-"""Inputs and output gradients as the layer saw them, or per-example gradients.
+Kept = RecordedIO | Float[Tensor, "_ _ _"]
+"""Inputs and output gradients as the layer saw them, or per-example gradients ``[D, N, V]``.
 
 The latter with parameters first: that is how their Gram matrix is fastest on a CPU."""
 

@@ -176,7 +176,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     Buffers and attributes are put back (a spectral norm changes its own in train mode, a stateful model keeps its
     last hidden state) and random draws of the forward (dropout) do not move torch's global generators.
     """
-    changeable = [(t, t.detach().clone()) for t in (*model.buffers(), *_renormed(model)) if t.device.type != "meta"]
+    changeable = [(t, t.detach().clone()) for t in (*model.buffers(), *renormed(model)) if t.device.type != "meta"]
     attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     fast_path = torch.backends.mha.get_fastpath_enabled()
@@ -227,7 +227,7 @@ def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
         now.update(before)
 
 
-def _renormed(model: nn.Module) -> Iterator[Tensor]:
+def renormed(model: nn.Module) -> Iterator[Tensor]:
     """Weights that the forward itself rescales in place."""
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:

@@ -1,0 +1,6 @@
+"""Data for experiments: scikit-learn's digits, and MNIST and CIFAR-10 from a folder of parquet files."""
+
+from layerwise.data.cifar10 import cifar10 as cifar10
+from layerwise.data.digits import digits as digits
+from layerwise.data.images import Images as Images
+from layerwise.data.mnist import mnist as mnist
