@@ -31,21 +31,20 @@ def assemble(
     plan: Plan,
     progress: Progress,
 ) -> dict[str, Float[Tensor, "NP MP"]]:
-    """The kernel's matrix, under the name `WHOLE`, or one matrix a layer."""
+    """The kernel's matrix, under the name `WHOLE`, or one matrix a layer; inside a session of the recorder."""
     r = plan.request
     names = [layer.spec.name for layer in plan.layers] if r.apart else [WHOLE]
     shape = (r.n * r.functions, (r.n if r.m is None else r.m) * r.functions)
     totals = {name: torch.zeros(shape, dtype=r.dtype, device=r.device) for name in names}
     pairs = _pairs_of_groups(first, second, plan)
     left = right = None
-    with recorder.session():
-        for left_blocks, right_blocks in progress.track(pairs, "tangent kernel", len(pairs)):
-            right = None  # freed before the next is made
-            if left is None or left.start != left_blocks[0].start:
-                left = None
-                left = record_side(recorder, left_blocks, plan, outputs)
-            right = left if right_blocks is None else record_side(recorder, right_blocks, plan, outputs)
-            _add_pair(totals, left, right, plan)
+    for left_blocks, right_blocks in progress.track(pairs, "tangent kernel", len(pairs)):
+        right = None  # freed before the next is made
+        if left is None or left.start != left_blocks[0].start:
+            left = None
+            left = record_side(recorder, left_blocks, plan, outputs)
+        right = left if right_blocks is None else record_side(recorder, right_blocks, plan, outputs)
+        _add_pair(totals, left, right, plan)
     for total in totals.values():
         if r.m is None:
             mirror_(total)
@@ -114,7 +113,8 @@ def _add_tile(total: Float[Tensor, "N V M W"], layer: LayerPlan, left: Standard,
 def _tiles(side: RecordedIO, layer: LayerPlan) -> Iterator[tuple[int, int, Standard]]:
     for start in range(0, side.examples, layer.cost.tile):
         stop = min(start + layer.cost.tile, side.examples)
-        yield start, stop, side.narrow(start, stop).standard()
+        standard = side.narrow(start, stop).standard()
+        yield start, stop, standard.live() if layer.sizes.sparse else standard
 
 
 def _add_rows(total: Tensor, R: Float[Tensor, "D a"], R2: Float[Tensor, "D b"], same: bool) -> None:

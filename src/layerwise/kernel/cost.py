@@ -7,6 +7,9 @@ from layerwise.kernel.contraction import ORDERS
 TRAFFIC = {"cpu": 8.0, "cuda": 32.0}
 """Multiply-adds that take as long as writing and reading one number, by device."""
 
+HALVES, FEW = 4, 32
+"""A square kernel is cut into at least this many rows of tiles, unless examples are few."""
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -26,6 +29,8 @@ class Sizes:
     """Numbers that the recorded input and output gradients have."""
     tokens: int = 0
     """Size of the vocabulary where inputs are one-hot, else 0."""
+    sparse: bool = False
+    """Positions are those at which the functions' gradients are not zero, and at least half are."""
     bare: bool = False
     """No rule: per-example gradients are all there is."""
     taps: int = 1
@@ -61,7 +66,9 @@ def cost(
 ) -> Cost:
     """What an order costs for `pairs` pairs of n and m examples, with `scratch` numbers of room."""
     S, K, O, I, V = sizes.positions, sizes.groups, sizes.outputs, sizes.inputs, sizes.vectors
-    tile, vectors = _tile(order, sizes, scratch, max(n, m))
+    # A square kernel in few tiles would compute most of both halves.
+    largest = max(n, m) if pairs == n * m or n < FEW else -(-n // HALVES)
+    tile, vectors = _tile(order, sizes, scratch, largest)
     row = K * O * min(sizes.tokens, 2 * tile * S) if sizes.tokens else sizes.row
     making = 0.0 if sizes.bare else float(V * S * row)  # the rows of one example
     if order == "gram":

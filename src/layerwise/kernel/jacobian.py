@@ -4,6 +4,7 @@ Outputs are flattened example-major: row ``n·P + p`` of J belongs to function p
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -96,6 +97,12 @@ class Jacobian:
         """Of the model."""
         return self._parameter().device
 
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """The model is run, and left as it was; convolutions in full precision, whatever torch's default is."""
+        with self.recorder.session(), full_precision():
+            yield
+
     def _parameter(self) -> Tensor:
         return next(p for p in self.recorder.model.parameters() if p.requires_grad)
 
@@ -124,7 +131,7 @@ class Jacobian:
         self.check_unchanged()
         full = self._embedded({k: t.clone() if t.is_inference() else t for k, t in params.items()})
         columns = []
-        with self.recorder.session():
+        with self.session():
             for block in self._blocks("J v"):
                 f, x = self._run(block)
                 self.recorder.seed_forward(block.batch)
@@ -140,7 +147,7 @@ class Jacobian:
         wanted = list(full) if self.parts is None else [part.name for part in self.parts]
         total = {k: torch.zeros(u.shape[0], *full[k], dtype=self.dtype, device=self.device) for k in wanted}
         step = max(1, int(min(COTANGENT_BYTES, self.memory // 4) // max(8 * numel(full), 1)))
-        with self.recorder.session():
+        with self.session():
             for block in self._blocks("Jᵀ u"):
                 f, _ = self._run(block)
                 P = self.functions
@@ -223,7 +230,7 @@ class Jacobian:
         like, table, P = torch.zeros((), dtype=self.dtype, device=self.device), self.recorder.table, self.functions
         pieces = []
         self.check_unchanged()
-        with self.recorder.session():
+        with self.session():
             recorded = self.recorder.record(block.batch, self.outputs, batched=P > 1)
             step = self.cotangents_at_once(recorded.output_bytes())
             for first in range(0, P, step):
@@ -289,6 +296,17 @@ class PullBack:
 
     def __repr__(self) -> str:
         return f"{self.jacobian!r}.T"
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Convolutions without TF32, which torch allows by default, at three digits of precision."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def read_functions(

@@ -14,6 +14,7 @@ from layerwise.foundations.errors import MemoryBudgetError
 from layerwise.foundations.linalg.checks import require_finite
 from layerwise.foundations.progress import Progress
 from layerwise.foundations.progress import resolve as resolve_progress
+from layerwise.foundations.random import stream
 from layerwise.kernel.assemble import WHOLE, assemble
 from layerwise.kernel.cost import Sizes
 from layerwise.kernel.examples import Examples, recording_sizes
@@ -97,9 +98,10 @@ class TangentKernel(Kernel):
         for examples in (J.examples, second.examples if second is not None else None):
             if examples is not None and not is_random(J.recorder.model):  # a random forward is seeded by block
                 examples.cut(plan.block)
-        found = assemble(
-            J.recorder, J.examples, None if second is None else second.examples, J.outputs, plan, J.progress
-        )
+        with J.session():
+            found = assemble(
+                J.recorder, J.examples, None if second is None else second.examples, J.outputs, plan, J.progress
+            )
         for name, K in found.items():
             require_finite(K, f"tangent kernel of layer {name!r}" if name else "tangent kernel")
         return found
@@ -146,7 +148,7 @@ def squared_norms(J: Jacobian) -> Float[Tensor, "NP"]:
     """``Σ_θ (∂f_p(x_n)/∂θ)²``, layer by layer in one pass, without per-example gradients where they can be avoided."""
     total = torch.zeros(J.examples.count, J.functions, dtype=J.dtype, device=J.device)
     J.check_unchanged()
-    with J.recorder.session():
+    with J.session():
         for block in J._blocks("diagonal of the tangent kernel"):
             recorded = J.recorder.record(block.batch, J.outputs, batched=J.functions > 1)
             step = J.cotangents_at_once(recorded.output_bytes())
@@ -177,7 +179,8 @@ def layer_sizes(recorder: Recorder, examples: Examples, J: Jacobian) -> tuple[li
 
     with recorder.session():
         recorded = recorder.record(batch, J.outputs)
-        v = OutputBasis().slice(recorded.terms, 0, 1, 0).detach()
+        f = recorded.terms.f
+        v = torch.randn(1, *f.shape, generator=stream(0, "functions")).to(f)  # a mix of all functions
         recorded.each_layer(v, consume, last=True)
         gradient_bytes = recorded.output_bytes() // recorded.examples
     called = [(spec, found[spec.name]) for spec in recorder.table.layers if spec.name in found]
@@ -191,10 +194,13 @@ def _sizes(spec: LayerSpec, io: LayerIO, P: int) -> Sizes:
         return Sizes(1, K, O, I, P, raw=P * K * O * I, bare=True)
     assert isinstance(io, RecordedIO)
     positions = sum(call.sharing(io.examples) for call in io.calls)
+    live = io.standard().live().g.shape[2]
+    sparse = 0 < 2 * live <= positions
     x = sum(call.x.numel() for call in io.calls) // io.examples
     dy = sum(call.dy.numel() for call in io.calls if call.dy is not None) // io.examples
     tokens = I if spec.form.one_hot else 0
-    return Sizes(positions, K, O, 1 if tokens else I, P, raw=x + P * dy, tokens=tokens)
+    seen = live if sparse else positions
+    return Sizes(seen, K, O, 1 if tokens else I, P, raw=x + P * dy, tokens=tokens, sparse=sparse)
 
 
 def _uncalled(spec: LayerSpec, P: int) -> Sizes:

@@ -13,6 +13,7 @@ from layerwise.kernel.outputs import Outputs
 from layerwise.kernel.plan import LayerPlan, Plan
 from layerwise.layers.io import GradientIO, LayerIO, RecordedIO
 from layerwise.layers.recorder import Recorded, Recorder
+from layerwise.layers.standard import Standard
 from layerwise.layers.table import LayerSpec
 
 Kept = RecordedIO | Float[Tensor, "_ _ _"]
@@ -76,6 +77,8 @@ class _Keeper:
             self.rows[name] = torch.zeros(shape, dtype=request.dtype, device=request.device)
         rows, place = self.rows[name], block.start - self.start
         for chunk in io.chunks():
+            if layer.sizes.sparse and isinstance(chunk, Standard):
+                chunk = chunk.live()
             grads = chunk.per_example_grads().flatten(2)
             rows[:, place : place + grads.shape[1], first:last] = grads.permute(2, 1, 0)
             place += grads.shape[1]

@@ -72,6 +72,16 @@ class Standard(Chunk):
     a: Float[Tensor, "N S K I"] | OneHot
     g: Float[Tensor, "V N S K O"]
 
+    def live(self) -> "Standard":
+        """Without the positions at which every gradient is zero, such as all but the last of a next-token model."""
+        kept = (self.g != 0).flatten(3).any(3).any(0).any(0).nonzero()[:, 0]
+        if len(kept) == self.g.shape[2]:
+            return self
+        if isinstance(self.a, OneHot):
+            index = self.a.index.reshape(self.a.index.shape[0], -1)[:, kept]
+            return Standard(OneHot(index, self.a.size), self.g[:, :, kept])
+        return Standard(self.a[:, kept], self.g[:, :, kept])
+
     def per_example_grads(self) -> Float[Tensor, "V N K O I"]:
         """``einsum("vnsko,nski->vnkoi", g, a)``."""
         if not isinstance(self.a, OneHot):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import the compiler at once
 
 from layerwise.distributed.processes import Processes
 from layerwise.foundations.cotangents import Cotangent, HessianRoot, SampledLabels
@@ -294,7 +295,7 @@ class RootHook:
         self._capture = None if capture is None else weakref.ref(capture)
         self._method = method
 
-    @torch.compiler.disable
+    @_disable_dynamo
     def __call__(self, *args: Any) -> None:
         """Pass the call on, if anyone is there."""
         capture = None if self._capture is None else self._capture()
