@@ -1,0 +1,75 @@
+"""Kernels and optimizers on a GPU: the same numbers as on the CPU."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import layerwise as lw
+from layerwise.testing import case, oracles
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run `make test-gpu` on one"),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # torch, at the first product of a thread
+]
+CASES = ["mlp", "conv2d", "embedding", "lstm"]
+
+
+def _cuda(tree):
+    return tree.cuda() if isinstance(tree, torch.Tensor) else tree
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("algorithm", ["auto", "gram", "chain", "product", "rows"])
+def test_kernel_equals_the_oracle(name: str, algorithm: str):
+    model, x, _ = case(name).make()
+    expected = oracles.ntk(model, x)
+    K = lw.ntk(copy.deepcopy(model).cuda(), _cuda(x), algorithm=algorithm)
+    assert torch.allclose(K.matrix().cpu(), expected, rtol=1e-9, atol=1e-9 * float(expected.abs().max()))
+    u = torch.randn(K.shape[1], dtype=torch.float64)
+    found = lw.ntk(copy.deepcopy(model).cuda(), _cuda(x)) @ u.cuda()
+    assert torch.allclose(found.cpu(), expected @ u, rtol=1e-8, atol=1e-8 * float((expected @ u).abs().max()))
+
+
+def test_float32_convolutions_do_not_use_tf32():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Tanh(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.Linear(128, 4)).cuda()
+    x = torch.randn(12, 3, 8, 8, device="cuda")
+    before = torch.backends.cudnn.allow_tf32
+    K = lw.ntk(model, x).matrix().double()
+    exact = lw.ntk(copy.deepcopy(model).double(), x.double()).matrix()
+    assert float((K - exact).norm() / exact.norm()) < 1e-5
+    assert torch.backends.cudnn.allow_tf32 == before
+
+
+def test_tiles_under_small_memory():
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 5)).cuda().double()
+    x = torch.randn(40, 32, device="cuda", dtype=torch.float64)
+    whole = lw.ntk(model, x)
+    K = lw.ntk(model, x, memory=whole.plan().request.matrix_bytes + 100_000, algorithm="rows")
+    assert K.plan().tiles > 1
+    assert torch.allclose(K.matrix(), whole.matrix(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["KFAC", "EKFAC", "FOOF", "NGD", "Shampoo", "SOAP", "Muon", "Adam", "SGD"])
+def test_optimizers_take_the_same_steps_as_on_the_cpu(name: str):
+    if name == "Muon":
+        options = {"orthogonalize": "polar"}  # Newton–Schulz in bfloat16 rounds differently
+    else:
+        options = {"likelihood": "categorical", "estimator": "exact"} if name in ("KFAC", "EKFAC", "NGD") else {}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    x, y = torch.randn(32, 6, dtype=torch.float64), torch.randint(3, (32,))
+    ends = []
+    for device in ("cpu", "cuda"):
+        net = copy.deepcopy(model).to(device)
+        opt = getattr(lw.optim, name)(net, **options)
+        steps = 1 if name == "SOAP" else 8  # later its basis is a matter of rounding
+        for _ in range(steps):
+            opt.zero_grad()
+            nn.functional.cross_entropy(net(x.to(device)), y.to(device)).backward()
+            opt.step()
+        ends.append(torch.cat([p.detach().flatten().cpu() for p in net.parameters()]))
+    assert torch.allclose(ends[0], ends[1], rtol=1e-6, atol=1e-8)
