@@ -8,6 +8,8 @@ import types
 import layerwise as lw
 
 OPTIONAL = (
+    "pyarrow",
+    "PIL",
     "scipy",
     "sklearn",
     "rich",
@@ -86,7 +88,7 @@ def test_works_with_the_four_dependencies_alone():
 
 def test_public_names():
     """Exactly these; the packages of the levels are visible too, as they are for every Python package."""
-    beside = {"foundations", "curvature", "kernel", "distributed", "testing"}
+    beside = {"foundations", "curvature", "kernel", "distributed", "data", "testing"}
     beside.add("jaxtyping")  # put there by the suite's import hook
     names = {name for name in vars(lw) if not name.startswith("_")}
     assert names - beside == PUBLIC

@@ -8,7 +8,7 @@ whose output is never differentiated leave nothing.
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable would impor
 from layerwise.distributed.processes import Processes
 from layerwise.foundations.cotangents import Cotangent, HessianRoot, SampledLabels
 from layerwise.foundations.errors import InputError, InteractionError, describe
-from layerwise.foundations.likelihoods import Likelihood
+from layerwise.foundations.likelihoods import Categorical, Likelihood
 from layerwise.foundations.types import Tree
 from layerwise.foundations.vectors import unwrap
 from layerwise.layers.calling import as_statistics, example_count, in_own_forward, output_tensor, undisturbed
@@ -183,9 +183,10 @@ class Capture:
 
     def _pull_own(self, forward: Forward, f: Tensor) -> None:
         """The extra backward of sampled or exact labels; kept aside until the user's backward comes."""
-        tape, likelihood = forward.tape, self.likelihood
+        tape = forward.tape
         assert tape is not None
-        assert likelihood is not None
+        assert self.likelihood is not None
+        likelihood = _with_class_axis(self.likelihood, f)
         n = forward.examples
         cotangent: Cotangent = HessianRoot(likelihood)
         if self.estimator == "sampled":
@@ -307,6 +308,13 @@ class RootHook:
 
     def __reduce__(self) -> tuple[type["RootHook"], tuple[()]]:
         return RootHook, ()
+
+
+def _with_class_axis(likelihood: Likelihood, f: Tensor) -> Likelihood:
+    """No target tells where the classes are: last for ``[N, T, C]``, second for ``[N, C, H, W]``, as torch has it."""
+    if f.ndim > 2 and isinstance(likelihood, Categorical) and likelihood.class_axis is None:
+        return replace(likelihood, class_axis=-1 if f.ndim == 3 else 1)
+    return likelihood
 
 
 def _tokens(f: Tensor, examples: int) -> int:

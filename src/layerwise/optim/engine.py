@@ -396,7 +396,7 @@ class Layerwise(torch.optim.Optimizer):
         due = [
             groups
             for place, (_, groups) in enumerate(stack.slices())
-            if young or not all(fresh[groups]) or (step - 1 + number + place) % every == 0
+            if young or not all(fresh[groups]) or (step - 1 - number - place) % every == 0
         ]
         owners = self.processes.owners([float(groups.stop - groups.start) for groups in due])
         for groups, owner in zip(due, owners, strict=True):

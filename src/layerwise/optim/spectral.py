@@ -1,6 +1,7 @@
 """Rules that step along an orthogonal factor: Muon, and steepest descent in an induced Mahalanobis norm."""
 
 import math
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -28,9 +29,11 @@ def newton_schulz(
     tall = X.shape[-2] > X.shape[-1]
     Y = (X.mT if tall else X).to(dtype)
     Y = Y / Y.flatten(1).norm(dim=1).clamp_min(eps).view(-1, 1, 1)
-    for _ in range(steps):
-        S = Y @ Y.mT
-        Y = torch.baddbmm(Y, torch.baddbmm(S, S, S, beta=b, alpha=c), Y, beta=a)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bfloat16: torch goes on
+        for _ in range(steps):
+            S = Y @ Y.mT
+            Y = torch.baddbmm(Y, torch.baddbmm(S, S, S, beta=b, alpha=c), Y, beta=a)
     return (Y.mT if tall else Y).to(X.dtype)
 
 

@@ -1,0 +1,72 @@
+"""Run by `test_processes` in two processes: trains the same models alone and in step with the other."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "optim"))
+from optim_tools import batches, convnet, cross_entropy, flat, mlp
+
+import layerwise as lw
+
+EXACT = {"likelihood": "categorical", "estimator": "exact"}
+RUNS = {
+    "KFAC": lambda m: lw.optim.KFAC(m, 0.02, refresh_every=3),
+    "KFAC exact": lambda m: lw.optim.KFAC(m, 0.02, refresh_every=3, **EXACT),
+    "KFAC sampled": lambda m: lw.optim.KFAC(m, 0.02, refresh_every=3, likelihood="categorical"),
+    "KFAC conv": lambda m: lw.optim.KFAC(m, 0.02, refresh_every=2),
+    "EKFAC batch": lambda m: lw.optim.EKFAC(m, 0.005, refresh_every=3),
+    "EKFAC batch exact": lambda m: lw.optim.EKFAC(m, 0.005, refresh_every=3, **EXACT),
+    "EKFAC running": lambda m: lw.optim.EKFAC(m, 0.005, refresh_every=3, scaling="running"),
+    "EKFAC running exact": lambda m: lw.optim.EKFAC(m, 0.005, refresh_every=3, scaling="running", **EXACT),
+    "FOOF": lambda m: lw.optim.FOOF(m, 0.02, refresh_every=3),
+    "NGD": lambda m: lw.optim.NGD(m, 0.05, method="cg", tol=1e-12, max_iterations=500),
+    "NGD exact": lambda m: lw.optim.NGD(m, 0.05, method="cg", tol=1e-12, max_iterations=500, **EXACT),
+    "Shampoo": lambda m: lw.optim.Shampoo(m, 0.01, refresh_every=3),
+    "SOAP": lambda m: lw.optim.SOAP(m, 0.01, refresh_every=3),
+    "Muon": lambda m: lw.optim.Muon(m, 0.01, orthogonalize="polar"),
+    "Adam": lambda m: lw.optim.Adam(m, 0.01),
+}
+
+
+def data_of(name: str):
+    return batches(7, 2, 4, 4) if "conv" in name else batches(7, 5)
+
+
+def model_of(name: str) -> nn.Module:
+    return convnet() if "conv" in name else mlp()
+
+
+def train(name: str, cut: slice | None, wrapped: bool) -> torch.Tensor:
+    """Parameters after some steps, on the whole of each batch or a part of it."""
+    model = model_of(name)
+    opt = RUNS[name](model)
+    call = DistributedDataParallel(model) if wrapped else model
+    for x, y in data_of(name):
+        opt.zero_grad()
+        part = slice(None) if cut is None else cut
+        cross_entropy(call(x[part]), y[part]).backward()
+        opt.step()
+    return flat(model)
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    found = {}
+    for name in RUNS:
+        try:
+            found[name] = train(name, slice(6 * rank, 6 * rank + 6), True)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+            break  # the processes are no longer in step
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, (sys.argv[1],), nprocs=2)

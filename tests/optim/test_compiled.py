@@ -1,0 +1,134 @@
+"""Compiled and checkpointed models: the same statistics, or a clear error."""
+
+import copy
+
+import pytest
+import torch
+from optim_tools import batches, cross_entropy, flat, member, mlp, train_step
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import layerwise as lw
+from layerwise.foundations.errors import LayerwiseError
+
+pytestmark = [
+    pytest.mark.usefixtures("untyped"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of the tracing itself
+]
+DATA = batches(4, 5)
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", ["KFAC", "KFAC sampled", "EKFAC", "NGD", "Shampoo"])
+def test_a_model_compiled_after_the_optimizer_was_built(name: str, backend: str):
+    a, b = mlp(), mlp()
+    one, two = member(name, a), member(name, b)
+    compiled = torch.compile(a, backend=backend)
+    for batch in DATA:
+        train_step(compiled, one, batch, cross_entropy)
+        train_step(b, two, batch, cross_entropy)
+        assert (flat(a) - flat(b)).abs().max() < 1e-9
+
+
+def test_a_compiled_model_is_not_compiled_anew_at_every_step():
+    """Hooks that are new objects each time would be guarded on, traced again, and given up on after some tries."""
+    model = mlp()
+    opt = lw.optim.KFAC(model, lr=0.01, factor_every=1)
+    compiled = torch.compile(model, backend="eager")
+    frames = []
+    for batch in batches(12, 5):
+        train_step(compiled, opt, batch, cross_entropy)
+        frames.append(torch._dynamo.utils.counters["frames"]["total"])
+    assert frames[-1] == frames[4]
+
+
+def test_an_optimizer_of_the_compiled_module():
+    a, b = mlp(), mlp()
+    compiled = torch.compile(a, backend="eager")
+    one, two = lw.optim.KFAC(compiled, lr=0.01), lw.optim.KFAC(b, lr=0.01)
+    for batch in DATA:
+        train_step(compiled, one, batch, cross_entropy)
+        train_step(b, two, batch, cross_entropy)
+        assert (flat(a) - flat(b)).abs().max() < 1e-9
+
+
+def test_an_optimizer_built_after_the_first_compiled_call_works_or_says_so():
+    a, b = mlp(), mlp()
+    compiled = torch.compile(a, backend="eager")
+    cross_entropy(compiled(DATA[0][0]), DATA[0][1]).backward()
+    one, two = lw.optim.KFAC(a, lr=0.01), lw.optim.KFAC(b, lr=0.01)
+    try:
+        for batch in DATA:
+            train_step(compiled, one, batch, cross_entropy)
+            train_step(b, two, batch, cross_entropy)
+    except LayerwiseError as error:
+        assert "compile" in str(error)  # noqa: PT017
+        return
+    assert (flat(a) - flat(b)).abs().max() < 1e-9
+
+
+def test_a_whole_graph_works_or_says_so():
+    a, b = mlp(), mlp()
+    one, two = lw.optim.KFAC(a, lr=0.01), lw.optim.KFAC(b, lr=0.01)
+    compiled = torch.compile(a, backend="eager", fullgraph=True)
+    try:
+        for batch in DATA:
+            train_step(compiled, one, batch, cross_entropy)
+            train_step(b, two, batch, cross_entropy)
+    except LayerwiseError as error:
+        assert "fullgraph" in str(error)  # noqa: PT017
+        return
+    assert (flat(a) - flat(b)).abs().max() < 1e-9
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, on: bool) -> None:
+        super().__init__()
+        self.net, self.on = mlp(), on
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.net[:2](x)
+        h = checkpoint(self.net[2:4], h, use_reentrant=False) if self.on else self.net[2:4](h)
+        return self.net[4](h)
+
+
+@pytest.mark.parametrize("name", ["KFAC", "KFAC sampled", "EKFAC", "FOOF", "NGD"])
+def test_checkpoints_change_nothing(name: str):
+    a, b = Checkpointed(True), Checkpointed(False)
+    one, two = member(name, a), member(name, b)
+    for batch in DATA:
+        train_step(a, one, batch, cross_entropy)
+        train_step(b, two, batch, cross_entropy)
+        assert (flat(a) - flat(b)).abs().max() < 1e-12
+
+
+def test_a_checkpointed_attention_layer():
+    """Whose forward is the rule's own while it is recorded: run again in the backward, it must be the same."""
+
+    class Mixed(nn.Module):
+        def __init__(self, on: bool) -> None:
+            super().__init__()
+            self.mix, self.head, self.on = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3), on
+
+        def block(self, x: Tensor) -> Tensor:
+            return self.mix(x, x, x, need_weights=False)[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 1.0
+            return self.head(checkpoint(self.block, x, use_reentrant=False) if self.on else self.block(x))
+
+    torch.manual_seed(0)
+    a = Mixed(True).double()
+    b = copy.deepcopy(a)
+    b.on = False
+    one, two = lw.optim.KFAC(a, lr=0.01), lw.optim.KFAC(b, lr=0.01)
+    for batch in batches(3, 5, 4, positions=(5,)):
+        train_step(a, one, batch, cross_entropy)
+        train_step(b, two, batch, cross_entropy)
+    assert (flat(a) - flat(b)).abs().max() < 1e-9

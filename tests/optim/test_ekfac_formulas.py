@@ -1,0 +1,129 @@
+"""EKFAC: basis of the factors, second moments of gradients in it, by per-example gradients and by running averages."""
+
+import pytest
+import torch
+from optim_tools import Mean, Record, Reference, assert_same_steps, batches, convnet, cross_entropy, mlp
+from torch import Tensor
+
+import layerwise as lw
+
+pytestmark = pytest.mark.usefixtures("untyped")
+DAMPING = 0.03
+LR = 0.01
+
+
+class Basis:
+    """Averages of the factors, and their eigenvectors at the last refresh."""
+
+    def __init__(self, decay: float = 0.95) -> None:
+        self.P, self.Q = Mean(decay), Mean(decay)
+        self.scalings: Tensor | None = None
+
+    def observe(self, seen: Record) -> None:
+        self.P.add(seen.P())
+        self.Q.add(seen.Q())
+
+    def refresh(self) -> None:
+        self.s_P, self.U_P = torch.linalg.eigh(self.P.value())
+        self.s_Q, self.U_Q = torch.linalg.eigh(self.Q.value())
+        self.s_P, self.s_Q = self.s_P.clamp_min(0), self.s_Q.clamp_min(0)
+        self.scalings = torch.einsum("ko,ki->koi", self.s_P, self.s_Q)
+
+    def rotate(self, G: Tensor) -> Tensor:
+        return self.U_P.mT @ G @ self.U_Q
+
+    def solve(self, G: Tensor, split: str = "exact", relative: bool = True) -> Tensor:
+        assert self.scalings is not None
+        s = self.scalings
+        m_P, m_Q = self.s_P.mean(-1), self.s_Q.mean(-1)
+        if split == "exact":
+            added = DAMPING * s.mean((-2, -1), keepdim=True) if relative else torch.as_tensor(DAMPING)
+        else:  # (s_P + left)(s_Q + right) − s_P s_Q
+            root = DAMPING**0.5
+            pi = (m_Q / m_P).sqrt() if split == "trace" else torch.ones_like(m_P)
+            left, right = (root * m_P, root * m_Q) if relative else (root / pi, root * pi)
+            whole = (self.s_P + left[:, None]).unsqueeze(-1) * (self.s_Q + right[:, None]).unsqueeze(-2)
+            added = whole - self.s_P.unsqueeze(-1) * self.s_Q.unsqueeze(-2)
+        return self.U_P @ (self.rotate(G) / (s + added)) @ self.U_Q.mT
+
+
+def data_of(shape: str, steps: int = 20):
+    if shape == "conv":
+        return convnet(), batches(steps, 2, 4, 4)
+    return (mlp(), batches(steps, 4, 5, positions=(4,))) if shape == "sequence" else (mlp(), batches(steps, 5))
+
+
+def check(shape: str, scaling: str, split: str = "exact", relative: bool = True, **options) -> None:
+    model, data = data_of(shape)
+    state: dict[str, Basis] = {}
+
+    def direction(t: int, grads: dict[str, Tensor], records: dict[str, Record]) -> dict[str, Tensor]:
+        found = {}
+        for name, G in grads.items():
+            basis, seen = state.setdefault(name, Basis()), records[name]
+            basis.observe(seen)
+            basis.refresh()
+            n = seen.a.shape[0]
+            if scaling == "batch":
+                rows = seen.rows()
+                basis.scalings = basis.rotate(rows).square().sum((0, 1)) / n
+            else:
+                basis.scalings = 0.75 * basis.scalings + 0.25 * n * basis.rotate(G).square()
+            found[name] = basis.solve(G, split, relative)
+        return found
+
+    opt = lw.optim.EKFAC(
+        model, LR, DAMPING, 0.9, scaling=scaling, damping_split=split, refresh_every=1,
+        damping_scale="relative" if relative else "absolute", **options,
+    )  # fmt: skip
+    assert_same_steps(opt, model, Reference(model, direction, cross_entropy, LR, momentum=0.9), data, 1e-7)
+
+
+@pytest.mark.parametrize("scaling", ["batch", "running"])
+@pytest.mark.parametrize("shape", ["dense", "sequence", "conv"])
+def test_scalings(shape: str, scaling: str):
+    check(shape, scaling)
+
+
+@pytest.mark.parametrize("relative", [True, False])
+@pytest.mark.parametrize("split", ["exact", "equal", "trace"])
+def test_damping_of_the_scalings(split: str, relative: bool):
+    check("dense", "batch", split, relative)
+
+
+@pytest.mark.parametrize("scaling", ["batch", "running"])
+def test_scalings_follow_in_an_old_basis(scaling: str):
+    """Between refreshes the basis stays and the scalings move; a refresh of "running" begins with ``s_P s_Qᵀ``."""
+    model, data = data_of("dense", 24)
+    turn = {"0": 0, "2": 1, "4": 1}
+    state: dict[str, Basis] = {}
+
+    def direction(t: int, grads: dict[str, Tensor], records: dict[str, Record]) -> dict[str, Tensor]:
+        found = {}
+        for name, G in grads.items():
+            basis, seen = state.setdefault(name, Basis()), records[name]
+            basis.observe(seen)
+            if t in (1, 2, 4) or (t - 1 + turn[name]) % 6 == 0:
+                basis.refresh()
+            n = seen.a.shape[0]
+            if scaling == "batch":
+                basis.scalings = basis.rotate(seen.rows()).square().sum((0, 1)) / n
+            else:
+                basis.scalings = 0.5 * basis.scalings + 0.5 * n * basis.rotate(G).square()
+            found[name] = basis.solve(G)
+        return found
+
+    opt = lw.optim.EKFAC(model, LR, DAMPING, 0.0, scaling=scaling, scaling_decay=0.5, refresh_every=6)
+    assert_same_steps(opt, model, Reference(model, direction, cross_entropy, LR), data)
+
+
+def test_the_engine_gives_ekfac_by_its_basis():
+    a, b = mlp(), mlp()
+    one = lw.optim.EKFAC(a, LR, DAMPING, 0.0, refresh_every=2)
+    other = lw.optim.Layerwise(b, "outgrads", "inputs", 1.0, "eigen", lr=LR, damping=DAMPING, refresh_every=2)
+    for x, y in batches(5, 5):
+        for model, opt in ((a, one), (b, other)):
+            opt.zero_grad()
+            cross_entropy(model(x), y).backward()
+            opt.step()
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
