@@ -24,8 +24,8 @@ RUNS = {
     "EKFAC running": lambda m: lw.optim.EKFAC(m, 0.005, refresh_every=3, scaling="running"),
     "EKFAC running exact": lambda m: lw.optim.EKFAC(m, 0.005, refresh_every=3, scaling="running", **EXACT),
     "FOOF": lambda m: lw.optim.FOOF(m, 0.02, refresh_every=3),
-    "NGD": lambda m: lw.optim.NGD(m, 0.05, method="cg", tol=1e-12, max_iterations=500),
-    "NGD exact": lambda m: lw.optim.NGD(m, 0.05, method="cg", tol=1e-12, max_iterations=500, **EXACT),
+    "NGD": lambda m: lw.optim.NGD(m, 0.05, method="cg", tol=1e-10, max_iterations=200),
+    "NGD exact": lambda m: lw.optim.NGD(m, 0.05, method="cg", tol=1e-10, max_iterations=200, **EXACT),
     "Shampoo": lambda m: lw.optim.Shampoo(m, 0.01, refresh_every=3),
     "SOAP": lambda m: lw.optim.SOAP(m, 0.01, refresh_every=3),
     "Muon": lambda m: lw.optim.Muon(m, 0.01, orthogonalize="polar"),
@@ -34,7 +34,7 @@ RUNS = {
 
 
 def data_of(name: str):
-    return batches(7, 2, 4, 4) if "conv" in name else batches(7, 5)
+    return batches(5, 2, 4, 4) if "conv" in name else batches(5, 5)
 
 
 def model_of(name: str) -> nn.Module:

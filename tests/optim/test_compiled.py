@@ -24,8 +24,8 @@ def _forget():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("name", ["KFAC", "KFAC sampled", "EKFAC", "NGD", "Shampoo"])
+@pytest.mark.parametrize("backend", ["aot_eager"])
+@pytest.mark.parametrize("name", ["KFAC", "KFAC sampled", "NGD"])
 def test_a_model_compiled_after_the_optimizer_was_built(name: str, backend: str):
     a, b = mlp(), mlp()
     one, two = member(name, a), member(name, b)

@@ -103,7 +103,7 @@ def test_scalings_follow_in_an_old_basis(scaling: str):
         for name, G in grads.items():
             basis, seen = state.setdefault(name, Basis()), records[name]
             basis.observe(seen)
-            if t in (1, 2, 4) or (t - 1 + turn[name]) % 6 == 0:
+            if t in (1, 2, 4) or (t - 1 - turn[name]) % 6 == 0:
                 basis.refresh()
             n = seen.a.shape[0]
             if scaling == "batch":

@@ -30,11 +30,11 @@ def whole(relative: bool):
     return direction
 
 
-@pytest.mark.parametrize("method", ["dense", "woodbury", "cg", "auto"])
+@pytest.mark.parametrize("method", ["dense", "woodbury", "cg"])
 @pytest.mark.parametrize("estimator", ["empirical", "exact"])
 @pytest.mark.parametrize("shape", ["dense", "conv"])
 def test_ngd(shape: str, estimator: str, method: str):
-    model, data = (mlp(), batches(20, 5)) if shape == "dense" else (convnet(), batches(20, 2, 4, 4))
+    model, data = (mlp(), batches(20, 5, n=6)) if shape == "dense" else (convnet(), batches(20, 2, 4, 4, n=6))
     options = {} if estimator == "empirical" else {"likelihood": "categorical", "estimator": "exact"}
     opt = lw.optim.NGD(model, LR, DAMPING, 0.5, method=method, tol=1e-13, max_iterations=1000, **options)
     cotangents = None if estimator == "empirical" else softmax_roots
@@ -44,7 +44,7 @@ def test_ngd(shape: str, estimator: str, method: str):
 
 @pytest.mark.parametrize("method", ["dense", "woodbury", "cg"])
 def test_absolute_damping_and_sequences(method: str):
-    model, data = mlp(), batches(20, 4, 5, positions=(4,))
+    model, data = mlp(), batches(20, 4, 5, n=6, positions=(4,))
     opt = lw.optim.NGD(model, LR, DAMPING, method=method, damping_scale="absolute", tol=1e-13, max_iterations=1000)
     assert_same_steps(opt, model, Reference(model, whole(False), cross_entropy, LR), data, tol=1e-8)
 

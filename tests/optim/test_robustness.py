@@ -115,16 +115,15 @@ def test_statistics_that_are_broken_at_the_first_step(name: str):
 # --- dead layers and singular factors ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, 10])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("every", [2, 10])
 @pytest.mark.parametrize("name", MEMBERS)
-def test_a_head_that_starts_at_zero(name: str, dtype: torch.dtype, every: int):
+def test_a_head_that_starts_at_zero(name: str, every: int):
     """Layers below it have no gradient at the first step, and one at the second."""
-    model = mlp().to(dtype)
+    model = mlp().float()
     nn.init.zeros_(model[4].weight)
     opt = member(name, model, refresh_every=every)
     for x, y in DATA[:5]:
-        train_step(model, opt, (x.to(dtype), y), cross_entropy)
+        train_step(model, opt, (x.float(), y), cross_entropy)
         assert sane(model)
 
 
@@ -139,7 +138,7 @@ class Gate(nn.Module):
         return self.head((self.a(x) + self.open * self.b(x)).tanh())
 
 
-@pytest.mark.parametrize("closed", [1, 2, 5])
+@pytest.mark.parametrize("closed", [1, 5])
 @pytest.mark.parametrize("name", MEMBERS)
 def test_a_layer_whose_gradient_is_zero_for_a_while(name: str, closed: int):
     torch.manual_seed(0)
@@ -156,9 +155,8 @@ def test_a_layer_whose_gradient_is_zero_for_a_while(name: str, closed: int):
 
 
 @pytest.mark.parametrize("data", ["one example", "equal inputs", "zero inputs", "one class"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", MEMBERS)
-def test_singular_factors(name: str, dtype: torch.dtype, data: str):
+def test_singular_factors(name: str, data: str):
     x, y = DATA[0]
     if data == "one example":
         x, y = x[:1], y[:1]
@@ -168,10 +166,10 @@ def test_singular_factors(name: str, dtype: torch.dtype, data: str):
         x = torch.zeros_like(x)
     else:
         y = torch.zeros_like(y)
-    model = mlp().to(dtype)
+    model = mlp().float()
     opt = member(name, model, lr=0.003)
     for _ in range(6):
-        train_step(model, opt, (x.to(dtype), y), cross_entropy)
+        train_step(model, opt, (x.float(), y), cross_entropy)
         assert sane(model)
 
 
@@ -297,10 +295,10 @@ def _objects() -> int:
     return len(gc.get_objects())
 
 
-@pytest.mark.parametrize("name", ["KFAC", "KFAC sampled", "EKFAC", "NGD", "SOAP"])
+@pytest.mark.parametrize("name", ["KFAC sampled", "EKFAC", "NGD"])
 def test_long_runs_leave_no_objects_behind(name: str):
-    """400 steps, with forwards that are never differentiated among them."""
-    _does_not_grow(name, 400)
+    """150 steps, with forwards that are never differentiated among them."""
+    _does_not_grow(name, 150)
 
 
 @pytest.mark.slow

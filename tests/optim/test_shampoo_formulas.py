@@ -115,7 +115,7 @@ def soap_direction(first: dict[str, dict[str, Tensor]], every: int, turn: dict[s
             s = state[name]
             if taken == 1:
                 s["M"], s["V"] = torch.zeros_like(G), torch.zeros_like(G)
-            if (now < every and now in (2, 4, 8)) or (now - 1 + turn[name]) % every == 0:
+            if (now < every and now in (2, 4, 8)) or (now - 1 - turn[name]) % every == 0:
                 renew(s, "P", 0)
                 renew(s, "Q", 1)
             rotated = s["U_P"].mT @ G @ s["U_Q"]
@@ -167,7 +167,7 @@ def test_soap_may_move_at_the_first_step():
     G = gaussian(4, 4)
     (model(torch.eye(4, dtype=G.dtype)) * G.T).sum().backward()
     opt.step()
-    U, S, Vh = torch.linalg.svd(G)
+    U, _, Vh = torch.linalg.svd(G)
     # U_Pᵀ G U_Q is ±S on the diagonal and rounding elsewhere, where ε decides
     found = U.T @ (before - model.weight) @ Vh.T
     assert (found.diagonal() - 1).abs().max() < 1e-6
