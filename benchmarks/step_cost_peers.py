@@ -12,6 +12,8 @@ import layerwise as lw
 
 EVERY = 10
 """Steps between refreshes, for every optimizer that has such a number."""
+SMALL = 1e-5
+"""Learning rate where the batch is run again and again: a model that diverges would have its steps skipped."""
 Make = Callable[[Problem, nn.Module], torch.optim.Optimizer]
 
 
@@ -41,7 +43,7 @@ def _average(p: Problem) -> str:
 def _hooked(member: type[lw.optim.Layerwise], factor_every: int = EVERY, **options) -> Make:
     def make(p: Problem, model: nn.Module) -> torch.optim.Optimizer:
         scale = {"loss_average": _average(p), "factor_every": factor_every, "refresh_every": EVERY}
-        return member(model, **scale, **options)
+        return member(model, lr=SMALL, **scale, **options)
 
     return make
 
@@ -108,7 +110,7 @@ def _heavyball(name: str, **options) -> Make:
 def _singd(p: Problem, model: nn.Module) -> torch.optim.Optimizer:
     from singd.optim.optimizer import SINGD
 
-    return SINGD(model, T=EVERY, loss_average="batch+sequence" if _average(p) == "tokens" else "batch")
+    return SINGD(model, T=EVERY, lr=SMALL, loss_average="batch+sequence" if _average(p) == "tokens" else "batch")
 
 
 SYSTEMS: dict[str, System] = {

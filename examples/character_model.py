@@ -29,7 +29,7 @@ this, and this gives life to thee.
 METHODS = {
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=3e-3),
     # exact at this size; Muon's default is a short iteration in bfloat16
-    "muon": lambda model: lw.optim.Muon(model, lr=2e-2, weight_decay=0, fallback_lr=3e-3, orthogonalize="polar"),
+    "muon": lambda model: lw.optim.Muon(model, lr=2e-2, weight_decay=0.0, fallback_lr=3e-3, orthogonalize="polar"),
     "soap": lambda model: lw.optim.SOAP(model, lr=3e-3),
     "kfac": lambda model: lw.optim.KFAC(
         model,

@@ -19,7 +19,7 @@ from layerwise.distributed.processes import Processes
 from layerwise.foundations.cotangents import Cotangent, HessianRoot, SampledLabels
 from layerwise.foundations.errors import InputError, InteractionError, describe
 from layerwise.foundations.likelihoods import Categorical, Likelihood
-from layerwise.foundations.types import Tree
+from layerwise.foundations.types import Tree, leaves
 from layerwise.foundations.vectors import unwrap
 from layerwise.layers.calling import as_statistics, example_count, in_own_forward, output_tensor, undisturbed
 from layerwise.layers.examine import Notes, examine
@@ -63,7 +63,8 @@ class LossScale:
 
     def to_mean_gradient(self, examples: int, tokens: int) -> float:
         """The factor from accumulated gradients (unscaled) to the gradient of the mean over examples."""
-        return {"examples": 1.0, "tokens": tokens / max(examples, 1), None: 1.0 / max(examples, 1)}[self.average]
+        n = max(examples, 1)
+        return {"examples": 1.0, "tokens": tokens / n, None: self.accumulate / n}[self.average]
 
 
 @dataclass
@@ -128,10 +129,10 @@ class Capture:
         self._release()
         x = _inputs(args, kwargs)
         tape = None
-        if self.due and self.estimator is not None:
-            self._look(x)
+        if self.estimator is not None and (self.due or self.notes is None) and self._look(x) and self.due:
             tape = self._tape(self._count(x))
             tape.__enter__()
+            self._be_last()
         self._open.append((tape, x))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -228,10 +229,21 @@ class Capture:
 
     # --- the model ---------------------------------------------------------------------------------------
 
-    def _look(self, x: Tree) -> None:
-        """Examine the model once, in eval mode: batch norm couples examples in train mode, which is no obstacle."""
+    def _be_last(self) -> None:
+        """Where the model is itself a layer, its own call must be recorded before the tape is closed."""
+        self._handles[1].remove()
+        after: Any = RootHook(self, "after")
+        self._handles[1] = self.model.register_forward_hook(after, with_kwargs=True, always_call=True)
+
+    def _look(self, x: Tree) -> bool:
+        """Examine the model once, in eval mode: batch norm couples examples in train mode, which is no obstacle.
+
+        Returns whether the model is known; a batch that is not finite tells nothing.
+        """
         if self.notes is not None:
-            return
+            return True
+        if not all(bool(torch.isfinite(t).all()) for t in leaves(x) if t.is_floating_point()):
+            return False
         try:
             with undisturbed(self.model):
                 self.model.eval()
@@ -239,6 +251,7 @@ class Capture:
             self.table = self.table.demote(self.notes.reasons)
         except InteractionError:
             self.notes = Notes(self.example_axis or 0, Layout())  # examples first, as far as anyone can tell
+        return True
 
     def look_again(self, table: LayerTable) -> None:
         """The model has changed: examine it at the next forward."""

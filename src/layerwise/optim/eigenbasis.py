@@ -10,7 +10,7 @@ from layerwise.foundations.errors import NumericalError
 from layerwise.foundations.kronecker import split_spectrum
 from layerwise.foundations.linalg import guarded_eigh
 from layerwise.layers.standard import Standard
-from layerwise.optim.factors import Factors
+from layerwise.optim.factors import Factors, check_side
 from layerwise.optim.rule import Context, Health, Observation, Shape, State
 
 
@@ -80,6 +80,7 @@ class CorrectedEigenvalues(EigenFactors):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_side("scaling", self.scaling, ("batch", "running", "none"))
         self.keeps_recorded = self.scaling == "batch"
 
     def init(self, shape: Shape) -> State:
@@ -128,17 +129,20 @@ class CorrectedEigenvalues(EigenFactors):
             return s + split_spectrum(context.damping, self.split, state["s_Q"], state["s_P"])
         tiny = torch.finfo(s.dtype).tiny
         if self.split == "exact":
-            return s + (context.damping * s.mean((-2, -1), keepdim=True)).clamp_min(tiny)
+            mean = s.mean((-2, -1), keepdim=True)
+            return s + torch.where(mean > 0, (context.damping * mean).clamp_min(tiny), 1.0)
         d, s_P, s_Q = context.damping**0.5, state["s_P"], state["s_Q"]
         left, right = d * s_P.mean(-1, keepdim=True), d * s_Q.mean(-1, keepdim=True)
         added = left.unsqueeze(-1) * s_Q.unsqueeze(-2) + s_P.unsqueeze(-1) * right.unsqueeze(-2)
-        return s + (added + (left * right).unsqueeze(-1)).clamp_min(tiny)
+        added = added + (left * right).unsqueeze(-1)
+        known = (left * right).unsqueeze(-1) > 0
+        return s + torch.where(known, added.clamp_min(tiny), 1.0)
 
     def quadratic(self, state: State, D: Float[Tensor, "K O I"]) -> Tensor | None:
         """``Σ s (U_Pᵀ D U_Q)²``."""
         return (state["s"] * self.rotate(state, D).square()).sum()
 
-    def conditions(self, state: State, context: Context) -> tuple[Tensor, Tensor]:
+    def conditions(self, state: State, context: Context) -> tuple[Tensor, Tensor] | None:
         """Of the damped scalings."""
         damped = self._damped(state, context).flatten(1)
         added = damped - state["s"].flatten(1)
@@ -208,6 +212,7 @@ class RotatedAdam(EigenFactors):
                 new = grad @ grad.mT if side == "P" else grad.mT @ grad
                 good = torch.isfinite(new.flatten(1)).all(1).view(-1, 1, 1)
                 state[side].copy_(torch.where(good, torch.lerp(new, state[side], decay), state[side]))
+                state[f"{side}_count"] += good.flatten().to(state[f"{side}_count"].dtype)
 
     def _refresh_side(self, state: State, side: str, groups: slice, health: Health) -> None:
         """One step of orthogonal iteration from the last basis, sorted, with V permuted along; eigh at the start."""
@@ -229,7 +234,7 @@ class RotatedAdam(EigenFactors):
         index = order.unsqueeze(-1 if side == "P" else -2).expand_as(V)
         state["V"][groups] = V.gather(-2 if side == "P" else -1, index)
 
-    def conditions(self, state: State, context: Context) -> tuple[Tensor, Tensor]:
+    def conditions(self, state: State, context: Context) -> tuple[Tensor, Tensor] | None:
         """Of the second moments."""
         V = state["V"].flatten(1)
         return (V.amax(1).sqrt() + self.eps) / (V.amin(1).sqrt() + self.eps), torch.full_like(V[:, 0], self.eps)

@@ -5,6 +5,7 @@ W ← (1 − η·decay) W − η · momentum(clip(graft(P⁻ᵖ ∇L Q⁻ᑫ)))
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
 from layerwise.foundations.vectors import trainable, unwrap
 from layerwise.layers.table import LayerSpec, LayerTable, matches
-from layerwise.optim.capture import Capture, LossScale
+from layerwise.optim.capture import Capture, LossScale, Seen
 from layerwise.optim.damping import Damping
 from layerwise.optim.elementwise import AdamRule, GradientDescent
 from layerwise.optim.factors import Factors
@@ -169,7 +170,12 @@ class Layerwise(torch.optim.Optimizer):
                         "other options hold for the whole optimizer",
                     )
                 )
-            names = [p for spec in self.table.layers if matches(spec, pattern) for p in spec.parameters]
+            names = [
+                p
+                for spec in self.table.layers
+                if matches(spec, pattern) or fnmatchcase(spec.parameters[0].rpartition(".")[0], pattern)
+                for p in spec.parameters
+            ]
             names = [name for name in dict.fromkeys(names) if name not in taken]
             if not names:
                 raise InputError(
@@ -179,6 +185,7 @@ class Layerwise(torch.optim.Optimizer):
                         "see lw.layers(model)",
                     )
                 )
+            _check_numbers({**defaults, **options})
             taken.update(names)
             groups.append({"params": [(name, params[name]) for name in names], **options})
         rest = [(name, p) for name, p in params.items() if name not in taken]
@@ -203,6 +210,7 @@ class Layerwise(torch.optim.Optimizer):
                 )
             )
         self._settings["estimator"] = estimator
+        _positive("samples", self._settings["samples"])
         found = Capture(
             self.model, self.table, estimator, law, self._settings["samples"], seed, self._scale, example_axis
         )
@@ -216,7 +224,7 @@ class Layerwise(torch.optim.Optimizer):
         if self._capture is not None:
             self.table = self._capture.table
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
-        params = trainable(self.model)
+        params = dict(self.model.named_parameters())
         found: dict[Any, list[LayerSpec]] = {}
         for spec in self.table.layers:
             group = group_of.get(id(params[spec.parameters[0]]))
@@ -255,7 +263,7 @@ class Layerwise(torch.optim.Optimizer):
             return "a vector, not a matrix"
         if spec.form.one_hot and not self.rule.needs_inputs:
             return "an embedding"
-        first = trainable(self.model)[spec.parameters[0]]
+        first = dict(self.model.named_parameters())[spec.parameters[0]]
         return self.rule.accepts(Stack(self.rule, (spec,), dict(group), {spec.parameters[0]: first}).shape)
 
     # --- the step ----------------------------------------------------------------------------------------
@@ -266,7 +274,7 @@ class Layerwise(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._damping.before(None if loss is None else float(loss))
+        self._damping.before(None if loss is None else _number(loss))
         self._step()
         if closure is not None and self._damping.wants_result(self.steps_taken):
             self._measure_again(closure)
@@ -285,7 +293,7 @@ class Layerwise(torch.optim.Optimizer):
         if self._capture is not None:
             self._capture.collect()
             self._capture.due = bool(due)
-        self.step_result(float(after))
+        self.step_result(_number(after))
 
     def step_result(self, loss: float, before: float | None = None) -> None:
         """Tell adaptive damping the loss after the last step (and before it, unless ``step(closure)`` knew)."""
@@ -299,6 +307,9 @@ class Layerwise(torch.optim.Optimizer):
         seen = self._collector.take_all(self._observed_specs(), self.processes, device)
         counts = None if self._capture is None else self._capture.collect()
         if self._stacks is None:
+            if self._capture is not None and self._capture.notes is None and self._broken():
+                self._health.steps, self._health.skipped_steps = self._health.steps + 1, self._health.skipped_steps + 1
+                return
             self._require_forward(counts)
             self._stacks = self._build()
         self.steps_taken += 1
@@ -315,6 +326,18 @@ class Layerwise(torch.optim.Optimizer):
             self._advance(plans, seen, examples)
         if self._capture is not None:
             self._capture.due = self.steps_taken % self.factor_every == 0
+
+    def _broken(self) -> bool:
+        """Whether a gradient is not finite."""
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return any(not bool(torch.isfinite(grad).all()) for grad in grads)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, and statistics of a step that was never taken (a gradient scaler leaves steps out)."""
+        super().zero_grad(set_to_none)
+        self._collector.take()
+        if self._capture is not None:
+            self._capture.seen = Seen()
 
     def _observed_specs(self) -> tuple[LayerSpec, ...]:
         return () if self._capture is None else self._capture.table.layers
@@ -400,6 +423,8 @@ class Layerwise(torch.optim.Optimizer):
         ]
         owners = self.processes.owners([float(groups.stop - groups.start) for groups in due])
         for groups, owner in zip(due, owners, strict=True):
+            if not stack.rule.ready(stack.state, groups):
+                continue
             if owner == self.processes.rank:
                 stack.rule.refresh(stack.state, groups, context, self._health)
             stack.state["fresh"][groups] = 1
@@ -426,7 +451,7 @@ class Layerwise(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """State keyed by parameter, layer by layer, as plain tensors; loads with ``weights_only=True``."""
-        params = trainable(self.model)
+        params = dict(self.model.named_parameters())
         specs = {spec.name: spec for spec in self.table.layers}
         self.state.clear()
         for layer, saved in self._saved().items():
@@ -473,7 +498,7 @@ class Layerwise(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Parameters that take part from now on, such as layers that were frozen before."""
-        super().add_param_group(param_group)
+        super().add_param_group(self._named(param_group))
         if "_stacks" not in self.__dict__ or "steps_taken" not in self.__dict__:  # the constructor's own
             return
         self._loaded = self._saved()
@@ -481,6 +506,16 @@ class Layerwise(torch.optim.Optimizer):
         self.table = self._read_table()
         if self._capture is not None:
             self._capture.look_again(self.table)
+
+    def _named(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The same group with the names its parameters have in the model."""
+        given = group["params"]
+        params = [given] if isinstance(given, Tensor) else list(given)
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        named = [
+            p if isinstance(p, tuple) else (names.get(id(p), f"extra.{place}"), p) for place, p in enumerate(params)
+        ]
+        return {**group, "params": named}
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {k: v for k, v in self.__dict__.items() if k not in ("_capture", "_stacks", "_collector")}
@@ -509,7 +544,7 @@ class Layerwise(torch.optim.Optimizer):
         """What every parameter gets, and why."""
         rows = [("layer", "parameters", "form K × O × I", "update")]
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
-        params = trainable(self.model)
+        params = dict(self.model.named_parameters())
         for spec in self.table.layers:
             group = group_of.get(id(params[spec.parameters[0]]))
             if group is None:
@@ -581,6 +616,10 @@ def _fallback(given: str | UpdateRule) -> UpdateRule:
     return FALLBACKS[given]()
 
 
+def _number(loss: Any) -> float:
+    return float(loss.detach() if isinstance(loss, Tensor) else loss)
+
+
 def _positive(name: str, value: int) -> int:
     if value < 1:
         raise InputError(describe(f"{name}={value}", "a number of steps ≥ 1", "pass e.g. 10"))
@@ -594,6 +633,7 @@ def _known(name: str, value: str, known: tuple[str, ...]) -> str:
 
 
 def _check_numbers(defaults: Mapping[str, Any]) -> None:
+    _known("update", defaults["update"], ("rule", "fallback"))
     bounds = {"lr": math.inf, "momentum": 1.0, "weight_decay": math.inf, "factor_decay": 1.0}
     for name, below in bounds.items():
         value = float(defaults[name])

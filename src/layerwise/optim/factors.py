@@ -22,6 +22,10 @@ def check_side(name: str, value: str, known: tuple[str, ...]) -> None:
         raise InputError(describe(f"{name}={value!r}", " or ".join(f'"{k}"' for k in known), "choose one of them"))
 
 
+def _same_shift(M: Tensor | None, damping: float) -> Tensor | None:
+    return None if M is None else torch.full((M.shape[0],), damping, dtype=M.dtype, device=M.device)
+
+
 @dataclass
 class Factors(UpdateRule):
     """Two factors a layer, each raised to a negative power.
@@ -44,6 +48,7 @@ class Factors(UpdateRule):
     def __post_init__(self) -> None:
         check_side("left", self.left, LEFT)
         check_side("right", self.right, RIGHT)
+        check_side("damping_split", self.split, ("trace", "equal", "exact"))
         self.refreshes = (self.left, self.right) != ("identity", "identity")
         self.needs_inputs = self.right == "inputs"
         self.needs_outgrads = self.left == "outgrads"
@@ -112,16 +117,15 @@ class Factors(UpdateRule):
             left = None if P is None else (d * mean_eigenvalue(P)).clamp_min(floor)
             right = None if Q is None else (d * mean_eigenvalue(Q)).clamp_min(floor)
             return left, right
-        if P is None or Q is None:
-            only = P if P is not None else Q
-            assert only is not None
-            shift = torch.full((only.shape[0],), d, dtype=only.dtype, device=only.device)
-            return (shift, None) if P is not None else (None, shift)
+        if P is None or Q is None or not self.is_curvature:
+            return _same_shift(P, d), _same_shift(Q, d)
         left, right = split_damping(d, self.split, mean_eigenvalue(Q), mean_eigenvalue(P))
         return left, right
 
     def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:
         """Inverse roots of the damped factors."""
+        if "P" not in state and "Q" not in state:
+            return
         left, right = self.shifts(state, groups, context)
         for side, shift, power in (("P", left, self.power[0]), ("Q", right, self.power[1])):
             if shift is None:
@@ -130,8 +134,14 @@ class Factors(UpdateRule):
             root.copy_(guarded_root(M, shift, power, root, health))
         health.refreshes += 1
 
-    def conditions(self, state: State, context: Context) -> tuple[Tensor, Tensor]:
+    def ready(self, state: State, groups: slice) -> bool:
+        """Whether no factor is zero."""
+        return all(bool((mean_eigenvalue(state[side][groups]) > 0).all()) for side in ("P", "Q") if side in state)
+
+    def conditions(self, state: State, context: Context) -> tuple[Tensor, Tensor] | None:
         """Bounds on condition numbers, and the damping added, per group."""
+        if "P" not in state and "Q" not in state:
+            return None
         whole = slice(None)
         left, right = self.shifts(state, whole, context)
         bounds = [condition_numbers(state[s], shift) for s, shift in (("P", left), ("Q", right)) if shift is not None]

@@ -136,6 +136,10 @@ class UpdateRule(ABC):
         """Recompute decompositions of some groups; dear. Nothing by default."""
         return
 
+    def ready(self, state: State, groups: slice) -> bool:
+        """Whether there is anything to decompose: a factor that is still zero has no inverse."""
+        return True
+
     def rescale(self, state: State, seen: Observation | None, grad: Tensor, context: Context) -> None:
         """Statistics in a basis that was just refreshed. Nothing by default."""
         return

@@ -120,4 +120,4 @@ class Stack:
         for (_, groups), on in zip(self.slices(), active, strict=True):
             if not on:
                 for name, value in self.state.items():
-                    value[groups] = before[name][groups]
+                    value[groups] = before[name][groups] if name in before else 0
