@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import layerwise as lw
-from layerwise.curvature import build, sweep
+from layerwise.curvature import build
 from layerwise.foundations.errors import InputError, MemoryBudgetError
+from layerwise.layers import sweep
 from layerwise.layers.recorder import Recorder
 
 STRUCTURES = ("dense", "block", "diag", "quasidiag", "kfac", "ekfac", "lowrank", "implicit", "mixed")
