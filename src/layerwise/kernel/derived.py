@@ -1,5 +1,6 @@
 """Kernels made from a kernel: centred, normalized."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -75,8 +76,9 @@ class Derived(Kernel):
     def _matrix(self) -> Tensor:
         return self._from(self.of.matrix())
 
+    @abstractmethod
     def _from(self, K: Tensor) -> Tensor:
-        raise NotImplementedError
+        """This kernel's matrix from the other's."""
 
     def matrix(self) -> Float[Tensor, "NP MP"]:
         """Formed from the other's matrix."""
