@@ -7,9 +7,10 @@
     python benchmarks/autoencoder.py --report results                # table and figure of what is in a folder
 
 MNIST comes from the folder that LAYERWISE_DATA names, or from --images; otherwise digits are used. Learning rates are
-constant, the best cell of each grid is the one with the lowest final training loss, and every method has the same
-number of cells, epochs and seconds. Each method's record is written as it ends, so that several calls with other
---methods and the same --out make one report. Losses are cross-entropies summed over pixels, averaged over examples.
+constant. Every method has a grid of fifteen cells, each tried for a few epochs; the best few are then trained for all
+epochs, from the start, and the best of those is the one with the lowest final training loss. Each method's record is
+written as it ends, so that several calls with other --methods and the same --out make one report. Losses are
+cross-entropies summed over pixels, averaged over examples.
 """
 
 import os
@@ -21,7 +22,7 @@ import json
 import math
 import sys
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -37,32 +38,43 @@ class Preset:
     limit: int | None
     epochs: int
     batch: int
+    trial: int
+    """Epochs that every cell is tried for."""
+    finalists: int = 3
     cells: int | None = None
     seconds: float = math.inf
 
 
 PRESETS = {
-    "smoke": Preset("digits", None, epochs=2, batch=200, cells=2),
-    "digits": Preset("digits", None, epochs=30, batch=200),
-    "cpu": Preset("mnist", 10_000, epochs=3, batch=200),
-    "gpu": Preset("mnist", None, epochs=10, batch=500, seconds=120),
+    "smoke": Preset("digits", None, epochs=2, batch=200, trial=1, finalists=1, cells=2),
+    "digits": Preset("digits", None, epochs=30, batch=200, trial=10),
+    "cpu": Preset("mnist", 10_000, epochs=3, batch=200, trial=1),
+    "gpu": Preset("mnist", None, epochs=10, batch=500, trial=2, seconds=180),
 }
 
 
-def train_grid(name: str, task: Task, cells: int | None, seconds: float) -> Record:
-    """All cells of a method, each with an equal share of its seconds."""
+def train_grid(name: str, task: Task, preset: Preset) -> Record:
+    """All cells for a few epochs, then the best of them for all; each run has an equal share of the seconds."""
     method = METHODS[name]
     settings = method.cells(task.data)
-    settings = settings if cells is None else spread(settings, cells)
-    runs = []
+    settings = settings if preset.cells is None else spread(settings, preset.cells)
+    epochs = len(settings) * preset.trial + preset.finalists * task.epochs
+    share = preset.seconds / epochs
+    trials = []
     for number, setting in enumerate(settings, start=1):
-        runs.append(run(method, setting, task, seconds / len(settings)))
-        report_cell(method, number, len(settings), runs[-1])
+        trials.append(run(method, setting, replace(task, epochs=preset.trial), share * preset.trial))
+        report_cell(method, f"{number}/{len(settings)}", trials[-1])
+    chosen = sorted((t for t in trials if math.isfinite(t.final)), key=lambda t: t.final)[: preset.finalists]
+    runs = []
+    for finalist in chosen:
+        runs.append(run(method, finalist.setting, task, share * task.epochs))
+        report_cell(method, "final", runs[-1])
     finals = [r.final for r in runs]
-    chosen = finals.index(min(finals)) if math.isfinite(min(finals)) else None
-    edges = [] if chosen is None else method.edges(task.data, runs[chosen].setting)
+    best = finals.index(min(finals)) if finals and math.isfinite(min(finals)) else None
+    edges = [] if best is None else method.edges(task.data, runs[best].setting)
     named = {"method": name, "title": method.title, "data": task.data}
-    return named | {"best": chosen, "edges": edges, "runs": [asdict(r) for r in runs]}
+    trial_losses = [{"setting": t.setting, "loss": t.losses[-1], "note": t.note} for t in trials]
+    return named | {"best": best, "edges": edges, "runs": [asdict(r) for r in runs], "trials": trial_losses}
 
 
 def spread(settings: list[dict], cells: int) -> list[dict]:
@@ -71,11 +83,11 @@ def spread(settings: list[dict], cells: int) -> list[dict]:
     return [settings[(2 * k + 1) * len(settings) // (2 * count)] for k in range(count)]
 
 
-def report_cell(method: Method, number: int, total: int, found: Run) -> None:
+def report_cell(method: Method, place: str, found: Run) -> None:
     setting = ", ".join(f"{k} {v:g}" for k, v in found.setting.items())
     end = found.note if found.note.startswith("fails") else f"{found.losses[-1]:.2f}  {found.note}"
     took = f"{found.seconds[-1]:.1f} s, {len(found.losses) - 1} epochs"
-    print(f"  {method.title:20s}{number:3d}/{total}  {setting:28s}{took:22s}{end}", flush=True)
+    print(f"  {method.title:20s}{place:>6s}  {setting:28s}{took:22s}{end}", flush=True)
 
 
 def read_records(folder: Path) -> dict[str, Record]:
@@ -139,6 +151,7 @@ def main() -> int:
         conclude(read_records(args.report), args.report, {})
         return 0
     preset = PRESETS[args.preset]
+    preset = replace(preset, cells=args.cells or preset.cells, seconds=args.seconds or preset.seconds)
     task = make_task(args, preset)
     settings = {"preset": args.preset, "data": task.data, "device": task.device, "examples": len(task.train)}
     settings |= {
@@ -151,7 +164,7 @@ def main() -> int:
     print(", ".join(f"{name} {value}" for name, value in settings.items()), flush=True)
     records = {} if args.out is None else read_records(args.out)
     for name in args.methods:
-        records[name] = train_grid(name, task, args.cells or preset.cells, args.seconds or preset.seconds)
+        records[name] = train_grid(name, task, preset)
         write_record(args.out, records[name])
     conclude({name: records[name] for name in METHODS if name in records}, args.out, settings)
     return 0

@@ -1,8 +1,9 @@
-"""The methods that train the autoencoder, and the grid of each: two options of three values, nine cells for all.
+"""The methods that train the autoencoder, and the grid of each: five learning rates and three values of another option.
 
 K-FAC and its kin follow the card they reproduce: factors of the current batch alone, the loss's own gradients, no
-momentum, damping √λ on both factors, decomposed every 50 steps. All others keep their usual momentum. Layers take
-turns, so the batch whose factors a layer decomposes must be recent: factors are taken every 10 steps.
+momentum, no clipping, damping √λ on both factors, decomposed every 50 steps. All others keep their usual momentum.
+Layers take turns, so the batch whose factors a layer decomposes must be recent: factors are taken every 10 steps.
+"KFAC, defaults" and "EKFAC, defaults" are the library's own: running factors, momentum, relative damping, clipping.
 """
 
 import itertools
@@ -16,15 +17,14 @@ import layerwise as lw
 
 REFRESH = 50
 FACTORS = 10
-RATES = (0.1, 0.03, 0.01)
-DIGITS_RATES = (1.0, 0.3, 0.1)
-DAMPINGS = (0.1, 0.01, 0.001)
+RATES = (3.0, 1.0, 0.3, 0.1, 0.03)
 CARD = {
     "damping_split": "equal",
     "damping_scale": "absolute",
     "refresh_every": REFRESH,
     "factor_decay": 0.0,
     "momentum": 0.0,
+    "clip": None,
 }
 
 
@@ -58,11 +58,12 @@ class Method:
         return self.member(model, **options)
 
 
-SGD_GRID = {"lr": (0.03, 0.01, 0.003), "momentum": (0.5, 0.9, 0.98)}
-SGD_DIGITS = (0.3, 0.1, 0.03)
-ADAM_GRID = {"lr": (3e-3, 1e-3, 3e-4), "eps": (1e-8, 1e-5, 1e-3)}
-ADAM_DIGITS = (0.1, 0.03, 0.01)
-CURVATURE = {"lr": RATES, "damping": DAMPINGS}
+SGD_GRID = {"lr": (0.1, 0.03, 0.01, 0.003, 0.001), "momentum": (0.5, 0.9, 0.98)}
+SGD_DIGITS = (1.0, 0.3, 0.1, 0.03, 0.01)
+ADAM_GRID = {"lr": (1e-2, 3e-3, 1e-3, 3e-4, 1e-4), "eps": (1e-8, 1e-5, 1e-3)}
+ADAM_DIGITS = (0.3, 0.1, 0.03, 0.01, 0.003)
+CURVATURE = {"lr": RATES, "damping": (1.0, 0.1, 0.01)}
+OWN = {"lr": (0.3, 0.1, 0.03, 0.01, 0.003), "damping": (1.0, 0.1, 0.01)}
 
 METHODS: Mapping[str, Method] = {
     "sgd": Method("SGD + momentum", lw.optim.SGD, SGD_GRID, on_digits=SGD_DIGITS),
@@ -70,35 +71,37 @@ METHODS: Mapping[str, Method] = {
     "muon": Method(
         "Muon",
         lw.optim.Muon,
-        {"lr": (0.03, 0.01, 0.003), "momentum": (0.8, 0.9, 0.95)},
+        {"lr": (0.1, 0.03, 0.01, 0.003, 0.001), "momentum": (0.8, 0.9, 0.95)},
         {"weight_decay": 0.0, "fallback_lr": 1e-3},
-        on_digits=(0.3, 0.1, 0.03),
+        on_digits=(1.0, 0.3, 0.1, 0.03, 0.01),
     ),
     "shampoo": Method(
         "Shampoo",
         lw.optim.Shampoo,
-        {"lr": (3e-3, 1e-3, 3e-4), "damping": (1e-2, 1e-4, 1e-6)},
+        {"lr": (1e-2, 3e-3, 1e-3, 3e-4, 1e-4), "damping": (1e-2, 1e-4, 1e-6)},
         {"graft": "adam", "refresh_every": REFRESH},
-        on_digits=(0.03, 0.01, 0.003),
+        on_digits=(0.1, 0.03, 0.01, 0.003, 0.001),
     ),
     "soap": Method(
         "SOAP",
         lw.optim.SOAP,
-        {"lr": (1e-2, 3e-3, 1e-3), "eps": (1e-8, 1e-5, 1e-3)},
+        {"lr": (3e-2, 1e-2, 3e-3, 1e-3, 3e-4), "eps": (1e-8, 1e-5, 1e-3)},
         on_digits=ADAM_DIGITS,
     ),
     "foof": Method(
         "FOOF",
         lw.optim.FOOF,
-        {"lr": (0.03, 0.01, 0.003), "damping": DAMPINGS},
+        {"lr": (0.1, 0.03, 0.01, 0.003, 0.001), "damping": (0.1, 0.01, 0.001)},
         {"damping_scale": "absolute", "refresh_every": REFRESH, "factor_every": FACTORS},
-        on_digits=(0.1, 0.03, 0.01),
+        on_digits=(0.3, 0.1, 0.03, 0.01, 0.003),
     ),
-    "kfac": Method("KFAC", lw.optim.KFAC, CURVATURE, {**CARD, "factor_every": FACTORS}, DIGITS_RATES),
-    "ekfac": Method("EKFAC", lw.optim.EKFAC, CURVATURE, {**CARD, "scaling": "batch"}, DIGITS_RATES),
-    "ekfac-ra": Method(
-        "EKFAC-ra", lw.optim.EKFAC, CURVATURE, {**CARD, "factor_every": FACTORS, "scaling": "running"}, DIGITS_RATES
+    "kfac": Method(
+        "KFAC", lw.optim.KFAC, {"lr": RATES, "damping": (10.0, 1.0, 0.1)}, {**CARD, "factor_every": FACTORS}
     ),
+    "ekfac": Method("EKFAC", lw.optim.EKFAC, CURVATURE, {**CARD, "scaling": "batch"}),
+    "ekfac-ra": Method("EKFAC-ra", lw.optim.EKFAC, CURVATURE, {**CARD, "factor_every": FACTORS, "scaling": "running"}),
+    "kfac-own": Method("KFAC, defaults", lw.optim.KFAC, OWN, {"factor_every": FACTORS}),
+    "ekfac-own": Method("EKFAC, defaults", lw.optim.EKFAC, OWN, {"factor_every": FACTORS, "scaling": "running"}),
     "sgd-bn": Method("SGD + momentum, BN", lw.optim.SGD, SGD_GRID, on_digits=SGD_DIGITS, batch_norm=True),
     "adam-bn": Method("Adam, BN", lw.optim.Adam, ADAM_GRID, on_digits=ADAM_DIGITS, batch_norm=True),
 }

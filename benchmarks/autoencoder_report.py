@@ -1,7 +1,8 @@
 """Table, orderings, record and figure of the autoencoder benchmark.
 
-A record is what one method gave: {"method", "title", "data", "best", "edges", "runs"}, runs as dictionaries of
-`autoencoder_runs.Run`; `best` is the number of the run with the lowest final training loss, or None.
+A record is what one method gave: {"method", "title", "data", "best", "edges", "runs", "trials"}, runs as dictionaries
+of `autoencoder_runs.Run`, trials as {"setting", "loss", "note"}; `best` is the number of the run with the lowest final
+training loss, or None.
 """
 
 import math
@@ -48,8 +49,9 @@ def print_table(records: dict[str, Record]) -> None:
     )
     for record in records.values():
         run = best(record)
-        failed = sum(r["note"].startswith("fails") for r in record["runs"])
-        count = f"{failed}/{len(record['runs'])}"
+        tried = record.get("trials", record["runs"])
+        failed = sum(t["note"].startswith("fails") for t in tried)
+        count = f"{failed}/{len(tried)}"
         if run is None:
             print(f"  {record['title']:22s}{'every cell fails':>35s}{'':18s}{count:>8s}")
             continue

@@ -35,10 +35,11 @@ METHODS = {
         model,
         lr=3e-2,
         damping=1.0,
-        damping_scale="absolute",  # relative damping lets layers without gradients yet, as qkv, take huge steps
+        damping_scale="absolute",  # holds layers without gradients yet, as qkv, back by itself: no clip is needed
+        clip=None,
         likelihood=lw.likelihoods.Categorical(class_axis=-1),  # outputs are [N, T, V]
         loss_average="tokens",  # cross_entropy over [N T, V] is a mean over tokens
-        fallback_lr=3e-4,  # embeddings and norm layers, by Adam, with this optimizer's momentum on top
+        fallback_lr=3e-3,  # embeddings and norm layers, by Adam
         overrides={"tokens": {"update": "fallback"}, "positions": {"update": "fallback"}},
     ),
 }

@@ -19,6 +19,9 @@ RUNS = {
     "KFAC exact": lambda m: lw.optim.KFAC(m, 0.02, refresh_every=3, **EXACT),
     "KFAC sampled": lambda m: lw.optim.KFAC(m, 0.02, refresh_every=3, likelihood="categorical"),
     "KFAC conv": lambda m: lw.optim.KFAC(m, 0.02, refresh_every=2),
+    "KFAC conv SUA": lambda m: lw.optim.KFAC(m, 0.02, refresh_every=2, sua=True),
+    # A basis of every step: an old one of the head's singular Q (17 inputs, 12 examples) is not unique.
+    "EKFAC conv SUA": lambda m: lw.optim.EKFAC(m, 0.005, refresh_every=1, sua=True),
     "EKFAC batch": lambda m: lw.optim.EKFAC(m, 0.005, refresh_every=3),
     "EKFAC batch exact": lambda m: lw.optim.EKFAC(m, 0.005, refresh_every=3, **EXACT),
     "EKFAC running": lambda m: lw.optim.EKFAC(m, 0.005, refresh_every=3, scaling="running"),

@@ -221,7 +221,7 @@ class Reference:
                 self._subtract(module.weight, D)
                 if module.bias is not None and self.separate:
                     D = self._adam(name, grads[f"{name}.bias"])
-                    self._subtract(module.bias, self._with_momentum(f"{name}.bias", D))
+                    self._subtract(module.bias, D)
 
     def _subtract(self, p: Tensor, D: Tensor) -> None:
         p.mul_(1 - self.lr * self.weight_decay).sub_(self.lr * D.reshape(p.shape))

@@ -472,6 +472,8 @@ def test_grafting_takes_a_norm_and_keeps_the_direction(name: str, graft: str):
     options = {"momentum": 0.0} if name in ("KFAC", "Shampoo", "FOOF") else {}
     if name == "SOAP":
         options = {"skip_first": False}
+    if name == "KFAC":
+        options["clip"] = None
     a, b = mlp(), mlp()
     plain = member(name, a, lr=1.0, weight_decay=0.0, **options, graft=None)
     grafted = member(name, b, lr=1.0, weight_decay=0.0, **options, graft=graft)
@@ -495,7 +497,7 @@ def test_clipping_by_the_predicted_change():
     """``η² Σ ⟨D, ∇L⟩ ≤ κ``: the whole step is scaled by one number, and left alone below the bound."""
     kappa = 1e-4
     a, b = mlp(), mlp()
-    plain = lw.optim.KFAC(a, lr=0.1, momentum=0.0)
+    plain = lw.optim.KFAC(a, lr=0.1, momentum=0.0, clip=None)
     clipped = lw.optim.KFAC(b, lr=0.1, momentum=0.0, clip=kappa)
     start = flat(a)
     train_step(a, plain, DATA[0], cross_entropy)
@@ -513,7 +515,7 @@ def test_clipping_by_the_predicted_change():
 
 def test_clipping_by_the_norm():
     a, b = mlp(), mlp()
-    plain = lw.optim.KFAC(a, lr=0.1, momentum=0.0)
+    plain = lw.optim.KFAC(a, lr=0.1, momentum=0.0, clip=None)
     clipped = lw.optim.KFAC(b, lr=0.1, momentum=0.0, clip=("norm", 0.5))
     start = flat(a)
     train_step(a, plain, DATA[0], cross_entropy)
@@ -551,3 +553,76 @@ def test_the_health_report():
     assert set(health.condition) == set(health.damping) == {"0", "2", "4"}
     assert all(value >= 1 for value in health.condition.values())
     assert all(value > 0 for value in health.damping.values())
+
+
+def test_clipping_comes_before_momentum():
+    """The momentum may point against the gradient; then a clip of their product would let any step pass."""
+    model = mlp()
+    opt = lw.optim.KFAC(model, lr=0.1, momentum=0.9, clip=1e-4, refresh_every=1)
+    steps = []
+    for batch in DATA[:6]:
+        before = flat(model)
+        train_step(model, opt, batch, cross_entropy)
+        steps.append(flat(model) - before)
+    own = [b - 0.9 * a for a, b in zip([torch.zeros_like(steps[0]), *steps], steps, strict=False)]
+    state = {k: v for of in opt.state_dict()["state"].values() for k, v in of.items()}
+    assert all("momentum" in of for of in state.values())
+    assert max(float(step.norm()) for step in own) < 2 * float(own[0].norm())
+
+
+def test_two_optimizers_on_one_model_do_not_disturb_each_other():
+    """Each sees the user's forward and backward alone, not what the other does with them."""
+    options = {"KFAC": {}, "KFAC sampled": {"likelihood": "categorical"}}
+    for own in options.values():
+        a, b = mlp(), mlp()
+        alone = lw.optim.KFAC(a, lr=0.01, **own)
+        first = lw.optim.KFAC(b, lr=0.01, **own)
+        others = [lw.optim.KFAC(b, likelihood="categorical"), lw.optim.FOOF(b)]
+        for batch in DATA[:4]:
+            train_step(a, alone, batch, cross_entropy)
+            for other in others:
+                other.zero_grad()
+            train_step(b, first, batch, cross_entropy)
+            assert torch.equal(flat(a), flat(b))
+
+
+def test_the_fallback_has_no_momentum_on_top_of_its_own():
+    """A bias under Shampoo is stepped as by Adam alone, whatever the momentum of the matrices."""
+    a, b = mlp(), mlp()
+    one, two = (lw.optim.Shampoo(m, lr=0.01, momentum=mu) for m, mu in ((a, 0.9), (b, 0.0)))
+    train_step(a, one, DATA[0], cross_entropy)
+    train_step(b, two, DATA[0], cross_entropy)
+    assert torch.equal(a[0].bias, b[0].bias)
+    state = {k: v for of in one.state_dict()["state"].values() for k, v in of.items()}
+    biases = [of for of in state.values() if "m" in of]
+    assert biases
+    assert all("momentum" not in of for of in biases)
+
+
+def test_a_parameter_that_was_unfrozen_is_an_error_until_it_is_added():
+    model = mlp()
+    model[2].requires_grad_(False)
+    opt = lw.optim.KFAC(model, lr=0.01)
+    train_step(model, opt, DATA[0], cross_entropy)
+    model[2].requires_grad_(True)
+    with pytest.raises(lw.LayerwiseError, match="add_param_group"):
+        train_step(model, opt, DATA[1], cross_entropy)
+    opt.add_param_group({"params": list(model[2].parameters())})
+    before = model[2].weight.detach().clone()
+    train_step(model, opt, DATA[2], cross_entropy)
+    assert not torch.equal(model[2].weight, before)
+
+
+def test_adaptive_damping_keeps_the_proportions_of_groups():
+    model = mlp()
+    opt = lw.optim.KFAC(model, lr=0.01, damping="adaptive", momentum=0.0, overrides={"0": {"damping": 0.5}})
+    first = [group["damping"] for group in opt.param_groups]
+    assert first[0] != first[1]
+    for batch in DATA[:3]:
+        train_step(model, opt, batch, cross_entropy)
+        opt.step_result(100.0, before=1.0)  # much worse than predicted: more damping
+        opt.step_result(100.0, before=1.0)  # told again of the same step: nothing more
+    now = [group["damping"] for group in opt.param_groups]
+    assert now[0] > first[0]
+    assert now[0] / now[1] == pytest.approx(first[0] / first[1])
+    assert now[0] / first[0] == pytest.approx((20 / 19) ** 3)

@@ -528,10 +528,7 @@ def test_a_layer_that_is_not_called_this_step_keeps_parameters_and_state(name: s
     assert not torch.equal(model.right.weight, before[0])
 
 
-_UNEQUAL = pytest.mark.xfail(strict=True, reason="known: NGD wants every layer in every forward of a step")
-
-
-@pytest.mark.parametrize("name", ["KFAC", "EKFAC", "FOOF", pytest.param("NGD", marks=_UNEQUAL)])
+@pytest.mark.parametrize("name", ["KFAC", "EKFAC", "FOOF", "NGD"])
 def test_a_layer_that_only_some_forwards_of_a_step_call(name: str):
     """Accumulation over batches that take different branches, as in a mixture of experts."""
     model = _branches()

@@ -26,6 +26,27 @@ def in_own_forward() -> bool:
     return _OWN.get()
 
 
+_BACKWARDS: list[object] = []
+
+
+@contextmanager
+def own_backward(owner: object) -> Iterator[None]:
+    """Mark a backward as the library's, which others that listen to the same graph must not take for the user's.
+
+    A plain list, not a context variable: on a GPU the hooks run in threads of the device.
+    """
+    _BACKWARDS.append(owner)
+    try:
+        yield
+    finally:
+        _BACKWARDS.remove(owner)
+
+
+def backward_of_another(listener: object) -> bool:
+    """Whether the present backward is the library's, on behalf of someone else than `listener`."""
+    return bool(_BACKWARDS) and _BACKWARDS[-1] is not listener
+
+
 def in_own_arithmetic(fn: Callable[P, R]) -> Callable[P, R]:
     """Statistics are made outside ``torch.autocast`` and ``torch.inference_mode``, whatever the caller is in.
 

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from layerwise.foundations.errors import UnsupportedError, describe
 from layerwise.foundations.linalg import gram
 from layerwise.foundations.types import statistics_dtype
 from layerwise.layers.layout import Layout
@@ -226,8 +227,17 @@ class RecordedIO(LayerIO):
         """``Σ a aᵀ`` over input channels alone (SUA)."""
         total, count = None, 0
         for call in self.calls:
-            found = call.site.rule.channel_moment(call.site.module, call.site.key, call.x)
-            assert found is not None
+            module, site, rule = call.site.module, call.site.key, call.site.rule
+            batched = call.x if rule.lead(module, site, call.x) else call.x.unsqueeze(0)
+            found = rule.channel_moment(module, site, batched)
+            if found is None:
+                raise UnsupportedError(
+                    describe(
+                        f"{self.spec.name!r} ({self.spec.kind}), whose rule has no channel_moment",
+                        "a rule that gives the second moment of its channels, for SUA",
+                        f"write {type(rule).__name__}.channel_moment, or do without SUA",
+                    )
+                )
             total = found[0] if total is None else total + found[0]
             count += found[2]
         assert total is not None

@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from layerwise.foundations.errors import InputError, UnsupportedError, describe
 from layerwise.foundations.vectors import unwrap
+from layerwise.layers.calling import backward_of_another, in_own_forward, own_backward
 from layerwise.layers.io import CHUNK_BYTES, LayerCall, LayerIO, RecordedIO
 from layerwise.layers.layout import Layout
 from layerwise.layers.table import LayerSpec, LayerTable, Site
@@ -58,6 +59,23 @@ class Event:
         return torch.zeros((), dtype=self.out_dtype, device=self.x.device).expand(vectors, *self.out_shape)
 
 
+_PATCHES: "weakref.WeakKeyDictionary[nn.Module, dict[int, Callable[..., None]]]" = weakref.WeakKeyDictionary()
+"""Modules whose forward is their rule's own at present, with what each open tape records by."""
+
+
+def _unpatch(module: nn.Module, tape: "Tape") -> None:
+    """One tape fewer; after the last, the class's own forward is back."""
+    recorders = _PATCHES.get(module, {})
+    recorders.pop(id(tape), None)
+    if not recorders and "forward" in vars(module):
+        del module.forward
+
+
+def _in_checkpoint() -> bool:
+    """Whether saved tensors are intercepted, as inside a checkpoint that does not re-enter autograd."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # type: ignore[attr-defined]
+
+
 class Tape:
     """Records the calls of a model's layers while active; see the module's docstring."""
 
@@ -69,8 +87,11 @@ class Tape:
         chunk_bytes: int = CHUNK_BYTES,
         broadcast: Collection[str] = (),
         examples: int = 1,
+        until_released: bool = False,
     ) -> None:
         self.broadcast, self.examples = broadcast, examples
+        self.until_released = until_released
+        """Whether modules inside a checkpoint keep the rule's forward after the tape is closed, until `release`."""
         self.model, self.table = unwrap(model), table
         self.layouts: Mapping[SiteKey, Layout] = layouts or {}
         self.chunk_bytes = chunk_bytes
@@ -81,6 +102,8 @@ class Tape:
         self._handles: list[Any] = []
         self._patched: list[nn.Module] = []
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
+        self._held: list[nn.Module] = []
+        self._own = False
         self._counts: dict[tuple[str, str], int] = {}
 
     # --- recording ---------------------------------------------------------------------------------------
@@ -101,7 +124,7 @@ class Tape:
             if of_module[0].module_name in self.broadcast:
                 self._handles.append(module.register_forward_pre_hook(self._spread, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._hook(of_module), with_kwargs=True))
-        self._recording = True
+        self._recording, self._own = True, in_own_forward()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -110,8 +133,15 @@ class Tape:
         for handle in self._handles:
             handle.remove()
         for module in self._patched:
-            del module.forward  # the instance attribute; the class's own forward is back
+            if module not in self._held:
+                _unpatch(module, self)
         self._handles, self._patched = [], []
+
+    def release(self) -> None:
+        """Give modules inside a checkpoint their own forward back, now that their backward is over."""
+        for module in self._held:
+            _unpatch(module, self)
+        self._held = []
 
     def _spread(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -141,7 +171,20 @@ class Tape:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return rule.forward(module, record, *args, **kwargs)
 
-        module.forward = forward  # type: ignore[method-assign]
+        def for_all(*args: Any, **kwargs: Any) -> Any:
+            if self._recording and self.until_released and _in_checkpoint() and module not in self._held:
+                self._held.append(module)  # it is run again in the backward, and must then do the same
+
+            def tell(key: str, x: Tensor, out: Tensor) -> None:
+                for recorder in list(_PATCHES.get(module, {}).values()):
+                    recorder(key, x, out)
+
+            return rule.forward(module, tell, *args, **kwargs)
+
+        recorders = _PATCHES.setdefault(module, {})
+        if "forward" not in vars(module) or not recorders:
+            module.forward = for_all  # type: ignore[method-assign]
+        recorders[id(self)] = record
         self._patched.append(module)
         self._forwards.append((module, forward))
 
@@ -163,6 +206,8 @@ class Tape:
     def _record(self, site: Site, x: Any, out: Any) -> None:
         if not self._recording or not isinstance(x, Tensor) or not isinstance(out, Tensor):
             return
+        if in_own_forward() != self._own:  # someone else looks at the model while this forward is under way
+            return
         where = (site.module_name, site.key)
         number = self._counts.get(where, 0)
         self._counts[where] = number + 1
@@ -176,7 +221,7 @@ class Tape:
 
     def on_grad(self, event: Event, g: Tensor) -> None:
         """A gradient reached a recorded output."""
-        if self._arrived is not None:
+        if self._arrived is not None and not backward_of_another(self):
             self._arrived(event, g)
 
     # --- pulling back ------------------------------------------------------------------------------------
@@ -202,7 +247,8 @@ class Tape:
         """The same, and the gradients of `leaves` from the same backward."""
         self._check_inputs()
         live = [event for event in self.events if event.edge is not None]
-        grads = batched_grad(f, [*(event.edge for event in live), *leaves], v, retain_graph)
+        with own_backward(self):
+            grads = batched_grad(f, [*(event.edge for event in live), *leaves], v, retain_graph)
         for event, grad in zip(live, grads[: len(live)], strict=True):
             event.grad = grad
         ios: dict[str, LayerIO] = {
@@ -247,9 +293,12 @@ class Tape:
 
         sources = _sources(f, [event for event in self.events if event.edge is not None])
         self._arrived = arrived
+        grads: tuple[Tensor | None, ...] = ()
         try:
             targets = [*sources, *leaves]
-            grads = torch.autograd.grad(f, targets, v, retain_graph=retain_graph, allow_unused=True) if targets else ()
+            if targets:
+                with own_backward(self):
+                    grads = torch.autograd.grad(f, targets, v, retain_graph=retain_graph, allow_unused=True)
         finally:
             self._arrived = None
         for spec in list(remaining.values()):  # the output does not depend on some of their calls

@@ -1,6 +1,7 @@
 """Running means with bias correction, one count a group."""
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from layerwise.optim.rule import Health
@@ -13,17 +14,27 @@ def update_mean(
 
     Groups that were not seen, or whose new value is not finite, keep what they have; `count` is t, ``[K]``.
     """
-    finite = torch.isfinite(new.flatten(1)).all(1)
+    finite = finite_moments(new)
     take = finite if seen is None else finite & seen
-    if health is not None:
+    everything = bool(take.all())
+    if health is not None and not everything:
         asked = finite.numel() if seen is None else int(seen.sum())
         health.skipped_statistics += asked - int(take.sum())
     count += take.to(count.dtype)
     t = count.clamp_min(1).double()
     weight = ((1 - decay) / (1 - decay**t)) if decay > 0 else torch.ones_like(t)
-    weight = torch.where(take, weight, 0.0).to(mean.dtype)
-    clean = torch.where(_like(take, new), new, mean).to(mean.dtype)
-    mean += _like(weight, mean) * (clean - mean)
+    new = new.to(mean.dtype)
+    if not everything:  # 0 · nan would still be nan
+        weight, new = torch.where(take, weight, 0.0), torch.where(_like(take, new), new, mean)
+    mean.lerp_(new, _like(weight.to(mean.dtype), mean))
+
+
+def finite_moments(M: Tensor) -> Bool[Tensor, "K"]:
+    """Whether each second moment (a matrix, or a diagonal) is finite.
+
+    The diagonal tells: ``|M_ij|² ≤ M_ii M_jj``, and what is not finite in a row of X is not finite in ``(XᵀX)_ii``.
+    """
+    return torch.isfinite(M if M.ndim == 2 else M.diagonal(dim1=-2, dim2=-1)).all(-1)
 
 
 def _like(per_group: Tensor, tensor: Tensor) -> Tensor:

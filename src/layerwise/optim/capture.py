@@ -6,6 +6,7 @@ result is *pending* until the user's backward from that output runs. Forwards wi
 whose output is never differentiated leave nothing.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo  # torch.compiler.disable would import the compiler at once
 
 from layerwise.distributed.processes import Processes
 from layerwise.foundations.cotangents import Cotangent, HessianRoot, SampledLabels
@@ -21,12 +21,20 @@ from layerwise.foundations.errors import InputError, InteractionError, describe
 from layerwise.foundations.likelihoods import Categorical, Likelihood
 from layerwise.foundations.types import Tree, leaves
 from layerwise.foundations.vectors import unwrap
-from layerwise.layers.calling import as_statistics, example_count, in_own_forward, output_tensor, undisturbed
+from layerwise.layers.calling import (
+    as_statistics,
+    backward_of_another,
+    example_count,
+    in_own_forward,
+    output_tensor,
+    undisturbed,
+)
 from layerwise.layers.examine import Notes, examine
 from layerwise.layers.io import LayerIO, RecordedIO
 from layerwise.layers.layout import Layout
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.layers.tape import Event, Tape
+from layerwise.optim.rule import Recorded
 
 RANK_SEEDS = 7919
 """Processes draw labels of their own: seeds this far apart."""
@@ -67,7 +75,7 @@ class LossScale:
         return {"examples": 1.0, "tokens": tokens / n, None: self.accumulate / n}[self.average]
 
 
-@dataclass
+@dataclass(eq=False)
 class Forward:
     """One training forward of the model."""
 
@@ -77,6 +85,13 @@ class Forward:
     number: int
     counted: bool = False
     """Whether the user's backward has come."""
+
+    def let_go(self) -> None:
+        """Nothing more is expected of it."""
+        if self.tape is not None:
+            self.tape.notify(None)
+            self.tape.release()
+            self.tape = None
 
 
 @dataclass
@@ -109,7 +124,7 @@ class Capture:
         self.forwards = 0
         """Training forwards so far: names the random labels of each."""
         self.notes: Notes | None = None
-        self.observe: Callable[[LayerSpec, RecordedIO, float, bool], None] | None = None
+        self.observe: Callable[[LayerSpec, Recorded], None] | None = None
         self.seen = Seen()
         self._open: list[tuple[Tape | None, Tree]] = []
         self._pending: list[Forward] = []
@@ -148,7 +163,7 @@ class Capture:
         if not f.requires_grad:
             return
         examples = self._count(x)
-        forward = Forward(tape, examples, _tokens(f, examples), self.forwards)
+        forward = Forward(tape, examples, _tokens(f, examples, self.likelihood), self.forwards)
         self.forwards += 1
         if tape is not None and self.estimator in ("sampled", "exact"):
             self._pull_own(forward, f)
@@ -159,7 +174,7 @@ class Capture:
 
     def _came_back(self, forward: Forward) -> None:
         """The user's backward has reached the output of a forward."""
-        if not forward.counted:
+        if not forward.counted and not backward_of_another(self):
             forward.counted = True
             self.seen.examples += forward.examples
             self.seen.tokens += forward.tokens
@@ -178,7 +193,7 @@ class Capture:
             for spec in remaining.pop(id(event), []):
                 missing[spec.name] -= 1
                 if missing[spec.name] == 0:
-                    self._keep(spec, tape.io(spec, 1, forward.examples), factor, True)
+                    self._keep(spec, tape.io(spec, 1, forward.examples), factor, (forward.number, 0))
 
         tape.notify(arrived)
 
@@ -194,28 +209,28 @@ class Capture:
             cotangent = SampledLabels(likelihood, self.samples, self.seed + RANK_SEEDS * Processes().rank)
         with torch.enable_grad():
             terms = likelihood.standardize(as_statistics(f), None, None, self._arrange(n))
-        waiting: list[tuple[LayerSpec, LayerIO, bool]] = []
+        waiting: list[tuple[LayerSpec, LayerIO, int]] = []
         count = cotangent.count(terms)
         for v in range(count):
             rows = cotangent.slice(terms, v, v + 1, forward.number).detach()
 
-            def wait(spec: LayerSpec, io: LayerIO, first: bool = v == 0) -> None:
-                waiting.append((spec, io, first))
+            def wait(spec: LayerSpec, io: LayerIO, v: int = v) -> None:
+                waiting.append((spec, io, v))
 
             tape.stream(terms.f, rows[0], wait, retain_graph=True)
 
         def commit(_: Tensor) -> None:
-            if not forward.counted:
-                for spec, io, first in waiting:
-                    self._keep(spec, io, 1.0, first)
+            if not forward.counted and not backward_of_another(self):
+                for spec, io, v in waiting:
+                    self._keep(spec, io, 1.0, (forward.number, v))
                 waiting.clear()
 
         f.register_hook(commit)
 
-    def _keep(self, spec: LayerSpec, io: LayerIO, factor: float, first: bool) -> None:
+    def _keep(self, spec: LayerSpec, io: LayerIO, factor: float, batch: tuple[int, int]) -> None:
         assert isinstance(io, RecordedIO)
         if self.observe is not None:
-            self.observe(spec, io, factor, first)
+            self.observe(spec, Recorded(io, factor, batch))
 
     def _arrange(self, n: int) -> Callable[[Tensor], Tensor]:
         layout = Layout() if self.notes is None else self.notes.output
@@ -259,7 +274,8 @@ class Capture:
 
     def _tape(self, examples: int) -> Tape:
         assert self.notes is not None
-        return Tape(self.model, self.table, self.notes.layouts, broadcast=self.notes.broadcast, examples=examples)
+        layouts, broadcast = self.notes.layouts, self.notes.broadcast
+        return Tape(self.model, self.table, layouts, broadcast=broadcast, examples=examples, until_released=True)
 
     def _count(self, x: Tree) -> int:
         axis = self.example_axis or 0 if self.notes is None else self.notes.example_axis
@@ -276,17 +292,16 @@ class Capture:
     def drop(self) -> None:
         """Let go of forwards that are not differentiated yet."""
         for forward in self._pending:
-            if forward.tape is not None:
-                forward.tape.notify(None)
-                forward.tape = None
+            forward.let_go()
         self._pending.clear()
 
     def _release(self) -> None:
         """Let go of forwards whose backward is over, and of old ones that never had one."""
+        waiting = [forward for forward in self._pending if not forward.counted]
         for forward in self._pending:
-            if forward.counted:
-                forward.tape = None
-        self._pending = [forward for forward in self._pending if not forward.counted][-WAITING:]
+            if forward.counted or forward not in waiting[-WAITING:]:
+                forward.let_go()
+        self._pending = waiting[-WAITING:]
 
     def remove(self) -> None:
         """Take the hooks off the model."""
@@ -302,6 +317,28 @@ def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
     return kwargs or (args[0] if len(args) == 1 else args)
 
 
+WHOLE_GRAPH = (
+    "layerwise takes statistics in a hook on the model, between two compiled graphs; "
+    "expected: torch.compile(model) without fullgraph=True; "
+    "do: leave fullgraph=True out, or take a member without statistics of its own (Shampoo, SOAP, Muon, Adam, SGD)"
+)
+"""What a user reads, inside the compiler's own error, who compiles the model as one graph."""
+
+
+def outside_the_compiler(call: Callable[..., None]) -> Callable[..., None]:
+    """Keep the compiler out of a hook; unlike `torch.compiler.disable`, import it at the first call only."""
+    made: list[Any] = []
+
+    @functools.wraps(call)
+    def inner(*args: Any) -> None:
+        if not made:
+            made.append(torch.compiler.disable(call, reason=WHOLE_GRAPH))
+        made[0](*args)
+
+    inner.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=WHOLE_GRAPH)
+    return inner
+
+
 class RootHook:
     """A hook that a copy of the model does not inherit, and that keeps no optimizer alive."""
 
@@ -309,7 +346,7 @@ class RootHook:
         self._capture = None if capture is None else weakref.ref(capture)
         self._method = method
 
-    @_disable_dynamo
+    @outside_the_compiler
     def __call__(self, *args: Any) -> None:
         """Pass the call on, if anyone is there."""
         capture = None if self._capture is None else self._capture()
@@ -323,13 +360,19 @@ class RootHook:
         return RootHook, ()
 
 
-def _with_class_axis(likelihood: Likelihood, f: Tensor) -> Likelihood:
+def _class_axis(f: Tensor) -> int:
     """No target tells where the classes are: last for ``[N, T, C]``, second for ``[N, C, H, W]``, as torch has it."""
+    return 1 if f.ndim > 3 else -1
+
+
+def _with_class_axis(likelihood: Likelihood, f: Tensor) -> Likelihood:
     if f.ndim > 2 and isinstance(likelihood, Categorical) and likelihood.class_axis is None:
-        return replace(likelihood, class_axis=-1 if f.ndim == 3 else 1)
+        return replace(likelihood, class_axis=_class_axis(f))
     return likelihood
 
 
-def _tokens(f: Tensor, examples: int) -> int:
+def _tokens(f: Tensor, examples: int, likelihood: Likelihood | None) -> int:
     """Positions of the output: all but its class axis."""
-    return max(examples, f.numel() // f.shape[-1]) if f.ndim > 1 else examples
+    known = likelihood.class_axis if isinstance(likelihood, Categorical) else None
+    axis = _class_axis(f) if known is None else known
+    return max(examples, f.numel() // f.shape[axis]) if f.ndim > 1 else examples

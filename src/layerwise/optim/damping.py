@@ -34,6 +34,7 @@ class Damping:
         self._before: float | None = None
         self._predicted: float | None = None
         self._reports = 0
+        self._step = self._told = 0
 
     def at(self, group: Mapping[str, Any], step: int) -> float:
         """The damping of a parameter group at a step."""
@@ -41,12 +42,14 @@ class Damping:
 
     def state(self) -> dict[str, Any]:
         """What must survive a restart."""
-        return {"value": self.value, "before": self._before, "predicted": self._predicted, "reports": self._reports}
+        counts = {"reports": self._reports, "step": self._step, "told": self._told}
+        return {"value": self.value, "before": self._before, "predicted": self._predicted, **counts}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """The inverse."""
         self.value = float(state["value"])
         self._before, self._predicted, self._reports = state["before"], state["predicted"], int(state["reports"])
+        self._step, self._told = int(state.get("step", 0)), int(state.get("told", 0))
 
     # --- Levenberg–Marquardt -----------------------------------------------------------------------------
 
@@ -64,7 +67,6 @@ class Damping:
         stacks: list[Stack],
         directions: list[Tensor],
         plans: list[tuple[Tensor, list[bool]]],
-        factor: float,
         lr: Callable[[Stack], float],
     ) -> None:
         """What the quadratic model expects of the step: ``−η⟨∇L, D⟩ + ½ η² ⟨D, F D⟩``."""
@@ -72,28 +74,34 @@ class Damping:
             return
         change = 0.0
         for stack, D, (grad, _) in zip(stacks, directions, plans, strict=True):
-            eta = lr(stack) * factor
+            eta = lr(stack)
             curvature = stack.rule.quadratic(stack.state, D)
             change -= eta * float((grad * D).sum())
             change += 0.5 * eta**2 * (0.0 if curvature is None else float(curvature))
         self._predicted = change
 
-    def after(self, loss: float, before: float | None = None) -> None:
-        """Compare the loss after the step with what was predicted, and adapt."""
+    def after(self, loss: float, before: float | None = None) -> float:
+        """Compare the loss after the step with what was predicted; returns what the damping is multiplied by.
+
+        A step that is told of every time counts for one (ω), one that is told of now and then for those between.
+        """
         start = self._before if before is None else before
-        self._reports += 1
-        self._before = loss
+        steps = min(max(self._step - self._told, 1), ADAPT_EVERY)
+        self._reports, self._told, self._before = self._reports + 1, self._step, loss
         if not self.adaptive or start is None or self._predicted is None or self._predicted >= 0:
-            return
-        ratio = (loss - start) / self._predicted
-        if not math.isfinite(ratio) or ratio < 0.25:
-            self.value *= OMEGA**-ADAPT_EVERY
-        elif ratio > 0.75:
-            self.value *= OMEGA**ADAPT_EVERY
+            return 1.0
+        reduction, old = (loss - start) / self._predicted, self.value
+        if not math.isfinite(reduction) or reduction < 0.25:
+            self.value *= OMEGA**-steps
+        elif reduction > 0.75:
+            self.value *= OMEGA**steps
         self.value = min(max(self.value, 1e-8), 1e8)
+        self._predicted = None  # a step is judged once
+        return self.value / old
 
     def check(self, step: int) -> None:
         """Adaptive damping that is told nothing would silently stay as it is."""
+        self._step = step
         if self.adaptive and step > 1 and self._reports == 0:
             raise LayerwiseError(
                 describe(

@@ -8,8 +8,11 @@ from torch import Tensor
 
 from layerwise.foundations.errors import NumericalError
 from layerwise.foundations.kronecker import split_spectrum
-from layerwise.foundations.linalg import guarded_eigh
+from layerwise.foundations.linalg import gram, guarded_eigh
+from layerwise.layers.one_hot import OneHot
 from layerwise.layers.standard import Standard
+from layerwise.optim.averaging import finite_moments
+from layerwise.optim.channels import times_inputs, whole_spectrum
 from layerwise.optim.factors import Factors, check_side
 from layerwise.optim.rule import Context, Health, Observation, Shape, State
 
@@ -18,30 +21,31 @@ from layerwise.optim.rule import Context, Health, Observation, Shape, State
 class EigenFactors(Factors):
     """The basis ``U_P ⊗ U_Q`` of the factors; a factor that is left out, or diagonal, has the identity."""
 
-    refreshed = ("U_P", "s_P", "U_Q", "s_Q", "s", "V")
+    refreshed = ("U_P", "s_P", "U_Q", "s_Q", "s", "V", "M")
 
     def init(self, shape: Shape) -> State:
         """Statistics, and identities in place of the basis."""
         state = super().init(shape)
         state.pop("P_root", None)
         state.pop("Q_root", None)
+        state.pop("Q_bias_root", None)
         if "P" in state:
             state["U_P"], state["s_P"] = shape.eye(shape.outputs), shape.zeros(shape.outputs)
         if "Q" in state:
             state["s_Q"] = shape.zeros(shape.inputs)
             if state["Q"].ndim == 3:
-                state["U_Q"] = shape.eye(shape.inputs)
+                state["U_Q"] = shape.eye(self.input_size(shape))
         return state
 
     def rotate(self, state: State, X: Tensor) -> Tensor:
         """``U_Pᵀ X U_Q``."""
         X = state["U_P"].mT @ X if "U_P" in state else X
-        return X @ state["U_Q"] if "U_Q" in state else X
+        return times_inputs(X, state["U_Q"], state.get("Q_bias")) if "U_Q" in state else X  # that block is 1
 
     def unrotate(self, state: State, Y: Tensor) -> Tensor:
         """``U_P Y U_Qᵀ``."""
         Y = state["U_P"] @ Y if "U_P" in state else Y
-        return Y @ state["U_Q"].mT if "U_Q" in state else Y
+        return times_inputs(Y, state["U_Q"].mT, state.get("Q_bias")) if "U_Q" in state else Y
 
     def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:
         """Eigenvectors of the factors."""
@@ -60,6 +64,9 @@ class EigenFactors(Factors):
         except NumericalError:
             health.fallbacks += M.shape[0]
             return
+        if side == "Q":
+            bias = state["Q_bias"][groups] if "Q_bias" in state else None
+            values = whole_spectrum(values, state["s_Q"].shape[-1], bias)
         state[f"s_{side}"][groups] = values.to(M.dtype)
         state[f"U_{side}"][groups] = vectors.to(M.dtype)
 
@@ -106,16 +113,26 @@ class CorrectedEigenvalues(EigenFactors):
         totals, start = torch.zeros_like(state["s"]), 0
         for calls, k in zip(seen.recorded, seen.groups, strict=True):
             groups = slice(start, start + k)
-            U_Q = state["U_Q"][groups] if "U_Q" in state else None
-            for io, factor in calls:
+            basis = {name: state[name][groups] for name in ("U_P", "U_Q", "Q_bias") if name in state}
+            for io, factor, _ in calls:
                 for chunk in io.chunks():
                     assert isinstance(chunk, Standard)
-                    totals[groups] += factor**2 * chunk.rotated_squared_sum(U_Q, state["U_P"][groups]).to(totals)
+                    totals[groups] += factor**2 * self._squares(basis, chunk).to(totals)
             start += k
         s = seen.add_up([totals])[0] / seen.examples
         good = torch.isfinite(s.flatten(1)).all(1)
         good = good if seen.seen is None else good & seen.seen
         state["s"].copy_(torch.where(good.view(-1, 1, 1), s, state["s"]))
+
+    def _squares(self, basis: State, chunk: Standard) -> Float[Tensor, "K O I"]:
+        """``Σ (U_Pᵀ (Σ_s g aᵀ) U_Q)²``; a basis on channels turns the gradients, or the inputs where they are fewer."""
+        U_P, U_Q = basis["U_P"], basis.get("U_Q")
+        if U_Q is None or isinstance(chunk.a, OneHot) or chunk.a.shape[-1] == U_Q.shape[-1]:
+            return chunk.rotated_squared_sum(U_Q, U_P)
+        if chunk.a.shape[1] < chunk.g.shape[-1]:
+            a = times_inputs(chunk.a.transpose(1, 2), U_Q, basis.get("Q_bias")).transpose(1, 2)
+            return Standard(a, chunk.g).rotated_squared_sum(None, U_P)
+        return self.rotate(basis, chunk.per_example_grads()).square().sum((0, 1))
 
     def direction(
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
@@ -159,7 +176,8 @@ class CorrectedEigenvalues(EigenFactors):
 class RotatedAdam(EigenFactors):
     """SOAP: Adam in the eigenbasis of Shampoo's factors.
 
-    ``W ← W − η U_P [M′ / (√V + ε)] U_Qᵀ``, ``M′ = U_Pᵀ M U_Q``, V the average of ``(U_Pᵀ ∇L U_Q)²``.
+    ``W ← W − η U_P [M′ / (√V + ε)] U_Qᵀ``, ``M′ = U_Pᵀ M U_Q``, V the average of ``(U_Pᵀ ∇L U_Q)²``. The state "M" is
+    M′, in the present basis: it is turned when the basis is, which spares a rotation at every other step.
     """
 
     left: str = "gradient"
@@ -186,12 +204,11 @@ class RotatedAdam(EigenFactors):
                 return torch.zeros_like(grad)
         b1, b2 = self.betas
         state["steps"] += 1
-        state["M"].lerp_(grad, 1 - b1)
         rotated = self.rotate(state, grad)
-        state["V"].lerp_(rotated.square(), 1 - b2)
+        state["M"].lerp_(rotated, 1 - b1)
+        state["V"].mul_(b2).addcmul_(rotated, rotated, value=1 - b2)
         t = state["steps"].view(-1, 1, 1)
-        denominator = state["V"].sqrt() + self.eps
-        step = self.rotate(state, state["M"]) / denominator * ((1 - b2**t).sqrt() / (1 - b1**t))
+        step = (state["M"] / state["V"].sqrt().add_(self.eps)).mul_((1 - b2**t).sqrt() / (1 - b1**t))
         D = self.unrotate(state, step)
         self._take_gradient(state, grad, b2)
         return D
@@ -209,10 +226,11 @@ class RotatedAdam(EigenFactors):
         """Plain averages from zero, as in the paper: no bias correction, which the basis does not feel."""
         for side in ("P", "Q"):
             if side in state:
-                new = grad @ grad.mT if side == "P" else grad.mT @ grad
-                good = torch.isfinite(new.flatten(1)).all(1).view(-1, 1, 1)
-                state[side].copy_(torch.where(good, torch.lerp(new, state[side], decay), state[side]))
-                state[f"{side}_count"] += good.flatten().to(state[f"{side}_count"].dtype)
+                new = gram(grad.mT if side == "P" else grad)
+                good = finite_moments(new)
+                new = new if bool(good.all()) else torch.where(good.view(-1, 1, 1), new, state[side])
+                state[side].lerp_(new, 1 - decay)
+                state[f"{side}_count"] += good.to(state[f"{side}_count"].dtype)
 
     def _refresh_side(self, state: State, side: str, groups: slice, health: Health) -> None:
         """One step of orthogonal iteration from the last basis, sorted, with V permuted along; eigh at the start."""
@@ -221,18 +239,26 @@ class RotatedAdam(EigenFactors):
             state[f"U_{side}"][groups] = state[f"U_{side}"][groups].flip(-1)  # largest first
             return
         M, U = state[side][groups], state[f"U_{side}"][groups]
-        estimate = (U * (M @ U)).sum(-2)
-        order = estimate.argsort(dim=-1, descending=True)
-        sorted_U = U.gather(-1, order.unsqueeze(-2).expand_as(U))
-        Q, _ = torch.linalg.qr(M @ sorted_U)
+        MU, U_old = M @ U, U.clone()
+        order = (U * MU).sum(-2).argsort(dim=-1, descending=True)
+        Q, _ = torch.linalg.qr(MU.gather(-1, order.unsqueeze(-2).expand_as(MU)))
         good = torch.isfinite(Q.flatten(1)).all(1)
         health.fallbacks += int((~good).sum())
         if not bool(good.all()):
             return
         state[f"U_{side}"][groups] = Q
+        self._turn(state, side, groups, U_old, Q)
         V = state["V"][groups]
         index = order.unsqueeze(-1 if side == "P" else -2).expand_as(V)
         state["V"][groups] = V.gather(-2 if side == "P" else -1, index)
+
+    @staticmethod
+    def _turn(state: State, side: str, groups: slice, U_old: Tensor, U_new: Tensor) -> None:
+        """The momentum in the new basis, ``U_newᵀ U_old M`` (left), by whichever order is cheaper."""
+        M = state["M"][groups] if side == "P" else state["M"][groups].mT
+        wide = M.shape[-1] > M.shape[-2]
+        turned = (U_new.mT @ U_old) @ M if wide else U_new.mT @ (U_old @ M)
+        state["M"][groups] = turned if side == "P" else turned.mT
 
     def conditions(self, state: State, context: Context) -> tuple[Tensor, Tensor] | None:
         """Of the second moments."""

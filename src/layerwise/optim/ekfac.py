@@ -23,7 +23,11 @@ class EKFAC(Layerwise):
         weight_decay: decoupled.
         scaling: "batch" or "running".
         scaling_decay: ρ of the running scalings.
-        damping_split: "exact" (``s + λ``), "equal" or "trace" (factored: ``s + λ + √λ(π s_P + s_Q/π)``).
+        damping_split: "trace" or "equal" (factored: ``s + λ + √λ(π s_P + s_Q/π)``), or "exact" (``s + λ``).
+        sua: convolutions take activations at different kernel offsets to be uncorrelated: U_Q is a basis of the
+            channels, alike at each offset, the bias a block of its own; s keeps a number for every weight. Cheaper;
+            layers with one offset are unchanged.
+        clip: bound on the step's predicted change ``η²⟨D, ∇L⟩``; None for the bare formula.
         options: all others of `Layerwise`.
 
     Reference: George, Laurent, Bouthillier, Ballas and Vincent 2018.
@@ -36,19 +40,21 @@ class EKFAC(Layerwise):
         self,
         model: nn.Module,
         lr: float | Tensor = 3e-2,
-        damping: Any = 1e-2,
+        damping: Any = 1e-1,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         *,
         scaling: str = "batch",
         scaling_decay: float = 0.75,
-        damping_split: str = "exact",
+        damping_split: str = "trace",
+        sua: bool = False,
+        clip: float | tuple[str, float] | None = 1e-3,
         refresh_every: int = 10,
         max_factor: int = 8192,
         **options: Any,
     ) -> None:
         rule = CorrectedEigenvalues(
-            split=damping_split, max_factor=max_factor, scaling=scaling, scaling_decay=scaling_decay
+            split=damping_split, max_factor=max_factor, scaling=scaling, scaling_decay=scaling_decay, sua=sua
         )
         super().__init__(
             model,
@@ -57,6 +63,7 @@ class EKFAC(Layerwise):
             damping=damping,
             momentum=momentum,
             weight_decay=weight_decay,
+            clip=clip,
             refresh_every=refresh_every,
             **options,
         )

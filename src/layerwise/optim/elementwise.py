@@ -36,6 +36,7 @@ class AdamRule(UpdateRule):
     name = "adam"
     formula = "m̂/(√v̂ + ε)"
     matrix_only = False
+    own_momentum = True
 
     def init(self, shape: Shape) -> State:
         """Both moments and a count of steps."""

@@ -5,7 +5,6 @@ W ← (1 − η·decay) W − η · momentum(clip(graft(P⁻ᵖ ∇L Q⁻ᑫ)))
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -16,19 +15,17 @@ from layerwise.foundations import likelihoods
 from layerwise.foundations.errors import InputError, LayerwiseError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
-from layerwise.foundations.vectors import trainable, unwrap
-from layerwise.layers.table import LayerSpec, LayerTable, matches
+from layerwise.foundations.vectors import unwrap
+from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.capture import Capture, LossScale, Seen
 from layerwise.optim.damping import Damping
-from layerwise.optim.elementwise import AdamRule, GradientDescent
 from layerwise.optim.factors import Factors
 from layerwise.optim.graft import Clip, Graft
 from layerwise.optim.observe import Collector, Sums
+from layerwise.optim.options import check_numbers, fallback_rule, known, parameter_groups, positive
+from layerwise.optim.report import headline, layer_row, measure, table
 from layerwise.optim.rule import Context, Health, UpdateRule
 from layerwise.optim.stack import Stack
-
-GROUP_OPTIONS = ("lr", "momentum", "nesterov", "weight_decay", "damping", "factor_decay")
-FALLBACKS: Mapping[str, Callable[[], UpdateRule]] = {"adam": AdamRule, "sgd": GradientDescent}
 
 
 class Layerwise(torch.optim.Optimizer):
@@ -118,15 +115,15 @@ class Layerwise(torch.optim.Optimizer):
     ) -> None:
         self.model = unwrap(model)
         self.rule = rule or _rule(left, right, power, basis, damping_split, max_factor)
-        self.fallback = _fallback(update_fallback)
+        self.fallback = fallback_rule(update_fallback)
         self.fallback_lr = fallback_lr
         self._damping = Damping(damping, damping_scale)
         self._graft, self._clip = Graft(graft), Clip.read(clip)
         self.factor_every, self.refresh_every = (
-            _positive("factor_every", factor_every),
-            _positive("refresh_every", refresh_every),
+            positive("factor_every", factor_every),
+            positive("refresh_every", refresh_every),
         )
-        self.sharing = _known("sharing", sharing, ("expand", "reduce"))
+        self.sharing = known("sharing", sharing, ("expand", "reduce"))
         self._health = Health()
         self._scale = LossScale(loss_average, accumulate, grad_scaler)
         self._settings = {"estimator": estimator, "likelihood": likelihood, "samples": samples}
@@ -143,8 +140,8 @@ class Layerwise(torch.optim.Optimizer):
             "factor_decay": factor_decay,
             "update": "rule",
         }
-        _check_numbers(defaults)
-        super().__init__(self._groups(overrides or {}, defaults), defaults)
+        check_numbers(defaults)
+        super().__init__(parameter_groups(self.model, self.table, overrides or {}, defaults), defaults)
         self.steps_taken = 0
         self.processes = Processes()
         self._collector = Collector(self.rule, self.sharing)
@@ -156,41 +153,6 @@ class Layerwise(torch.optim.Optimizer):
         separate = (nn.Module,) if self.separate_bias else ()
         return LayerTable.from_model(self.model, separate_bias=separate)
 
-    def _groups(self, overrides: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """One parameter group for every pattern of `overrides`, and one for the rest."""
-        params, taken = trainable(self.model), set[str]()
-        groups = []
-        for pattern, options in overrides.items():
-            unknown = [key for key in options if key not in (*GROUP_OPTIONS, "update")]
-            if unknown:
-                raise InputError(
-                    describe(
-                        f"overrides={{{pattern!r}: {{{unknown[0]!r}: …}}}}",
-                        f"options among: {', '.join((*GROUP_OPTIONS, 'update'))}",
-                        "other options hold for the whole optimizer",
-                    )
-                )
-            names = [
-                p
-                for spec in self.table.layers
-                if matches(spec, pattern) or fnmatchcase(spec.parameters[0].rpartition(".")[0], pattern)
-                for p in spec.parameters
-            ]
-            names = [name for name in dict.fromkeys(names) if name not in taken]
-            if not names:
-                raise InputError(
-                    describe(
-                        f"overrides for {pattern!r}, which matches no layer",
-                        f"a pattern of: {', '.join(self.table.names()[:6])}, …",
-                        "see lw.layers(model)",
-                    )
-                )
-            _check_numbers({**defaults, **options})
-            taken.update(names)
-            groups.append({"params": [(name, params[name]) for name in names], **options})
-        rest = [(name, p) for name, p in params.items() if name not in taken]
-        return [*([{"params": rest}] if rest else []), *groups]
-
     def _make_capture(self, example_axis: int | None, seed: int) -> Capture | None:
         rule = self.rule
         estimator, likelihood = self._settings["estimator"], self._settings["likelihood"]
@@ -200,7 +162,7 @@ class Layerwise(torch.optim.Optimizer):
         if not rule.needs_outgrads:
             estimator = "empirical"
         estimator = estimator or ("empirical" if law is None else "sampled")
-        _known("estimator", estimator, ("empirical", "sampled", "exact"))
+        known("estimator", estimator, ("empirical", "sampled", "exact"))
         if estimator in ("sampled", "exact") and law is None:
             raise InputError(
                 describe(
@@ -210,7 +172,7 @@ class Layerwise(torch.optim.Optimizer):
                 )
             )
         self._settings["estimator"] = estimator
-        _positive("samples", self._settings["samples"])
+        positive("samples", self._settings["samples"])
         found = Capture(
             self.model, self.table, estimator, law, self._settings["samples"], seed, self._scale, example_axis
         )
@@ -232,7 +194,8 @@ class Layerwise(torch.optim.Optimizer):
                 continue
             rule = self.rule_for(spec, group)
             form, first = spec.form, params[spec.parameters[0]]
-            key = (id(rule), id(group), form.outputs, form.inputs, form.one_hot, first.dtype, first.device)
+            size = (form.outputs, form.inputs, form.one_hot, form.taps if rule.sua else 1)
+            key = (id(rule), id(group), *size, first.dtype, first.device)
             found.setdefault(key, []).append(spec)
         stacks = []
         for specs in found.values():
@@ -297,12 +260,13 @@ class Layerwise(torch.optim.Optimizer):
 
     def step_result(self, loss: float, before: float | None = None) -> None:
         """Tell adaptive damping the loss after the last step (and before it, unless ``step(closure)`` knew)."""
-        self._damping.after(float(loss), before)
-        for group in self.param_groups:
-            group["damping"] = self._damping.value
+        ratio = self._damping.after(float(loss), before)
+        for group in self.param_groups:  # each group keeps its own proportion
+            group["damping"] *= ratio
 
     @torch.no_grad()
     def _step(self) -> None:
+        self._requireknown()
         device = self.param_groups[0]["params"][0].device
         seen = self._collector.take_all(self._observed_specs(), self.processes, device)
         counts = None if self._capture is None else self._capture.collect()
@@ -342,6 +306,20 @@ class Layerwise(torch.optim.Optimizer):
     def _observed_specs(self) -> tuple[LayerSpec, ...]:
         return () if self._capture is None else self._capture.table.layers
 
+    def _requireknown(self) -> None:
+        """A parameter with a gradient that no group holds would silently stay as it is."""
+        known = {id(p) for group in self.param_groups for p in group["params"]}
+        for name, p in self.model.named_parameters():
+            if p.requires_grad and p.grad is not None and id(p) not in known:
+                raise LayerwiseError(
+                    describe(
+                        f"parameter {name!r} with a gradient, frozen or absent when the optimizer was built",
+                        "parameters that the optimizer was told of",
+                        f'opt.add_param_group({{"params": [model.get_parameter({name!r})]}}), or '
+                        f"model.get_parameter({name!r}).requires_grad_(False)",
+                    )
+                )
+
     def _require_forward(self, counts: Any) -> None:
         if self._capture is not None and self._capture.notes is None:
             raise LayerwiseError(
@@ -364,11 +342,14 @@ class Layerwise(torch.optim.Optimizer):
     def _advance(self, plans: list[tuple[Tensor, list[bool]]], seen: dict[str, Sums], examples: int) -> None:
         assert self._stacks is not None
         directions = self._directions(plans, seen, examples)
+        # Before momentum: an average of former directions may have any sign beside the present gradient.
         factor = self._clip.factor(self._stacks, directions, [grad for grad, _ in plans])
+        updates = []
         for stack, D, (_, active) in zip(self._stacks, directions, plans, strict=True):
+            updates.append(self._momentum(stack, D if factor == 1.0 else D * factor, active))
             lr = self._lr(stack)
-            stack.subtract(D, lr * factor, active, lr * stack.group["weight_decay"])
-        self._damping.predict(self._stacks, directions, plans, factor, self._lr)
+            stack.subtract(updates[-1], lr, active, lr * stack.group["weight_decay"])
+        self._damping.predict(self._stacks, updates, plans, self._lr)
 
     def _directions(self, plans: list[tuple[Tensor, list[bool]]], seen: dict[str, Sums], examples: int) -> list[Tensor]:
         """What each stack subtracts, before the learning rate."""
@@ -378,7 +359,8 @@ class Layerwise(torch.optim.Optimizer):
             before = None if all(active) else {k: v.clone() for k, v in stack.state.items()}
             directions.append(self._direct(stack, number, grad, seen, examples))
             if before is not None:
-                stack.restore(before, active)
+                made = {k: torch.zeros_like(v) for k, v in stack.state.items() if k not in before}
+                stack.restore({**made, **before}, active)
         return directions
 
     def _lr(self, stack: Stack) -> float:
@@ -387,16 +369,15 @@ class Layerwise(torch.optim.Optimizer):
             return self.fallback_lr * (float(stack.group["lr"]) / base if base else 1.0)
         return float(stack.group["lr"])
 
+    def _context(self, stack: Stack, examples: int) -> Context:
+        damping = self._damping.at(stack.group, max(self.steps_taken, 1))
+        return Context(
+            self.steps_taken, self._lr(stack), damping, self._damping.relative, stack.group, examples=examples
+        )
+
     def _direct(self, stack: Stack, number: int, grad: Tensor, seen: dict[str, Sums], examples: int) -> Tensor:
         rule, state, group = stack.rule, stack.state, stack.group
-        context = Context(
-            self.steps_taken,
-            self._lr(stack),
-            self._damping.at(group, self.steps_taken),
-            self._damping.relative,
-            group,
-            examples=examples,
-        )
+        context = self._context(stack, examples)
         observed = self._collector.observation(stack, seen, self.processes) if rule is self.rule else None
         if observed is not None:
             rule.observe(state, observed, group["factor_decay"], self._health)
@@ -406,8 +387,7 @@ class Layerwise(torch.optim.Optimizer):
             self._refresh(stack, number, context)
         rule.rescale(state, observed, grad, context)
         D = rule.direction(state, grad, context, self._health)
-        D = self._graft.apply(stack, grad, D)
-        return self._momentum(stack, D)
+        return self._graft.apply(stack, grad, D)
 
     def _refresh(self, stack: Stack, number: int, context: Context) -> None:
         """All groups at the first step and, while statistics are young, at its doublings; then each in its turn."""
@@ -437,15 +417,16 @@ class Layerwise(torch.optim.Optimizer):
             ]
         )
 
-    @staticmethod
-    def _momentum(stack: Stack, D: Tensor) -> Tensor:
+    def _momentum(self, stack: Stack, D: Tensor, active: list[bool]) -> Tensor:
         mu = stack.group["momentum"]
-        if not mu:
+        if not mu or (stack.rule is not self.rule and stack.rule.own_momentum):
             return D
-        if "momentum" not in stack.state:
-            stack.state["momentum"] = torch.zeros_like(D)
-        buffer = stack.state["momentum"].mul_(mu).add_(D)
-        return D + mu * buffer if stack.group["nesterov"] else buffer.clone()
+        old = stack.state.get("momentum")
+        buffer = D.clone() if old is None else D + mu * old
+        stack.state["momentum"] = buffer
+        if not all(active):
+            stack.restore({"momentum": torch.zeros_like(D) if old is None else old}, active)
+        return D + mu * buffer if stack.group["nesterov"] else buffer
 
     # --- state -------------------------------------------------------------------------------------------
 
@@ -542,55 +523,38 @@ class Layerwise(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         """What every parameter gets, and why."""
-        rows = [("layer", "parameters", "form K × O × I", "update")]
+        rows = []
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         params = dict(self.model.named_parameters())
         for spec in self.table.layers:
             group = group_of.get(id(params[spec.parameters[0]]))
             if group is None:
                 continue
-            reason = self._reason(spec, group)
             rule = self.rule_for(spec, group)
             shape = Stack(rule, (spec,), group, {k: params[k] for k in spec.parameters}).shape
-            update = rule.describe(shape) + (f"  (fallback: {reason})" if reason else "")
-            rows.append((spec.name, ", ".join(spec.parameters), " × ".join(map(str, spec.form.shape)), update))
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
-        return "\n".join([self._headline(), *lines])
+            rows.append(layer_row(spec, rule.describe(shape), self._reason(spec, group)))
+        return table(self._headline(), rows)
 
     def _headline(self) -> str:
         options = self.param_groups[0]
-        estimator = self._settings["estimator"] if self.rule.needs_outgrads else None
+        relative = "relative" if self._damping.relative else "absolute"
         settings = {
-            "lr": options["lr"],
-            "momentum": options["momentum"],
-            "weight_decay": options["weight_decay"],
-            "damping": f"{options['damping']:g} {'relative' if self._damping.relative else 'absolute'}",
-            "estimator": estimator,
+            **{name: options[name] for name in ("lr", "momentum", "weight_decay")},
+            "clip": self._clip.describe(),
+            "damping": f"{options['damping']:g} {relative}",
+            "estimator": self._settings["estimator"] if self.rule.needs_outgrads else None,
             "factor_every": self.factor_every,
             "refresh_every": self.refresh_every,
             "loss_average": self._scale.average,
             "accumulate": self._scale.accumulate,
             "grad_scaler": None if self._scale.scaler is None else type(self._scale.scaler).__name__,
         }
-        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in settings.items() if v is not None)})"
+        return headline(type(self).__name__, settings)
 
     def health(self) -> Health:
         """Refreshes, what was skipped or fell back, condition numbers and damping by layer."""
         for stack in self._stacks or []:
-            context = Context(
-                self.steps_taken,
-                self._lr(stack),
-                self._damping.at(stack.group, max(self.steps_taken, 1)),
-                self._damping.relative,
-                stack.group,
-            )
-            found = stack.rule.conditions(stack.state, context) if stack.state else None
-            if found is None:
-                continue
-            for spec, groups in stack.slices():
-                self._health.condition[spec.name] = float(found[0][groups].max())
-                self._health.damping[spec.name] = float(found[1][groups].max())
+            measure(stack, self._context(stack, 1), self._health)
         return self._health
 
 
@@ -600,7 +564,7 @@ def _rule(
     from layerwise.optim.eigenbasis import CorrectedEigenvalues, RotatedAdam
 
     powers = power if isinstance(power, tuple) else (float(power), float(power))
-    _known("basis", basis, ("factors", "eigen"))
+    known("basis", basis, ("factors", "eigen"))
     if basis == "factors":
         return Factors(left, right, powers, split or "trace", max_factor)
     if "gradient" in (left, right):
@@ -608,35 +572,5 @@ def _rule(
     return CorrectedEigenvalues(left, right, powers, split or "exact", max_factor)
 
 
-def _fallback(given: str | UpdateRule) -> UpdateRule:
-    if isinstance(given, UpdateRule):
-        return given
-    if given not in FALLBACKS:
-        raise InputError(describe(f"update_fallback={given!r}", '"adam", "sgd" or an UpdateRule', "choose one of them"))
-    return FALLBACKS[given]()
-
-
 def _number(loss: Any) -> float:
     return float(loss.detach() if isinstance(loss, Tensor) else loss)
-
-
-def _positive(name: str, value: int) -> int:
-    if value < 1:
-        raise InputError(describe(f"{name}={value}", "a number of steps ≥ 1", "pass e.g. 10"))
-    return int(value)
-
-
-def _known(name: str, value: str, known: tuple[str, ...]) -> str:
-    if value not in known:
-        raise InputError(describe(f"{name}={value!r}", " or ".join(f'"{k}"' for k in known), "choose one of them"))
-    return value
-
-
-def _check_numbers(defaults: Mapping[str, Any]) -> None:
-    _known("update", defaults["update"], ("rule", "fallback"))
-    bounds = {"lr": math.inf, "momentum": 1.0, "weight_decay": math.inf, "factor_decay": 1.0}
-    for name, below in bounds.items():
-        value = float(defaults[name])
-        if not 0 <= value < below:
-            limit = "≥ 0" if below == math.inf else f"from 0 to below {below:g}"
-            raise InputError(describe(f"{name}={value}", f"a number {limit}", "choose another"))

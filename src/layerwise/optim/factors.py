@@ -1,6 +1,6 @@
 """`Factors`: ``P⁻ᵖ ∇L Q⁻ᑫ`` with factors from inputs, output gradients, or the gradient itself."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
@@ -8,7 +8,9 @@ from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.kronecker import split_damping
-from layerwise.optim.averaging import update_mean
+from layerwise.foundations.linalg import gram
+from layerwise.optim.averaging import finite_moments, update_mean
+from layerwise.optim.channels import block_state, mean_input_eigenvalue, times_inputs
 from layerwise.optim.roots import condition_numbers, guarded_root, mean_eigenvalue
 from layerwise.optim.rule import Context, Health, Observation, Shape, State, UpdateRule
 
@@ -41,7 +43,9 @@ class Factors(UpdateRule):
     max_factor: int = 8192
     accumulate: bool = False
     """Sum statistics instead of averaging them (Shampoo's own accumulator)."""
-    refreshed = ("P_root", "Q_root")
+    sua: bool = field(default=False, kw_only=True)
+    """Whether Q of a convolution acts on channels alone; see `layerwise.optim.channels`."""
+    refreshed = ("P_root", "Q_root", "Q_bias_root")
     name = "factors"
     formula = "P⁻ᵖ ∇L Q⁻ᑫ"
 
@@ -49,6 +53,10 @@ class Factors(UpdateRule):
         check_side("left", self.left, LEFT)
         check_side("right", self.right, RIGHT)
         check_side("damping_split", self.split, ("trace", "equal", "exact"))
+        if self.sua and self.right != "inputs":
+            raise InputError(
+                describe(f'sua=True with right="{self.right}"', 'right="inputs"', "leave sua out: it is about inputs")
+            )
         self.refreshes = (self.left, self.right) != ("identity", "identity")
         self.needs_inputs = self.right == "inputs"
         self.needs_outgrads = self.left == "outgrads"
@@ -63,8 +71,16 @@ class Factors(UpdateRule):
     def sides(self, shape: Shape) -> tuple[bool, bool]:
         """Whether a stack has a left and a right factor: one that would be too large is left out."""
         left = self.left != "identity" and shape.outputs <= self.max_factor
-        fits = shape.inputs <= self.max_factor or shape.one_hot
+        fits = self.input_size(shape) <= self.max_factor or shape.one_hot
         return left, self.right != "identity" and fits
+
+    def by_channel(self, shape: Shape) -> bool:
+        """Whether a stack's input factor is that of its channels."""
+        return self.sua and shape.taps > 1
+
+    def input_size(self, shape: Shape) -> int:
+        """Rows of the matrix that is kept for Q."""
+        return shape.channels if self.by_channel(shape) else shape.inputs
 
     def init(self, shape: Shape) -> State:
         """Zero statistics, identities in place of their roots."""
@@ -77,8 +93,13 @@ class Factors(UpdateRule):
             state |= {"Q": shape.zeros(shape.inputs), "Q_count": shape.zeros()}
             state["Q_root"] = torch.ones_like(state["Q"])
         elif right:
-            state |= {"Q": shape.zeros(shape.inputs, shape.inputs), "Q_count": shape.zeros()}
-            state["Q_root"] = shape.eye(shape.inputs)
+            size = self.input_size(shape)
+            state |= {"Q": shape.zeros(size, size), "Q_count": shape.zeros()}
+            state["Q_root"] = shape.eye(size)
+        if right and self.by_channel(shape):
+            state |= block_state(shape)
+            if shape.bias:
+                state["Q_bias_root"] = torch.ones_like(state["Q_bias"])
         return state
 
     # --- statistics --------------------------------------------------------------------------------------
@@ -95,9 +116,9 @@ class Factors(UpdateRule):
         for side, made in (("P", self.left == "gradient"), ("Q", self.right == "gradient")):
             if not made or side not in state:
                 continue
-            new = grad @ grad.mT if side == "P" else grad.mT @ grad
+            new = gram(grad.mT if side == "P" else grad)
             if self.accumulate:
-                good = torch.isfinite(new.flatten(1)).all(1)
+                good = finite_moments(new)
                 state[side] += torch.where(good.view(-1, 1, 1), new, 0.0)
                 state[f"{side}_count"] += good.to(state[f"{side}_count"].dtype)
             else:
@@ -115,11 +136,11 @@ class Factors(UpdateRule):
             d = d**0.5 if self.is_curvature and P is not None and Q is not None else d
             floor = torch.finfo((P if P is not None else Q).dtype).tiny  # type: ignore[union-attr]
             left = None if P is None else (d * mean_eigenvalue(P)).clamp_min(floor)
-            right = None if Q is None else (d * mean_eigenvalue(Q)).clamp_min(floor)
+            right = None if Q is None else (d * mean_input_eigenvalue(state, groups)).clamp_min(floor)
             return left, right
         if P is None or Q is None or not self.is_curvature:
             return _same_shift(P, d), _same_shift(Q, d)
-        left, right = split_damping(d, self.split, mean_eigenvalue(Q), mean_eigenvalue(P))
+        left, right = split_damping(d, self.split, mean_input_eigenvalue(state, groups), mean_eigenvalue(P))
         return left, right
 
     def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:
@@ -127,8 +148,9 @@ class Factors(UpdateRule):
         if "P" not in state and "Q" not in state:
             return
         left, right = self.shifts(state, groups, context)
-        for side, shift, power in (("P", left, self.power[0]), ("Q", right, self.power[1])):
-            if shift is None:
+        p, q = self.power
+        for side, shift, power in (("P", left, p), ("Q", right, q), ("Q_bias", right, q)):
+            if shift is None or side not in state:
                 continue
             M, root = state[side][groups], state[f"{side}_root"][groups]
             root.copy_(guarded_root(M, shift, power, root, health))
@@ -144,7 +166,8 @@ class Factors(UpdateRule):
             return None
         whole = slice(None)
         left, right = self.shifts(state, whole, context)
-        bounds = [condition_numbers(state[s], shift) for s, shift in (("P", left), ("Q", right)) if shift is not None]
+        blocks = (("P", left), ("Q", right), ("Q_bias", right))
+        bounds = [condition_numbers(state[s], shift) for s, shift in blocks if shift is not None and s in state]
         shifts = [shift for shift in (left, right) if shift is not None]
         return torch.stack(bounds).amax(0), torch.stack(shifts).amax(0)
 
@@ -155,18 +178,13 @@ class Factors(UpdateRule):
     ) -> Float[Tensor, "K O I"]:
         """``P⁻ᵖ ∇L Q⁻ᑫ``."""
         D = state["P_root"] @ grad if "P_root" in state else grad
-        if "Q_root" not in state:
-            return D
-        Q = state["Q_root"]
-        return D * Q.unsqueeze(-2) if Q.ndim == 2 else D @ Q
+        return times_inputs(D, state["Q_root"], state.get("Q_bias_root")) if "Q_root" in state else D
 
     def quadratic(self, state: State, D: Float[Tensor, "K O I"]) -> Tensor | None:
         """``⟨D, P D Q⟩``."""
         if self.left != "outgrads" or "P" not in state or "Q" not in state:
             return None
-        Q = state["Q"]
-        PDQ = state["P"] @ (D * Q.unsqueeze(-2) if Q.ndim == 2 else D @ Q)
-        return (D * PDQ).sum()
+        return (D * (state["P"] @ times_inputs(D, state["Q"], state.get("Q_bias")))).sum()
 
     def describe(self, shape: Shape) -> str:
         """Which statistics, and what was left out."""
@@ -175,13 +193,19 @@ class Factors(UpdateRule):
         terms = [f"P^-{p:g} ({self.left}, {shape.outputs})"] if left else []
         terms.append("∇L")
         if right:
-            terms.append(f"Q^-{q:g} ({self.right}, {'diagonal ' if shape.one_hot else ''}{shape.inputs})")
+            terms.append(f"Q^-{q:g} ({self.right}, {self.input_words(shape)})")
         large = [
             f"{side} has no factor: {size} > max_factor={self.max_factor}"
             for side, size, asked, has in (
                 ("left", shape.outputs, self.left != "identity", left),
-                ("right", shape.inputs, self.right != "identity", right),
+                ("right", self.input_size(shape), self.right != "identity", right),
             )
             if asked and not has
         ]
         return " ".join(terms) + (f"  [{'; '.join(large)}]" if large else "")
+
+    def input_words(self, shape: Shape) -> str:
+        """The size of Q, and what is assumed of it."""
+        if self.by_channel(shape):
+            return f"SUA: {shape.channels} channels at {shape.taps} offsets{', bias apart' if shape.bias else ''}"
+        return f"{'diagonal ' if shape.one_hot else ''}{shape.inputs}"

@@ -23,6 +23,8 @@ class FOOF(Layerwise):
         damping: λ.
         momentum: of the preconditioned direction.
         weight_decay: decoupled.
+        sua: convolutions take activations at different kernel offsets to be uncorrelated: Q is that of the channels,
+            alike at each offset, the bias a block of its own. Cheaper; layers with one offset are unchanged.
         options: all others of `Layerwise`.
 
     Reference: Benzing 2022.
@@ -34,16 +36,17 @@ class FOOF(Layerwise):
     def __init__(
         self,
         model: nn.Module,
-        lr: float | Tensor = 3e-2,
-        damping: Any = 1e-2,
+        lr: float | Tensor = 1e-2,
+        damping: Any = 1e-1,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         *,
+        sua: bool = False,
         refresh_every: int = 10,
         max_factor: int = 8192,
         **options: Any,
     ) -> None:
-        rule = Factors("identity", "inputs", (1.0, 1.0), max_factor=max_factor)
+        rule = Factors("identity", "inputs", (1.0, 1.0), max_factor=max_factor, sua=sua)
         super().__init__(
             model,
             rule=rule,
@@ -66,8 +69,10 @@ class LocalStep(Factors):
 
     def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:
         """The inverse of ``I + η Q``; η may have changed since."""
-        if "Q" in state:
-            Q, root = state["Q"][groups], state["Q_root"][groups]
+        for side in ("Q", "Q_bias"):
+            if side not in state:
+                continue
+            Q, root = state[side][groups], state[f"{side}_root"][groups]
             ones = torch.ones(Q.shape[0], dtype=Q.dtype, device=Q.device)
             root.copy_(guarded_root(context.lr * Q, ones, 1.0, root, health))
         health.refreshes += 1

@@ -69,6 +69,10 @@ class Clip:
             )
         return cls(kind, float(bound))
 
+    def describe(self) -> str | None:
+        """For `print(opt)`."""
+        return None if self.kind is None else f"{self.kind} {self.bound:g}"
+
     def factor(self, stacks: Sequence[Stack], directions: Sequence[Tensor], grads: Sequence[Tensor]) -> float:
         """What all directions are multiplied by, at most 1."""
         if self.kind is None:

@@ -22,6 +22,9 @@ class KFAC(Layerwise):
         momentum: of the preconditioned direction.
         weight_decay: decoupled.
         damping_split: "trace" (factored, with π), "equal" (factored, π = 1), or "exact" (on the product).
+        sua: convolutions take activations at different kernel offsets to be uncorrelated: Q is that of the channels,
+            alike at each offset, the bias a block of its own. Cheaper; layers with one offset are unchanged.
+        clip: bound on the step's predicted change ``η²⟨D, ∇L⟩``; None for the bare formula.
         options: all others of `Layerwise`.
 
     Reference: Martens and Grosse 2015; Grosse and Martens 2016 for convolutions.
@@ -35,19 +38,21 @@ class KFAC(Layerwise):
         self,
         model: nn.Module,
         lr: float | Tensor = 3e-2,
-        damping: Any = 1e-2,
+        damping: Any = 1e-1,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         *,
         damping_split: str = "trace",
+        sua: bool = False,
+        clip: float | tuple[str, float] | None = 1e-3,
         refresh_every: int = 10,
         max_factor: int = 8192,
         **options: Any,
     ) -> None:
         if damping_split == "exact":
-            rule = CorrectedEigenvalues(scaling="none", max_factor=max_factor)
+            rule = CorrectedEigenvalues(scaling="none", max_factor=max_factor, sua=sua)
         else:
-            rule = Factors("outgrads", "inputs", (1.0, 1.0), damping_split, max_factor)
+            rule = Factors("outgrads", "inputs", (1.0, 1.0), damping_split, max_factor, sua=sua)
         super().__init__(
             model,
             rule=rule,
@@ -55,6 +60,7 @@ class KFAC(Layerwise):
             damping=damping,
             momentum=momentum,
             weight_decay=weight_decay,
+            clip=clip,
             refresh_every=refresh_every,
             **options,
         )

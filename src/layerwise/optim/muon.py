@@ -68,6 +68,7 @@ class MahalanobisSpectral(Layerwise):
         ideal: scale the step by ``tr S``.
         left: statistic of P.
         right: statistic of Q.
+        clip: bound on the step's predicted change ``η²⟨D, ∇L⟩``; None for the bare formula.
         options: all others of `Layerwise`.
 
     >>> import torch, layerwise as lw
@@ -78,10 +79,11 @@ class MahalanobisSpectral(Layerwise):
         self,
         model: nn.Module,
         lr: float | Tensor = 1e-2,
-        damping: Any = 1e-3,
+        damping: Any = 1e-1,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         *,
+        clip: float | tuple[str, float] | None = 1e-3,
         ideal: bool = True,
         left: str = "outgrads",
         right: str = "inputs",
@@ -97,6 +99,7 @@ class MahalanobisSpectral(Layerwise):
             damping=damping,
             momentum=momentum,
             weight_decay=weight_decay,
+            clip=clip,
             refresh_every=refresh_every,
             **options,
         )

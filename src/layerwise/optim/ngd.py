@@ -6,6 +6,7 @@ gradients.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,12 +17,11 @@ from layerwise.distributed.processes import Processes
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.linalg import conjugate_gradient, guarded_cholesky
 from layerwise.kernel.contraction import contract, rows_of
-from layerwise.layers.io import RecordedIO
 from layerwise.layers.one_hot import OneHot
 from layerwise.layers.standard import Standard
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.observe import Sums
-from layerwise.optim.rule import Context, Health, Shape, State, UpdateRule
+from layerwise.optim.rule import Context, Health, Recorded, Shape, State, UpdateRule
 from layerwise.optim.stack import Stack
 
 METHODS = ("auto", "dense", "woodbury", "cg")
@@ -54,49 +54,76 @@ class BatchRows(UpdateRule):
 
 @dataclass
 class Rows:
-    """``R``, never formed: recorded layers, each a list of blocks of examples and cotangents."""
+    """``R``, never formed: what was recorded of each layer, one block a forward and cotangent.
 
-    layers: dict[str, list[tuple[RecordedIO, float]]]
+    A layer that some forwards did not call has zeros in their rows.
+    """
+
+    layers: dict[str, list[Recorded]]
     examples: int
     processes: Processes = field(default_factory=Processes)
     """Rows are those of all of them; each holds its own."""
 
+    @cached_property
+    def blocks(self) -> dict[tuple[int, int], int]:
+        """How many rows each forward and cotangent has."""
+        found = {call.batch: call.io.vectors * call.io.examples for calls in self.layers.values() for call in calls}
+        return dict(sorted(found.items()))
+
+    @property
+    def count(self) -> int:
+        """Rows in all."""
+        return sum(self.blocks.values())
+
     def push(self, V: dict[str, Tensor]) -> Float[Tensor, "rows"]:
         """``R v`` for one matrix a layer."""
-        total: Tensor | None = None
-        for name, blocks in self.layers.items():
-            part = torch.cat([_push(io.standard(), V[name]) * factor for io, factor in blocks])
-            total = part if total is None else total + part
-        assert total is not None
+        total = self._zeros(V, self.count)
+        for name, calls in self.layers.items():
+            for call in calls:
+                total[self._rows(call)] += _push(call.io.standard(), V[name]) * call.factor
         return total / self.examples**0.5
 
     def pull(self, u: Float[Tensor, "rows"]) -> dict[str, Tensor]:
         """``Rᵀ u``."""
-        found = {}
-        for name, blocks in self.layers.items():
-            sizes = [io.vectors * io.examples for io, _ in blocks]
-            parts = zip(blocks, u.split(sizes), strict=True)
-            found[name] = sum(_pull(io.standard(), part) * factor for (io, factor), part in parts)
+        found = {
+            name: sum(_pull(call.io.standard(), u[self._rows(call)]) * call.factor for call in calls)
+            for name, calls in self.layers.items()
+        }
         totals = self.processes.add_up([t / self.examples**0.5 for t in found.values()])  # type: ignore[operator]
         return dict(zip(found, totals, strict=True))
 
-    def gram(self) -> Float[Tensor, "rows rows"]:
+    def gram(self, like: Tensor) -> Float[Tensor, "rows rows"]:
         """``R Rᵀ``, layer by layer, by the cheaper of Gram products and per-example gradients."""
-        total: Tensor | None = None
-        for blocks in self.layers.values():
-            chunks = [(io.standard(), factor) for io, factor in blocks]
-            part = torch.cat([torch.cat([_gram(a, b) * (s * t) for b, t in chunks], dim=1) for a, s in chunks], dim=0)
-            total = part if total is None else total + part
-        assert total is not None
+        total = like.new_zeros(self.count, self.count)
+        for calls in self.layers.values():
+            chunks = [(call.io.standard(), call.factor, self._rows(call)) for call in calls]
+            for a, s, rows in chunks:
+                for b, t, columns in chunks:
+                    total[rows, columns] += _gram(a, b) * (s * t)
         return total / self.examples
 
-    def dense(self) -> dict[str, Float[Tensor, "rows D"]]:
-        """``R`` itself, one block a layer."""
-        return {
-            name: torch.cat([rows_of(io.standard()).transpose(0, 1).flatten(0, 1) * f for io, f in blocks])
-            / self.examples**0.5
-            for name, blocks in self.layers.items()
-        }
+    def dense(self, sizes: dict[str, int], like: Tensor) -> Float[Tensor, "rows D"]:
+        """``R`` itself, layers side by side."""
+        blocks = []
+        for name, calls in self.layers.items():
+            block = like.new_zeros(self.count, sizes[name])
+            for call in calls:
+                block[self._rows(call)] = rows_of(call.io.standard()).transpose(0, 1).flatten(0, 1) * call.factor
+            blocks.append(block)
+        return torch.cat(blocks, dim=1) / self.examples**0.5
+
+    def _rows(self, call: Recorded) -> slice:
+        start = sum(size for batch, size in self.blocks.items() if batch < call.batch)
+        return slice(start, start + self.blocks[call.batch])
+
+    @staticmethod
+    def _zeros(V: dict[str, Tensor], size: int) -> Tensor:
+        return next(iter(V.values())).new_zeros(size)
+
+
+def _examples(sums: Sums) -> dict[int, int]:
+    """Examples of each forward that called a layer."""
+    return {call.batch[0]: call.io.examples for call in sums.recorded}
 
 
 def _push(chunk: Standard, V: Float[Tensor, "K O I"]) -> Float[Tensor, "rows"]:
@@ -130,12 +157,14 @@ class NGD(Layerwise):
     Args:
         model: the module that is trained.
         lr: η.
-        damping: λ, relative to the mean eigenvalue of F unless ``damping_scale="absolute"``.
+        damping: λ, relative to ``tr F / min(N, D)`` of N examples and D parameters (most eigenvalues of F are zero,
+            and do not count) unless ``damping_scale="absolute"``.
         momentum: of the direction.
         weight_decay: decoupled.
         method: "dense" (small models), "woodbury" (a system as large as the batch's rows), "cg", or "auto".
         tol: relative residual at which "cg" stops.
         max_iterations: of "cg".
+        clip: bound on the step's predicted change ``η²⟨D, ∇L⟩``; None for the bare formula.
         options: all others of `Layerwise`.
 
     Reference: Amari 1998.
@@ -152,6 +181,7 @@ class NGD(Layerwise):
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         *,
+        clip: float | tuple[str, float] | None = 1e-3,
         method: str = "auto",
         tol: float = 1e-8,
         max_iterations: int = 250,
@@ -165,7 +195,14 @@ class NGD(Layerwise):
             raise InputError(describe("factor_every above 1", "1: the matrix is that of each batch", "leave it out"))
         self.method, self.tol, self.max_iterations = method, tol, max_iterations
         super().__init__(
-            model, rule=BatchRows(), lr=lr, damping=damping, momentum=momentum, weight_decay=weight_decay, **options
+            model,
+            rule=BatchRows(),
+            lr=lr,
+            damping=damping,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            clip=clip,
+            **options,
         )
 
     def _directions(self, plans: list[tuple[Tensor, list[bool]]], seen: dict[str, Sums], examples: int) -> list[Tensor]:
@@ -190,9 +227,12 @@ class NGD(Layerwise):
         return torch.cat(pieces)
 
     def _solve(self, grads: dict[str, Tensor], known: dict[str, Sums]) -> dict[str, Tensor]:
-        examples = max(sums.examples for sums in known.values())
+        counted = {batch: n for sums in known.values() for batch, n in _examples(sums).items()}
+        here = next(iter(grads.values()))
+        total = torch.tensor(float(sum(counted.values())), dtype=torch.float64, device=here.device)
+        examples = int(self.processes.add_up([total])[0])
         R = Rows({name: known[name].recorded for name in grads}, examples, self.processes)
-        rows = sum(io.vectors * io.examples for io, _ in next(iter(R.layers.values())))
+        rows = R.count
         size = sum(g.numel() for g in grads.values())
         method = self.method
         if self.processes.count > 1:
@@ -201,6 +241,7 @@ class NGD(Layerwise):
             method = "woodbury" if rows <= FEW_ROWS else "cg"
         group = self.param_groups[0]
         damping = self._damping.at(group, self.steps_taken)
+        size = min(size, examples)  # of D eigenvalues, most are zero where there are fewer examples
         if method == "woodbury":
             return self._woodbury(R, grads, damping, size)
         if method == "dense":
@@ -213,7 +254,7 @@ class NGD(Layerwise):
 
     def _woodbury(self, R: Rows, grads: dict[str, Tensor], damping: float, size: int) -> dict[str, Tensor]:
         """``(∇L − Rᵀ (R Rᵀ + λ I)⁻¹ R ∇L) / λ``."""
-        K = R.gram()
+        K = R.gram(next(iter(grads.values())))
         lam = self._lambda(K.trace(), damping, size)
         root = guarded_cholesky(K, name="Gram matrix of the batch", damping=lam)
         inner = R.push(grads).to(root.dtype)
@@ -222,7 +263,7 @@ class NGD(Layerwise):
 
     def _dense(self, R: Rows, grads: dict[str, Tensor], damping: float, size: int) -> dict[str, Tensor]:
         """Cholesky of ``F + λ I``."""
-        flat = torch.cat(list(R.dense().values()), dim=1)
+        flat = R.dense({name: g.numel() for name, g in grads.items()}, next(iter(grads.values())))
         F = flat.mT @ flat
         root = guarded_cholesky(F, name="Fisher matrix of the batch", damping=self._lambda(F.trace(), damping, size))
         g = torch.cat([t.flatten() for t in grads.values()]).to(root.dtype)
@@ -234,7 +275,7 @@ class NGD(Layerwise):
         """Conjugate gradients on ``F + λ I``."""
         sizes = [t.numel() for t in grads.values()]
         trace = sum(
-            (io.standard().squared_norms() * factor**2).sum() for blocks in R.layers.values() for io, factor in blocks
+            (call.io.standard().squared_norms() * call.factor**2).sum() for calls in R.layers.values() for call in calls
         )
         assert isinstance(trace, Tensor)
         lam = self._lambda(self.processes.add_up([trace / R.examples])[0], damping, size)

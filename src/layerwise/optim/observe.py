@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.distributed.processes import Processes
 from layerwise.foundations.linalg import gram
+from layerwise.layers.form import Form
 from layerwise.layers.io import RecordedIO
 from layerwise.layers.table import LayerSpec
-from layerwise.optim.rule import Observation, UpdateRule
+from layerwise.optim.rule import Observation, Recorded, UpdateRule
 from layerwise.optim.stack import Stack
 
 
@@ -23,7 +25,7 @@ class Sums:
     """Positions (or examples, reduced) that A sums over."""
     G: Tensor | None = None
     examples: int = 0
-    recorded: list[tuple[RecordedIO, float]] = field(default_factory=list)
+    recorded: list[Recorded] = field(default_factory=list)
 
 
 class Collector:
@@ -34,25 +36,24 @@ class Collector:
         self._sums: dict[str, Sums] = {}
 
     @torch.no_grad()
-    def add(self, spec: LayerSpec, io: RecordedIO, factor: float, first: bool) -> None:
-        """One layer of one forward; `factor` makes its gradients those of a sum over examples.
-
-        `first` is False for further cotangents of a forward that was counted already.
-        """
+    def add(self, spec: LayerSpec, call: Recorded) -> None:
+        """One layer of one forward and cotangent; inputs and examples are counted with the first cotangent."""
         if self.rule.kronecker_only and (not spec.form.kronecker or spec.form.weight is None):
             return
         sums = self._sums.setdefault(spec.name, Sums())
+        io, factor, (_, cotangent) = call
+        first = cotangent == 0
         if first:
             sums.examples += io.examples
         if self.rule.keeps_recorded:
-            sums.recorded.append((io, factor))
+            sums.recorded.append(call)
         if not self.rule.averages:
             return
         if self.sharing == "reduce" and not spec.form.one_hot:
             self._add_reduced(sums, io, factor, first)
             return
         if self.rule.needs_inputs and first:
-            A, rows = io.input_moment()
+            A, rows = io.channel_moment() if self._by_channel(spec) else io.input_moment()
             sums.A, sums.rows = A if sums.A is None else sums.A + A, sums.rows + rows
         if self.rule.needs_outgrads:
             G = io.output_moment() * factor**2
@@ -62,11 +63,14 @@ class Collector:
         """Mean of inputs and sum of gradients over positions, then as for single positions."""
         for a, g in io.reduced_chunks():  # [N, K, I], [V, N, K, O]
             if self.rule.needs_inputs and first:
-                A = gram(a.movedim(1, 0))
+                A = offset_mean(a, io.spec.form) if self._by_channel(io.spec) else gram(a.movedim(1, 0))
                 sums.A, sums.rows = A if sums.A is None else sums.A + A, sums.rows + a.shape[0]
             if self.rule.needs_outgrads:
                 G = gram(g.flatten(0, 1).movedim(1, 0)) * factor**2
                 sums.G = G if sums.G is None else sums.G + G
+
+    def _by_channel(self, spec: LayerSpec) -> bool:
+        return self.rule.sua and spec.form.taps > 1
 
     def take(self) -> dict[str, Sums]:
         """What came since the last call."""
@@ -101,7 +105,8 @@ class Collector:
         """Counts and moments, zero where this process has none."""
         form = spec.form
         found = [torch.tensor([sums.rows, sums.examples], dtype=torch.float64, device=device)]
-        square = (form.groups, form.inputs) if form.one_hot else (form.groups, form.inputs, form.inputs)
+        size = form.weight_inputs // form.taps if self._by_channel(spec) else form.inputs
+        square = (form.groups, size) if form.one_hot else (form.groups, size, size)
         for factor, shape in (("A", square), ("G", (form.groups, form.outputs, form.outputs))):
             if self._wants(spec, factor):
                 value = getattr(sums, factor)
@@ -125,6 +130,12 @@ class Collector:
             max(s.examples for s in known if s is not None),
             processes.add_up,
         )
+
+
+def offset_mean(a: Float[Tensor, "N K I"], form: Form) -> Float[Tensor, "K c c"]:
+    """``Σ_n`` of the mean over kernel offsets of ``a_o a_oᵀ``: the ``A_ch ⊗ I`` nearest to ``Σ a aᵀ``."""
+    by_offset = a[..., : form.weight_inputs].unflatten(-1, (-1, form.taps))
+    return torch.einsum("nkco,nkdo->kcd", by_offset, by_offset) / form.taps
 
 
 def _means(stack: Stack, known: Sequence[Sums | None], factor: str, count: str) -> Tensor | None:

@@ -7,7 +7,7 @@ state is a dictionary of tensors whose first axis is K, updated in place; the en
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -16,6 +16,16 @@ from torch import Tensor
 from layerwise.layers.io import RecordedIO
 
 State = dict[str, Tensor]
+
+
+class Recorded(NamedTuple):
+    """A layer's inputs and output gradients in one backward."""
+
+    io: RecordedIO
+    factor: float
+    """Makes its gradients those of a sum over examples."""
+    batch: tuple[int, int]
+    """Which forward, and which of its cotangents."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,15 @@ class Shape:
     device: torch.device
     one_hot: bool = False
     """Inputs are indices: the input factor is diagonal."""
+    taps: int = 1
+    """Kernel offsets that one input channel covers."""
+    bias: bool = False
+    """Whether the last column is the bias."""
+
+    @property
+    def channels(self) -> int:
+        """c: ``I = c · taps``, and one more for a bias."""
+        return (self.inputs - self.bias) // self.taps
 
     def zeros(self, *axes: int) -> Tensor:
         """``[K, *axes]`` of zeros."""
@@ -44,13 +63,14 @@ class Observation:
     """Statistics of one step for a stack, as means: what a rule observes."""
 
     A: Tensor | None = None
-    """Mean of ``a aᵀ`` over examples and positions, ``[K, I, I]``, or its diagonal ``[K, I]`` for one-hot inputs."""
+    """Mean of ``a aᵀ`` over examples and positions: ``[K, I, I]``, its diagonal ``[K, I]`` for one-hot inputs, or that
+    of the channels ``[K, c, c]`` where the rule asks for `sua` and the kernel has several offsets."""
     G: Tensor | None = None
     """``1/N Σ g gᵀ`` of the loss's (or the model's) output gradients, ``[K, O, O]``."""
     seen: Tensor | None = None
     """Which groups were observed, ``[K]``; a layer that was not called keeps its statistics."""
-    recorded: list[list[tuple[RecordedIO, float]]] = field(default_factory=list)
-    """For rules that look at examples: per layer, recorded calls and the factor that makes their gradients true."""
+    recorded: list[list[Recorded]] = field(default_factory=list)
+    """For rules that look at examples, per layer."""
     groups: list[int] = field(default_factory=list)
     """Groups of each layer."""
     examples: int = 0
@@ -105,6 +125,8 @@ class UpdateRule(ABC):
     """Whether output gradients must be recorded."""
     keeps_recorded: bool = False
     """Whether it looks at examples, so that a batch's inputs and gradients are kept until the step."""
+    sua: bool = False
+    """Whether inputs of convolutions are observed by channel alone (spatially uncorrelated activations)."""
     averages: bool = True
     """Whether moments are taken of what is recorded."""
     refreshes: bool = False
@@ -115,6 +137,8 @@ class UpdateRule(ABC):
     """Whether it is for layers with a Kronecker form; norm layers have none."""
     matrix_only: bool = True
     """Whether it is for matrices; other parameters get the fallback's update."""
+    own_momentum: bool = False
+    """Whether the direction is an average over steps already: as a fallback it gets no momentum on top."""
 
     def accepts(self, shape: Shape) -> str | None:
         """Why a stack of this shape cannot be treated, or None."""

@@ -1,17 +1,26 @@
 """Rules that step along an orthogonal factor: Muon, and steepest descent in an induced Mahalanobis norm."""
 
 import math
+import re
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from layerwise.foundations.linalg import gram
 from layerwise.optim.factors import Factors
 from layerwise.optim.rule import Context, Health, Shape, State, UpdateRule
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
+
+
+SMALL = 128
+"""Matrices up to this many rows are orthogonalized in bfloat16 even on a CPU that is slow at it."""
 
 
 def newton_schulz(
@@ -19,22 +28,69 @@ def newton_schulz(
     steps: int = 5,
     coefficients: tuple[float, float, float] = COEFFICIENTS,
     eps: float = 1e-7,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
 ) -> Float[Tensor, "K O I"]:
     """Nearly ``U Vᵀ`` of each ``X = U S Vᵀ``: singular values end between about 0.7 and 1.2.
 
-    A quintic iteration, ``X ← a X + (b X Xᵀ + c (X Xᵀ)²) X``, in low precision (Jordan et al. 2024).
+    A quintic iteration, ``X ← a X + (b X Xᵀ + c (X Xᵀ)²) X`` (Jordan et al. 2024), in bfloat16; large matrices on a
+    CPU without instructions for bfloat16, where its products are some hundred times slower, in float32.
     """
-    a, b, c = coefficients
     tall = X.shape[-2] > X.shape[-1]
-    Y = (X.mT if tall else X).to(dtype)
+    Y = X.mT if tall else X
+    if dtype is None:
+        dtype = torch.bfloat16 if Y.shape[-2] <= SMALL or fast_bfloat16(X.device) else torch.float32
+    Y = Y.to(dtype)
     Y = Y / Y.flatten(1).norm(dim=1).clamp_min(eps).view(-1, 1, 1)
+    wide = Y.shape[-1] >= 1.5 * Y.shape[-2]
+    iterate = _on_gram if wide and dtype != torch.bfloat16 else _on_matrix
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bfloat16: torch goes on
-        for _ in range(steps):
-            S = Y @ Y.mT
-            Y = torch.baddbmm(Y, torch.baddbmm(S, S, S, beta=b, alpha=c), Y, beta=a)
+        Y = iterate(Y, steps, coefficients)
     return (Y.mT if tall else Y).to(X.dtype)
+
+
+def _on_matrix(Y: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:
+    """The iteration as it is written."""
+    a, b, c = coefficients
+    for _ in range(steps):
+        S = _product(Y)
+        Y = torch.baddbmm(Y, torch.baddbmm(S, S, S, beta=b, alpha=c), Y, beta=a)
+    return Y
+
+
+def _on_gram(Y: Tensor, steps: int, coefficients: tuple[float, float, float]) -> Tensor:
+    """The same on ``S = Y Yᵀ`` alone, which is smaller than a wide Y: ``p = a + bS + cS²``, ``Z ← pZ``, ``S ← p²S``.
+
+    Small singular values are below the rounding of S, but there p is a to the same rounding. Not for bfloat16.
+    """
+    a, b, c = coefficients
+    S, Z = _product(Y), None
+    for left in reversed(range(steps)):
+        p = torch.baddbmm(S, S, S, beta=b, alpha=c)
+        p.diagonal(dim1=-2, dim2=-1).add_(a)
+        Z = p if Z is None else p @ Z
+        if left:
+            S = p @ (p @ S)
+    return Y if Z is None else Z @ Y
+
+
+def _product(Y: Tensor) -> Tensor:
+    """``Y Yᵀ``, by one triangle where that pays."""
+    return Y @ Y.mT if Y.dtype == torch.bfloat16 else gram(Y.mT)
+
+
+@cache
+def fast_bfloat16(device: torch.device) -> bool:
+    """Whether the device has instructions for products in bfloat16; what cannot be found out counts as no."""
+    if device.type != "cpu":
+        return True
+    with suppress(AttributeError):
+        if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+            return True
+    with suppress(OSError):  # torch has no such question for ARM
+        flags = re.search(r"^Features\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        return flags is not None and "bf16" in flags[1].split()
+    return False
 
 
 def polar(X: Float[Tensor, "K O I"]) -> Float[Tensor, "K O I"]:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from layerwise.foundations.errors import LayerwiseError, describe
 from layerwise.foundations.types import statistics_dtype
 from layerwise.layers.table import LayerSpec
 from layerwise.optim.rule import Shape, State, UpdateRule
@@ -27,12 +28,23 @@ class Stack:
     params: Mapping[str, nn.Parameter]
     state: State = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.rule.sua and len({spec.form.taps for spec in self.specs}) > 1:
+            raise LayerwiseError(
+                describe(
+                    f"one stack of {', '.join(spec.name for spec in self.specs)}",
+                    "layers with as many kernel offsets each, under sua=True",
+                    "stack them apart",
+                )
+            )
+
     @property
     def shape(self) -> Shape:
         """K, O, I and what the tensors are made of."""
         form, first = self.specs[0].form, self.params[self.specs[0].parameters[0]]
         dtype = statistics_dtype(first.dtype)
-        return Shape(self.groups, form.outputs, form.inputs, dtype, first.device, form.one_hot)
+        size = (self.groups, form.outputs, form.inputs)
+        return Shape(*size, dtype, first.device, form.one_hot, form.taps, form.bias is not None)
 
     @property
     def groups(self) -> int:
@@ -87,18 +99,25 @@ class Stack:
     def ensure_state(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
         """State from what was saved for each layer, else as at the start.
 
-        What another member saved is taken where it means the same (statistics P and Q); decompositions that are
-        missing are made at the next step.
+        What another member saved is taken where it means the same (statistics P and Q of the same size);
+        decompositions that are missing are made at the next step.
         """
         if self.state:
             return
         self.state = self.rule.init(self.shape)
         needed = set(self.state)
         for spec, groups in self.slices():
-            found = saved.get(spec.name, {})
+            found = self._fitting(saved.get(spec.name, {}))
             names = needed | ({*ENGINE_STATE} if needed <= set(found) else set())
             for name in names & set(found):
                 self._put(name, groups, found[name])
+
+    def _fitting(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What has the size of this stack's state; a count only with the mean that it counts."""
+        sizes = {name: value.shape[1:] for name, value in self.state.items()}
+        fits = {name for name, value in found.items() if sizes.get(name, value.shape[1:]) == value.shape[1:]}
+        lost = {f"{name}_count" for name in set(found) - fits}
+        return {name: value for name, value in found.items() if name in fits - lost}
 
     def _put(self, name: str, groups: slice, value: Tensor) -> None:
         shape = self.shape
@@ -119,5 +138,5 @@ class Stack:
         """Give layers that were not active their former state back."""
         for (_, groups), on in zip(self.slices(), active, strict=True):
             if not on:
-                for name, value in self.state.items():
-                    value[groups] = before[name][groups] if name in before else 0
+                for name, value in before.items():
+                    self.state[name][groups] = value[groups]

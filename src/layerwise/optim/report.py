@@ -1,0 +1,39 @@
+"""What an optimizer says about itself: `print(opt)` and `opt.health()`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from layerwise.layers.table import LayerSpec
+from layerwise.optim.rule import Context, Health
+from layerwise.optim.stack import Stack
+
+HEAD = ("layer", "parameters", "form K × O × I", "update")
+
+
+def layer_row(spec: LayerSpec, update: str, reason: str | None) -> tuple[str, str, str, str]:
+    """What a layer gets, and why it gets the fallback where it does."""
+    why = f"  (fallback: {reason})" if reason else ""
+    return spec.name, ", ".join(spec.parameters), " × ".join(map(str, spec.form.shape)), update + why
+
+
+def table(first_line: str, rows: Sequence[tuple[str, str, str, str]]) -> str:
+    """A line of settings, then one line a layer in columns."""
+    shown = [HEAD, *rows]
+    widths = [max(len(row[i]) for row in shown) for i in range(3)]
+    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in shown]
+    return "\n".join([first_line, *lines])
+
+
+def headline(name: str, settings: Mapping[str, Any]) -> str:
+    """``KFAC(lr=0.03, …)``; what is None is left out."""
+    return f"{name}({', '.join(f'{key}={value}' for key, value in settings.items() if value is not None)})"
+
+
+def measure(stack: Stack, context: Context, health: Health) -> None:
+    """Condition numbers and damping of a stack's layers, as they are now."""
+    found = stack.rule.conditions(stack.state, context) if stack.state else None
+    if found is None:
+        return
+    for spec, groups in stack.slices():
+        health.condition[spec.name] = float(found[0][groups].max())
+        health.damping[spec.name] = float(found[1][groups].max())
