@@ -5,9 +5,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-slow test-gpu lint types imports check bench clean
+.PHONY: demo demo-fisher test test-slow test-gpu lint types imports check bench clean
 
+# The main result of the first study: run, claims, and pages to look at. A second call runs only what is missing.
 demo: $(READY)
+	$(BIN)/layerwise run head-to-head --preset laptop
+	$(BIN)/layerwise report
+
+demo-fisher: $(READY)
 	$(BIN)/python examples/fisher_structures.py
 
 test: $(READY)

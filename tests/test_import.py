@@ -20,6 +20,8 @@ OPTIONAL = (
     "jinja2",
     "pandas",
     "datasets",
+    "ray",
+    "tensorboard",
 )
 
 WITHOUT_OPTIONAL = """
@@ -76,6 +78,7 @@ PUBLIC = {
     "Jacobian",
     "Kernel",
     "optim",
+    "feature_learning",
 }
 
 
@@ -89,6 +92,7 @@ def test_works_with_the_four_dependencies_alone():
 def test_public_names():
     """Exactly these; the packages of the levels are visible too, as they are for every Python package."""
     beside = {"foundations", "curvature", "kernel", "distributed", "data", "testing"}
+    beside |= {"training", "studies", "experiments", "report", "cli"}
     beside.add("jaxtyping")  # put there by the suite's import hook
     names = {name for name in vars(lw) if not name.startswith("_")}
     assert names - beside == PUBLIC

@@ -31,5 +31,6 @@ from layerwise.layers.rule import LayerRule as LayerRule
 from layerwise.layers.rule import layer_rule as layer_rule
 from layerwise.layers.table import LayerTable as LayerTable
 from layerwise.layers.table import layers as layers
+from layerwise.studies import feature_learning as feature_learning
 
 __version__ = "0.1.0"

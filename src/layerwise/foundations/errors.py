@@ -58,7 +58,8 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> str:
     >>> print(unknown("layer", "haed", ["head"]))
     given: 'haed', which names no layer; expected: the name of a layer; do: did you mean 'head'? Known: head
     """
-    return describe(f"{name!r}, which names no {kind}", f"the name of a {kind}", nearest(str(name), known))
+    article = "an" if kind[:1] in "aeiou" else "a"
+    return describe(f"{name!r}, which names no {kind}", f"the name of {article} {kind}", nearest(str(name), known))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

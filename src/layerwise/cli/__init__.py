@@ -1,0 +1,1 @@
+"""The command line: `layerwise list`, `run`, `report` and `check`."""

@@ -1,0 +1,46 @@
+"""`layerwise report`: the HTML pages."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from layerwise.cli import exits
+from layerwise.cli.options import parse
+from layerwise.cli.show import print_json
+from layerwise.experiments.runner import OUT
+from layerwise.foundations.errors import InputError, describe
+
+ABOUT = """Write an HTML page for every experiment: its figures, its claims and how to reproduce them.
+
+The pages need no network and no server: open the index.html whose path is printed.
+
+Examples: layerwise report; layerwise report --out runs --to pages
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Options of `report`."""
+
+    out: Path = OUT
+    """Folder of all records."""
+    to: Path = Path("report")
+    """Folder of the pages."""
+    json: bool = False
+    """Print one JSON document and nothing else on standard output."""
+
+
+def report(argv: list[str]) -> int:
+    """Write the pages and print where they are."""
+    options = parse(ReportOptions, argv, "layerwise report", ABOUT)
+    if options.out != OUT and not options.out.is_dir():
+        raise InputError(
+            describe(f"--out {options.out}, which is no folder", "a folder of records", "check the path, or run first")
+        )
+    from layerwise.report import write
+
+    index = write(options.out, options.to)
+    if options.json:
+        print_json({"index": str(index.resolve())})
+    else:
+        print(f"report: {index.resolve()}")
+    return exits.OK

@@ -1,0 +1,138 @@
+"""`layerwise run`: the options of an experiment are the fields of its configuration."""
+
+import dataclasses
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from layerwise.cli import exits
+from layerwise.cli.options import joined, parse, value_of
+from layerwise.cli.progress import chosen
+from layerwise.cli.show import claims_json, claims_table, note, print_json
+from layerwise.experiments import catalog, runner
+from layerwise.experiments.engines import EngineOptions
+from layerwise.experiments.experiment import Experiment
+from layerwise.experiments.results import judge_all
+from layerwise.foundations.errors import InputError, describe
+
+HELP = """\
+usage: layerwise run EXPERIMENT [options]
+
+Run what is missing of an experiment, record it, and judge its claims. Stop it at any moment: the same command goes on.
+
+examples:
+  layerwise run {example} --preset smoke             seconds: does it work here?
+  layerwise run {example}                            preset laptop
+  layerwise run {example} --seeds 10                 more seeds; those that ran before are kept
+  layerwise run {example} --engine processes         single seeds in parallel processes
+  layerwise run {example} --engine ray --address auto      on a Ray cluster
+  layerwise run my_package.my_module:EXPERIMENT      one of your own
+  layerwise run {example} --help                     all options of this experiment
+
+experiments: {names}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options of every experiment."""
+
+    preset: str = "laptop"
+    """smoke (seconds), laptop (minutes on 2 cores) or paper (the paper's own setting)."""
+    engine: str = "batched"
+    """batched (all seeds of a cell as one tensor program), processes, or ray."""
+    workers: int | None = None
+    """Processes of the engine `processes`; one a core if left out."""
+    threads: int | None = None
+    """Threads of each worker; the cores are shared among them if left out."""
+    address: str | None = None
+    """A Ray cluster that exists, such as auto or ray://head:10001."""
+    out: Path = runner.OUT
+    """Folder of all records."""
+    json: bool = False
+    """Print one JSON document and nothing else on standard output."""
+
+
+def run(argv: list[str]) -> int:
+    """Run an experiment and print its claims."""
+    if not argv or argv[0] in ("--help", "-h"):
+        names = list(catalog.experiments())
+        text = HELP.format(names=", ".join(names) or "none", example=names[0] if names else "EXPERIMENT")
+        print(text, end="", file=sys.stdout if argv else sys.stderr)
+        return exits.OK if argv else exits.BAD_INPUT
+    name, words = _name_first(argv)
+    experiment = find(name)
+    options, config = _parse(experiment, words)
+    engine = EngineOptions(
+        name=options.engine, workers=options.workers, threads=options.threads, address=options.address
+    )
+    outcome = runner.run(experiment, config, preset=options.preset, engine=engine, out=options.out, progress=chosen())
+    for text in outcome.notes:
+        note(text)
+    if outcome.interrupted:
+        done = outcome.new + outcome.kept
+        print(
+            f"stopped: {done} of {done + outcome.missing} are recorded in {outcome.recorded.path}; go on with:\n"
+            f"  layerwise run {shlex.join(argv)}",
+            file=sys.stderr,
+        )
+        return exits.INTERRUPTED
+    result = judge_all(experiment, config, options.preset, outcome.recorded)
+    counts = {"new": outcome.new, "kept": outcome.kept}
+    if options.json:
+        print_json(claims_json(result) | counts | {"notes": list(outcome.notes)})
+        return exits.OK
+    claims_table(result)
+    print(f"records: {outcome.recorded.path} ({outcome.new} new, {outcome.kept} kept from before)")
+    return exits.OK
+
+
+def find(name: str) -> Experiment:
+    """An experiment by name, or by reference to a module that may lie in the current folder."""
+    if ":" in name and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return catalog.find(name)
+
+
+def _name_first(argv: list[str]) -> tuple[str, list[str]]:
+    """The name of the experiment and the other words; the name comes first, but is found elsewhere too."""
+    known = catalog.experiments()
+    for k, word in enumerate(argv):
+        if not word.startswith("-") and (k == 0 or word in known or ":" in word):
+            return word, argv[:k] + argv[k + 1 :]
+    raise InputError(
+        describe(
+            shlex.join(["layerwise", "run", *argv]),
+            "layerwise run EXPERIMENT [options]",
+            f"name one of: {', '.join(known) or 'none'}",
+        )
+    )
+
+
+def _parse(experiment: Experiment, words: list[str]) -> tuple[RunOptions, Any]:
+    preset = value_of(words, "--preset", RunOptions.preset)
+    config = experiment.preset(preset)
+    common = {f.name for f in dataclasses.fields(RunOptions)}
+    clash = common & {f.name for f in dataclasses.fields(config)}
+    if clash:
+        raise InputError(
+            describe(
+                f"{experiment.name!r} with the settings {', '.join(sorted(clash))}",
+                f"names other than those of the options ({', '.join(sorted(common))})",
+                "rename the fields of its configuration",
+            )
+        )
+    kind, default = joined("Run", RunOptions, config)
+    parsed = parse(kind, words, f"layerwise run {experiment.name}", _about(experiment, preset), default)
+    return parsed.run, parsed.experiment
+
+
+def _about(experiment: Experiment, preset: str) -> str:
+    return (
+        f"{experiment.title}. {experiment.paper}, {experiment.figure}.\n\n{experiment.summary}\n\n"
+        f"The defaults below are those of preset {preset}; see another with --preset NAME --help."
+        + (f" Cost: {experiment.cost}." if experiment.cost else "")
+    )

@@ -1,0 +1,1 @@
+"""Experiments of the papers, as declarations: cells, claims and figures; and the runner."""

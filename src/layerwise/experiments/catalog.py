@@ -1,0 +1,80 @@
+"""The catalog: every experiment of this folder, found by importing it, and experiments of other modules by reference.
+
+A module of this folder that has an `EXPERIMENT` is in the catalog; nothing else needs to be edited. An experiment
+elsewhere is named by where it is: ``my_package.my_module:EXPERIMENT``.
+"""
+
+import importlib
+import pkgutil
+import sys
+from functools import cache
+
+from layerwise.experiments.experiment import Experiment
+from layerwise.foundations.errors import InputError, NameLookupError, describe, unknown
+
+ATTRIBUTE = "EXPERIMENT"
+
+
+@cache
+def experiments() -> dict[str, Experiment]:
+    """All experiments of the catalog by name, sorted."""
+    package = importlib.import_module("layerwise.experiments")
+    found: dict[str, Experiment] = {}
+    for info in pkgutil.iter_modules(package.__path__):
+        experiment = getattr(importlib.import_module(f"layerwise.experiments.{info.name}"), ATTRIBUTE, None)
+        if experiment is None:
+            continue
+        if experiment.name in found:
+            raise InputError(
+                describe(f"two experiments named {experiment.name!r}", "a name each", f"rename that of {info.name}.py")
+            )
+        found[experiment.name] = experiment
+    return dict(sorted(found.items()))
+
+
+def find(name: str) -> Experiment:
+    """An experiment by its name, or by reference (``module:ATTRIBUTE``); an unknown name is answered with the nearest.
+
+    >>> find("no-such-thing")
+    Traceback (most recent call last):
+    ...
+    layerwise.foundations.errors.NameLookupError: given: 'no-such-thing', which names no experiment; ...
+    """
+    if ":" in name:
+        return from_reference(name)
+    known = experiments()
+    if name not in known:
+        raise NameLookupError(unknown("experiment", name, known))
+    return known[name]
+
+
+def from_reference(reference: str) -> Experiment:
+    """The experiment that ``module:ATTRIBUTE`` names; the attribute may have parts, ``module:holder.ATTRIBUTE``."""
+    module, _, attribute = reference.partition(":")
+    try:
+        found = importlib.import_module(module)
+        for part in (attribute or ATTRIBUTE).split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise NameLookupError(
+            describe(
+                f"{reference!r}, which could not be found ({error})",
+                "module:ATTRIBUTE, where the module can be imported",
+                "check the spelling, or set PYTHONPATH to the folder of the module",
+            )
+        ) from error
+    if not isinstance(found, Experiment):
+        raise InputError(
+            describe(f"{reference!r}, which is a {type(found).__name__}", "an Experiment", "name its EXPERIMENT")
+        )
+    return found
+
+
+def reference_to(experiment: Experiment) -> str | None:
+    """Where an experiment is, as ``module:ATTRIBUTE``, so that another process can find it; None if nowhere."""
+    for function in (experiment.run, experiment.cells, experiment.claims):
+        module = getattr(function, "__module__", None)
+        for name, value in list(vars(sys.modules.get(module or "", None) or object).items()):
+            if value is experiment:
+                return f"{module}:{name}"
+    return None

@@ -1,0 +1,188 @@
+"""`Experiment`: one file declares a paper's figure or theorem: configuration, cells, claims and figures."""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from layerwise.experiments.claims import Claim
+from layerwise.experiments.figures import Figure
+from layerwise.foundations.errors import InputError, NameLookupError, describe, unknown
+
+PRESETS = ("smoke", "laptop", "paper")
+NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What is run as one piece and recorded as one piece: a setting, with all seeds that are still missing."""
+
+    key: str
+    """Unique within an experiment and preset, such as "trace/kfac"; stable between versions."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What distinguishes this cell, as plain values."""
+
+    def __post_init__(self) -> None:
+        if not self.key or not self.key.isprintable():
+            raise InputError(describe(f"cell key {self.key!r}", "printable text", 'name it, such as "trace/kfac"'))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The result of one seed of a cell: what becomes one line of the records."""
+
+    seed: int
+    values: Mapping[str, Any]
+    """Single numbers (and short strings)."""
+    series: Mapping[str, Sequence[float | int]] = field(default_factory=dict)
+    """Curves: lists of equal length, such as "iteration" and "dist"."""
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(column) for name, column in self.series.items()}
+        if len(set(lengths.values())) > 1:
+            raise InputError(describe(f"series of lengths {lengths}", "one length", "give every series all its points"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A figure, table or theorem that can be run and checked with one command."""
+
+    name: str
+    """What the user types, such as "head-to-head"."""
+    title: str
+    paper: str
+    figure: str
+    summary: str
+    """A few sentences: what is shown, and how the paper's text was read where it is ambiguous."""
+    presets: Mapping[str, Any]
+    """"smoke", "laptop" and "paper", each a frozen keyword-only dataclass with a field `seeds: int`."""
+    cells: Callable[[Any], Sequence[Cell]]
+    """From a configuration to what is swept."""
+    run: Callable[[Any, Cell, Sequence[int]], Iterable[Row]]
+    """Runs a cell for some seeds, all at once where the study can (one tensor program); the result of a seed must not
+    depend on which others run beside it."""
+    claims: Callable[[Any], Sequence[Claim]]
+    figures: Callable[[Any, Sequence[Record]], Sequence[Figure]]
+    cost: str = ""
+    """About how long presets take, in words."""
+
+    def __post_init__(self) -> None:
+        def refuse(given: str, expected: str, do: str) -> None:
+            raise InputError(describe(f"experiment {self.name!r} with {given}", expected, do))
+
+        if not NAME.fullmatch(self.name):
+            refuse("that name", "lower-case words joined by dashes", 'name it like "head-to-head"')
+        if sorted(self.presets) != sorted(PRESETS):
+            refuse(f"presets {sorted(self.presets)}", f"the presets {', '.join(PRESETS)}", "declare all three")
+        for preset, config in self.presets.items():
+            if not dataclasses.is_dataclass(config) or isinstance(config, type):
+                refuse(f"preset {preset} = {config!r}", "a dataclass instance", "make it a frozen dataclass")
+            if not _is_frozen(config) or type(config) is not type(self.presets["smoke"]):
+                refuse(f"preset {preset}", "frozen dataclasses of one class", "use one @dataclass(frozen=True)")
+            seeds = getattr(config, "seeds", None)
+            if not isinstance(seeds, int) or seeds < 1:
+                refuse(f"preset {preset} with seeds={seeds!r}", "an integer field seeds ≥ 1", "add seeds: int")
+            plain(config)
+
+    def preset(self, name: str) -> Any:
+        """The configuration of a preset; an unknown name is answered with the nearest."""
+        if name not in self.presets:
+            raise NameLookupError(unknown("preset", name, self.presets))
+        return self.presets[name]
+
+    def cells_of(self, config: Any) -> list[Cell]:
+        """The cells of a configuration, checked to have keys of their own."""
+        cells = list(self.cells(config))
+        keys = [cell.key for cell in cells]
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        if twice or not cells:
+            raise InputError(
+                describe(
+                    f"experiment {self.name!r} whose cells are {', '.join(map(repr, twice)) or 'none'}"
+                    + (" twice" if twice else ""),
+                    "at least one cell, each key once",
+                    "correct the function `cells`",
+                )
+            )
+        return cells
+
+
+def _is_frozen(config: Any) -> bool:
+    return config.__dataclass_params__.frozen
+
+
+def seeds_of(config: Any) -> list[int]:
+    """The seeds that a configuration asks for: 0, 1, …"""
+    if not isinstance(config.seeds, int) or config.seeds < 1:
+        raise InputError(describe(f"seeds={config.seeds!r}", "an integer ≥ 1", "pass e.g. --seeds 5"))
+    return list(range(config.seeds))
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """A configuration as plain values: numbers, text, None, and lists and dictionaries of them.
+
+    >>> @dataclass(frozen=True, kw_only=True)
+    ... class Config:
+    ...     seeds: int = 2
+    ...     scales: tuple[str, ...] = ("none", "trace")
+    >>> plain(Config())
+    {'seeds': 2, 'scales': ['none', 'trace']}
+    """
+    return {f.name: _plain(getattr(config, f.name), f.name) for f in dataclasses.fields(config)}
+
+
+def _plain(value: Any, name: str) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple | list):
+        return [_plain(item, name) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return plain(value)
+    raise InputError(
+        describe(
+            f"configuration field {name!r} of type {type(value).__name__}",
+            "numbers, text, None, tuples and dataclasses of them",
+            "name the thing in the configuration and make it in `run`",
+        )
+    )
+
+
+def restore(default: Any, values: Mapping[str, Any]) -> Any:
+    """The inverse of `plain`: a configuration like `default` with the values of a manifest.
+
+    >>> @dataclass(frozen=True, kw_only=True)
+    ... class Config:
+    ...     seeds: int = 2
+    ...     scales: tuple[str, ...] = ("none", "trace")
+    >>> restore(Config(), {"seeds": 5, "scales": ["max"]})
+    Config(seeds=5, scales=('max',))
+    """
+    known = {f.name for f in dataclasses.fields(default)}
+    if known != set(values):
+        raise InputError(
+            describe(
+                f"a recorded configuration with other fields ({', '.join(sorted(known ^ set(values)))})",
+                f"the fields of {type(default).__name__}",
+                "it is of another version: run the experiment again and move the old records away",
+            )
+        )
+    return type(default)(**{name: _restored(getattr(default, name), value) for name, value in values.items()})
+
+
+def _restored(default: Any, value: Any) -> Any:
+    if dataclasses.is_dataclass(default) and isinstance(value, Mapping):
+        return restore(default, value)
+    if isinstance(value, list) and not isinstance(default, list):
+        return tuple(_restored(None, item) for item in value)
+    return value
+
+
+def digest(experiment: str, config: Any) -> str:
+    """Eight hexadecimal digits for what is run; the number of seeds is left out, so that more of them extend a run."""
+    fields = {name: value for name, value in plain(config).items() if name != "seeds"}
+    text = json.dumps([experiment, fields], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -1,0 +1,75 @@
+"""From records to curves with a band over seeds, and to claims that bound a value."""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from layerwise.experiments.claims import Claim, by_seed
+from layerwise.experiments.experiment import Record
+from layerwise.experiments.figures import Curve
+
+
+def band(records: Sequence[Record], cell: str, x: str, y: str, label: str, style: str = "line") -> Curve:
+    """The median over seeds of a series, with least and largest; points where a seed is not finite are left out.
+
+    >>> records = [{"cell": "a", "seed": s, "values": {}, "series": {"t": [0, 1], "d": [s, 2 * s]}} for s in (1, 2, 3)]
+    >>> curve = band(records, "a", "t", "d", "SGD")
+    >>> curve.y, curve.low, curve.high
+    ([2, 4], [1, 2], [3, 6])
+    """
+    found = [record["series"] for record in records if record["cell"] == cell and y in record["series"]]
+    if not found:
+        return Curve(label=label, x=[], y=[], style=style)
+    columns = list(zip(*(series[y] for series in found), strict=True))
+    kept = [(at, ys) for at, ys in zip(found[0][x], columns, strict=True) if all(math.isfinite(v) for v in ys)]
+    return Curve(
+        label=label,
+        x=[at for at, _ in kept],
+        y=[statistics.median(ys) for _, ys in kept],
+        low=[min(ys) for _, ys in kept],
+        high=[max(ys) for _, ys in kept],
+        style=style,
+    )
+
+
+def value(cell: str, name: str) -> Callable[[Sequence[Mapping]], dict[int, Any]]:
+    """A claim's quantity: one value of one cell."""
+    return lambda records: by_seed(records, cell, name)
+
+
+def combined(
+    cell: str, names: Sequence[str], function: Callable[..., float | int]
+) -> Callable[[Sequence[Mapping]], dict[int, float | int]]:
+    """A claim's quantity: a function of several values of one cell, such as their ratio.
+
+    >>> records = [{"cell": "a", "seed": 0, "values": {"p": 1.0, "q": 4.0}}]
+    >>> combined("a", ["p", "q"], lambda p, q: p / q)(records)
+    {0: 0.25}
+    """
+
+    def quantity(records: Sequence[Mapping]) -> dict[int, float | int]:
+        columns = [by_seed(records, cell, name) for name in names]
+        seeds = set(columns[0]).intersection(*columns[1:])
+        return {seed: function(*(column[seed] for column in columns)) for seed in sorted(seeds)}
+
+    return quantity
+
+
+def bound(
+    cell: str,
+    name: str,
+    relation: str,
+    target: float | int | tuple[float | int, float | int],
+    statement: str,
+    **others: Any,
+) -> Claim:
+    """The claim that a value of a cell stands in a relation to a number, on every seed."""
+    return Claim(
+        name=f"{cell}/{name}",
+        statement=statement,
+        quantity=value(cell, name),
+        relation=relation,
+        target=target,
+        **others,
+    )

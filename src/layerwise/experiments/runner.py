@@ -1,0 +1,131 @@
+"""The runner: what is missing is run, and every result is recorded the moment it is there."""
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from layerwise.experiments.catalog import find, reference_to
+from layerwise.experiments.engines import EngineOptions, run_tasks
+from layerwise.experiments.experiment import Cell, Experiment, digest, seeds_of
+from layerwise.experiments.manifest import code_version, manifest
+from layerwise.experiments.progress import shown_within
+from layerwise.experiments.records import Journal, Recorded, path_of, read
+from layerwise.experiments.tasks import Finished, Task
+from layerwise.foundations.progress import Progress, resolve
+
+OUT = Path("runs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a call of `run` did."""
+
+    recorded: Recorded
+    """All that the file holds now."""
+    new: int
+    """Cells and seeds that were run and recorded by this call."""
+    kept: int
+    """Those that had been recorded before."""
+    missing: int
+    """Those still to do; more than 0 only after an interruption."""
+    interrupted: bool
+    notes: tuple[str, ...]
+    """Damaged lines that were found, and records of another version that were kept."""
+
+
+def run(
+    experiment: Experiment | str,
+    config: Any = None,
+    *,
+    preset: str = "laptop",
+    engine: EngineOptions | str = "batched",
+    out: Path | str = OUT,
+    progress: bool | Progress | None = False,
+) -> Outcome:
+    """Run what an experiment's records lack; call it again after anything went wrong, and it goes on from there.
+
+    Args:
+        experiment: an experiment or its name.
+        config: a configuration made from the preset's; None for the preset as it is.
+        preset: names the file, together with the configuration.
+        engine: "batched", "processes", "ray", or options of one.
+        out: folder of all records.
+        progress: as everywhere in the library; items are `Finished`.
+
+    Returns:
+        What the file holds now. Ctrl-C ends the call early with ``interrupted=True``; nothing finished is lost.
+    """
+    if isinstance(experiment, str):
+        experiment = find(experiment)
+    standard = experiment.preset(preset)
+    config = standard if config is None else config
+    options = EngineOptions(name=engine) if isinstance(engine, str) else engine
+    options.check_packages()
+    cells, seeds = experiment.cells_of(config), seeds_of(config)
+    path = path_of(Path(out), experiment.name, preset, digest(experiment.name, config))
+    interrupted = False
+    with Journal(path) as journal:
+        before = read(path)  # under the lock, so that nobody adds to it meanwhile
+        tasks = missing_tasks(cells, seeds, before)
+        total = _count(tasks)
+        try:
+            if tasks:
+                about = {"name": options.name, "workers": options.workers, "threads": options.threads}
+                journal.append([manifest(experiment, reference_to(experiment), config, preset, seeds, about)])
+            shown = resolve(progress)
+            with shown_within(shown), closing(run_tasks(experiment, config, tasks, options)) as results:
+                for finished in shown.track(results, experiment.name, total):
+                    journal.append([_record(finished, preset, path)])
+        except KeyboardInterrupt:
+            interrupted = True
+    after = read(path)
+    missing = _count(missing_tasks(cells, seeds, after))
+    return Outcome(
+        recorded=after,
+        new=total - missing,
+        kept=len(cells) * len(seeds) - total,
+        missing=missing,
+        interrupted=interrupted,
+        notes=(*before.notes, *_other_versions(before)),
+    )
+
+
+def missing_tasks(cells: Sequence[Cell], seeds: Sequence[int], recorded: Recorded) -> list[Task]:
+    """Cells with the seeds that no record has."""
+    finished = recorded.finished()
+    lacking = [(cell, [seed for seed in seeds if (cell.key, seed) not in finished]) for cell in cells]
+    return [(cell, missing) for cell, missing in lacking if missing]
+
+
+def _count(tasks: Sequence[Task]) -> int:
+    return sum(len(seeds) for _, seeds in tasks)
+
+
+def _record(finished: Finished, preset: str, path: Path) -> dict[str, Any]:
+    return {
+        "cell": finished.cell.key,
+        "seed": finished.row.seed,
+        "preset": preset,
+        "digest": path.stem.rpartition("-")[2],
+        "options": finished.cell.options,
+        "values": finished.row.values,
+        "series": finished.row.series,
+        "seconds": round(finished.seconds, 4),
+    }
+
+
+def _other_versions(recorded: Recorded) -> list[str]:
+    now = code_version()
+    others = {
+        f"{then['version']}{' at ' + then['commit'][:10] if then.get('commit') else ''}"
+        for then in (entry["code"] for entry in recorded.manifests)
+        if (then["version"], then.get("commit")) != (now["version"], now["commit"])
+    }
+    if not others or not recorded.records:
+        return []
+    return [
+        f"{recorded.path} has records of another version of the code ({', '.join(sorted(others))}), which are kept; "
+        "move the file away to run everything again"
+    ]

@@ -1,0 +1,105 @@
+"""Numbers, targets and times as a page says them."""
+
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from layerwise.experiments.claims import Claim, Verdict
+from layerwise.report.ticks import power_of_ten
+
+NONE = "–"
+
+
+def number(value: float | int | None) -> str:
+    """Three digits, with a power of ten where zeros would have to be counted.
+
+    >>> number(0.03127), number(2.5e-7), number(190000.0), number(15), number(float("nan")), number(None)
+    ('0.0313', '2.5 × 10⁻⁷', '1.9 × 10⁵', '15', 'not a number', '–')
+    """
+    if value is None:
+        return NONE
+    if math.isnan(value):
+        return "not a number"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if value == 0 or 1e-4 <= abs(value) < 1e5:
+        return f"{value:.4g}".replace("-", "−") if abs(value) >= 1000 else f"{value:.3g}".replace("-", "−")
+    digits, exponent = f"{value:.2e}".split("e")
+    lead = f"{float(digits):g}".replace("-", "−")
+    return f"{lead} × {power_of_ten(int(exponent))}"
+
+
+def interval(edges: Sequence[float | int] | None) -> str:
+    """Both ends of an interval.
+
+    >>> interval((0.02, 0.041)), interval(None)
+    ('[0.02, 0.041]', '–')
+    """
+    return NONE if edges is None else f"[{number(edges[0])}, {number(edges[1])}]"
+
+
+def target(claim: Claim) -> str:
+    """The relation and the number, without the test: ``≤ 0.12``."""
+    sign = {"<=": "≤", ">=": "≥", "within": "in"}.get(claim.relation, claim.relation)
+    shown = interval(claim.target) if isinstance(claim.target, tuple) else number(claim.target)
+    return f"{sign} {shown}"
+
+
+def whom(claim: Claim) -> str:
+    """For whom the target must be met."""
+    if claim.test == "share":
+        return f"{100 * claim.share:g} % of the seeds"
+    return {"every seed": "every seed", "mean": "the 95 % interval of the mean"}[claim.test]
+
+
+OUTCOMES = {
+    "held": "held",
+    "refuted": "refuted, as expected",
+    "failed": "not held",
+    "surprise": "held, but expected to be refuted",
+    "few": "not enough runs",
+    "error": "could not be judged",
+    "not-run": "not run",
+}
+"""What a page says of a claim, by the class that colours it."""
+
+
+def outcome(claim: Claim, verdict: Verdict) -> str:
+    """Which of `OUTCOMES` a verdict is."""
+    if verdict.as_expected is None:
+        return "few"
+    if claim.expected == "refuted":
+        return "refuted" if verdict.as_expected else "surprise" if verdict.status == "held" else "failed"
+    return "held" if verdict.as_expected else "failed"
+
+
+def moment(value: Any) -> str:
+    """A time of a manifest (seconds since 1970, or ISO 8601) to the minute, in UTC; what is neither, as it is.
+
+    >>> moment("2026-11-15T08:41:33+00:00"), moment(0), moment("long ago")
+    ('2026-11-15 08:41 UTC', '1970-01-01 00:00 UTC', 'long ago')
+    """
+    try:
+        if isinstance(value, int | float):
+            when = datetime.fromtimestamp(value, UTC)
+        else:
+            when = datetime.fromisoformat(str(value))
+            when = when.astimezone(UTC) if when.tzinfo else when.replace(tzinfo=UTC)
+    except (ValueError, OverflowError, OSError):
+        return str(value)
+    return when.strftime("%Y-%m-%d %H:%M UTC")
+
+
+def duration(seconds: float | int) -> str:
+    """How long something took, as one would say it.
+
+    >>> duration(0.42), duration(75), duration(7300)
+    ('0.4 s', '1 min 15 s', '2 h 1 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,130 @@
+"""Batches as sufficient statistics: with a square loss and linear layers, XᵀX, YᵀX and |Y|² say all.
+
+So every algorithm, rate and scale of a seed can use the same draws at the price of one Gram matrix.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.studies.feature_learning.problem import Task
+
+
+class Samples(NamedTuple):
+    """A batch as it was drawn, for what needs more than second moments."""
+
+    x: Float[Tensor, "*s n dx"]
+    y: Float[Tensor, "*s n dy"]
+    normal: Float[Tensor, "*s n dy"]
+    """Standard normal, independent of the rest: turns a model's outputs into labels drawn from the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Second moments of a batch. Axes `*s` are seeds (and a place for rates)."""
+
+    Sx: Float[Tensor, "*s dx dx"]
+    """XᵀX / n."""
+    Syx: Float[Tensor, "*s dy dx"]
+    """YᵀX / n."""
+    Syy: Float[Tensor, "*s"]
+    """tr YᵀY / n."""
+    samples: Callable[[], Samples]
+    """What it was made of; kept until the batch goes."""
+
+    @functools.cached_property
+    def ols(self) -> Float[Tensor, "*s dy dx"]:
+        """Least squares of y on x: Syx Sx⁻¹, shared by all that precondition with Sx."""
+        return solve_right(self.Sx, self.Syx)
+
+
+def solve_right(S: Float[Tensor, "*b d d"], A: Float[Tensor, "*c m d"]) -> Float[Tensor, "*e m d"]:
+    """A S⁻¹ for S symmetric positive definite, by Cholesky of its lower half; not a number where S is not definite."""
+    L, failed = torch.linalg.cholesky_ex(S)
+    found = torch.cholesky_solve(A.mT, L).mT
+    return found.masked_fill((failed != 0)[..., None, None], torch.nan)
+
+
+def signs(n: int, d: int, random: np.random.Generator, device: torch.device | str = "cpu") -> Float[Tensor, "n d"]:
+    """Uniform on {−1, +1}^(n×d), from random bits.
+
+    >>> sorted(signs(4, 4, np.random.default_rng(0)).unique().tolist())
+    [-1.0, 1.0]
+    """
+    octets = np.frombuffer(random.bytes(-(-n * d // 8)), dtype=np.uint8).astype(np.int32)
+    return _octets(str(device)).index_select(0, torch.from_numpy(octets).to(device)).flatten()[: n * d].view(n, d)
+
+
+@functools.cache
+def _octets(device: str) -> Tensor:
+    """The eight signs of every octet."""
+    return torch.stack([(torch.arange(256) >> bit & 1) * 2.0 - 1.0 for bit in range(8)], dim=1).to(device)
+
+
+class Draws(NamedTuple):
+    """What a batch is made of: x = Σ^½ u, y = F⋆G⋆x + noise."""
+
+    u: Float[Tensor, "n dx"]
+    noise: Float[Tensor, "n dy"]
+    seed: int
+
+
+def draw(task: Task, n: int, generator: torch.Generator) -> Draws:
+    """Draw on the CPU whatever the device, so that devices agree.
+
+    Numbers come from numpy, seeded by one draw of the generator, since it makes normal ones three times faster.
+    """
+    seed, device = int(torch.randint(2**62, (), generator=generator)), task.root.device
+    random = np.random.Generator(np.random.SFC64(seed))
+    dy, dx = task.map.shape
+    u = signs(n, dx, random, device) if task.uniform else _normal(n, dx, random).to(device)
+    return Draws(u, _normal(n, dy, random).mul_(task.deviation).to(device), seed)
+
+
+def draw_batch(task: Task, n: int, generator: torch.Generator, *, dtype: torch.dtype = torch.float64) -> Batch:
+    """The statistics of n samples. The Gram matrix of signs holds integers up to n, exact in single precision."""
+    u, noise, seed = draw(task, n, generator)
+    root, A = task.root, task.map
+    exact = u.dtype == torch.float64 or n < 2**24
+    Su = (u.mT @ u if exact else u.double().mT @ u.double()).double() / n
+    wide = u.double()
+    Sx = root @ Su @ root
+    Sx = (Sx + Sx.mT) / 2
+    Snx = (noise.mT @ wide) @ root / n
+    A_Sx = A @ Sx
+
+    def samples() -> Samples:
+        x = wide @ root
+        normal = _normal(n, len(A), np.random.Generator(np.random.SFC64([seed, 1]))).to(x)
+        return Samples(x.to(dtype), (x @ A.mT + noise).to(dtype), normal.to(dtype))
+
+    return Batch(
+        Sx=Sx.to(dtype),
+        Syx=(A_Sx + Snx).to(dtype),
+        Syy=(((A_Sx + 2 * Snx) * A).sum() + noise.square().sum() / n).to(dtype),
+        samples=samples,
+    )
+
+
+def _normal(n: int, d: int, random: np.random.Generator) -> Float[Tensor, "n d"]:
+    return torch.from_numpy(random.standard_normal((n, d)))
+
+
+def stack(batches: Sequence[Batch]) -> Batch:
+    """Batches of several seeds as one, with a place for rates, `[seed, 1, …]`; a single one is left as it is."""
+    if len(batches) == 1:
+        return batches[0]
+
+    def samples() -> Samples:
+        drawn = [b.samples() for b in batches]
+        return Samples(*(torch.stack(parts).unsqueeze(1) for parts in zip(*drawn, strict=True)))
+
+    names = ("Sx", "Syx", "Syy")
+    stacked = {name: torch.stack([getattr(b, name) for b in batches]).unsqueeze(1) for name in names}
+    return Batch(**stacked, samples=samples)

@@ -1,0 +1,246 @@
+"""The runner: what is missing is run, nothing twice; the same seed gives the same record."""
+
+import os
+import signal
+from dataclasses import dataclass, replace
+
+import pytest
+import toy_descent
+
+from layerwise.experiments.engines import EngineOptions
+from layerwise.experiments.experiment import Row
+from layerwise.experiments.records import RecordError, comparable, decode, read
+from layerwise.experiments.runner import run
+from layerwise.experiments.tasks import CellError
+from layerwise.foundations.errors import InputError, NameLookupError
+
+SMOKE = toy_descent.EXPERIMENT.presets["smoke"]
+
+
+def rows(outcome) -> dict:
+    return {(r["cell"], r["seed"]): comparable(r) for r in outcome.recorded.records}
+
+
+def counting(experiment):
+    """The same experiment, which notes what it is asked to run."""
+    asked = []
+
+    def run_and_note(config, cell, seeds):
+        asked.append((cell.key, list(seeds)))
+        return experiment.run(config, cell, seeds)
+
+    return replace(experiment, run=run_and_note), asked
+
+
+def test_batched_hands_over_all_seeds_of_a_cell(toy, tmp_path):
+    noted, asked = counting(toy)
+    outcome = run(noted, preset="smoke", out=tmp_path)
+    assert asked == [("rate/0.1", [0, 1]), ("rate/0.5", [0, 1])]
+    assert (outcome.new, outcome.kept, outcome.missing, outcome.interrupted) == (4, 0, 0, False)
+
+
+def test_second_run_does_nothing(toy, tmp_path):
+    first = run(toy, preset="smoke", out=tmp_path)
+    before = first.recorded.path.read_bytes()
+    noted, asked = counting(toy)
+    second = run(noted, preset="smoke", out=tmp_path)
+    assert asked == []
+    assert (second.new, second.kept) == (0, 4)
+    assert second.recorded.path.read_bytes() == before
+
+
+def test_more_seeds_extend_the_same_file(toy, tmp_path):
+    first = run(toy, preset="smoke", out=tmp_path)
+    noted, asked = counting(toy)
+    second = run(noted, replace(SMOKE, seeds=5), preset="smoke", out=tmp_path)
+    assert asked == [("rate/0.1", [2, 3, 4]), ("rate/0.5", [2, 3, 4])]
+    assert second.recorded.path == first.recorded.path
+    assert [m["seeds"] for m in second.recorded.manifests] == [[0, 1], [0, 1, 2, 3, 4]]
+    assert rows(first).items() <= rows(second).items()
+
+
+def test_another_configuration_has_a_file_of_its_own(toy, tmp_path):
+    one = run(toy, preset="smoke", out=tmp_path).recorded.path
+    assert run(toy, replace(SMOKE, steps=6), preset="smoke", out=tmp_path).recorded.path != one
+
+
+def test_same_seed_same_record(toy, tmp_path):
+    config = replace(SMOKE, seeds=4)
+    together = run(toy, config, preset="smoke", out=tmp_path / "a")
+    again = run(toy, config, preset="smoke", out=tmp_path / "b")
+    run(toy, replace(config, seeds=1), preset="smoke", out=tmp_path / "c")
+    in_parts = run(toy, config, preset="smoke", out=tmp_path / "c")
+    assert rows(together) == rows(again) == rows(in_parts)
+    assert list(rows(together)) == list(rows(again))
+
+
+def test_processes_give_the_same_records(toy, tmp_path):
+    batched = run(toy, preset="smoke", out=tmp_path / "a")
+    pooled = run(toy, preset="smoke", engine=EngineOptions(name="processes", workers=2), out=tmp_path / "b")
+    assert rows(batched) == rows(pooled)
+    assert pooled.recorded.manifests[0]["engine"]["name"] == "processes"
+    again = run(toy, preset="smoke", engine="processes", out=tmp_path / "b")
+    assert (again.new, again.kept) == (0, 4)
+
+
+def test_first_line_is_the_manifest(toy, tmp_path):
+    path = run(toy, preset="smoke", out=tmp_path).recorded.path
+    first = decode(path.read_bytes().split(b"\n")[0])
+    assert first is not None
+    assert first["kind"] == "manifest"
+    assert first["config"] == {"seeds": 2, "rates": [0.1, 0.5], "steps": 5, "pause": 0.0, "fail_at": None}
+    assert first["source"] == "toy_descent:EXPERIMENT"
+    assert {"code", "libraries", "hardware", "engine", "seeds", "time", "preset", "digest"} <= first.keys()
+    assert first["libraries"]["torch"]
+    assert first["hardware"]["cpu"]
+
+
+def test_a_damaged_line_is_reported_and_run_again(toy, tmp_path):
+    first = run(toy, preset="smoke", out=tmp_path)
+    lines = first.recorded.path.read_bytes().split(b"\n")
+    lines[2] = lines[2].replace(b"0", b"1", 1)
+    first.recorded.path.write_bytes(b"\n".join(lines))
+    noted, asked = counting(toy)
+    second = run(noted, preset="smoke", out=tmp_path)
+    assert asked == [("rate/0.1", [1])]
+    assert any("line 3: damaged" in note for note in second.notes)
+    assert rows(second) == rows(first)
+
+
+def test_a_failing_cell_keeps_what_was_finished(toy, tmp_path):
+    with pytest.raises(CellError, match=r"cell 'rate/0.1', seeds \[1\].*this seed fails"):
+        run(toy, replace(SMOKE, fail_at=1), preset="smoke", out=tmp_path)
+    kept = read(next(tmp_path.glob("*/*.jsonl")))
+    assert kept.finished() == {("rate/0.1", 0)}
+
+
+def test_a_failing_cell_of_a_worker(toy, tmp_path):
+    with pytest.raises(CellError, match="this seed fails"):
+        run(
+            toy,
+            replace(SMOKE, fail_at=1),
+            preset="smoke",
+            engine=EngineOptions(name="processes", workers=1),
+            out=tmp_path,
+        )
+
+
+@dataclass(frozen=True)
+class Deadly:
+    seeds: int = 1
+
+
+def die(config, cell, seeds):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+MORTAL = replace(
+    toy_descent.EXPERIMENT,
+    name="mortal",
+    presets=dict.fromkeys(("smoke", "laptop", "paper"), Deadly()),
+    cells=lambda config: toy_descent.cells(SMOKE),
+    run=die,
+)
+
+
+def test_a_worker_that_dies_is_named(tmp_path):
+    with pytest.raises(CellError, match="worker process that died"):
+        run(MORTAL, preset="smoke", engine=EngineOptions(name="processes", workers=1), out=tmp_path)
+
+
+def test_ctrl_c_ends_cleanly(toy, tmp_path):
+    def interrupted(config, cell, seeds):
+        for row in toy.run(config, cell, seeds):
+            if row.seed == 1:
+                raise KeyboardInterrupt
+            yield row
+
+    outcome = run(replace(toy, run=interrupted), preset="smoke", out=tmp_path)
+    assert (outcome.interrupted, outcome.new, outcome.missing) == (True, 1, 3)
+    rest = run(toy, preset="smoke", out=tmp_path)
+    assert (rest.interrupted, rest.new, rest.kept) == (False, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ([Row(seed=7, values={})], "seed 7"),
+        ([Row(seed=0, values={}), Row(seed=0, values={})], "seed 0"),
+        ([Row(seed=0, values={})], r"no row of the seeds \[1\]"),
+    ],
+)
+def test_rows_must_be_those_asked_for(toy, tmp_path, made, words):
+    with pytest.raises(CellError, match=words):
+        run(replace(toy, run=lambda config, cell, seeds: made), preset="smoke", out=tmp_path)
+
+
+def test_full_disk_in_the_middle(toy, tmp_path, monkeypatch):
+    real, count = os.write, [0]
+
+    def filling(file, data):
+        count[0] += data.startswith(b'{"cell"')
+        return real(file, data if count[0] < 3 else data[:11])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", filling)
+        with pytest.raises(RecordError, match="make room"):
+            run(toy, preset="smoke", out=tmp_path)
+    rest = run(toy, preset="smoke", out=tmp_path)
+    assert (rest.kept, rest.new) == (2, 2)
+    assert "cut short" in rest.notes[0]
+
+
+def test_records_of_another_version_are_kept_and_named(toy, tmp_path, monkeypatch):
+    from layerwise.experiments import manifest as manifests
+
+    other = {"version": "0.0.1", "commit": "c" * 40, "changed": False}
+    with monkeypatch.context() as patch:
+        patch.setattr(manifests, "code_version", lambda: other)
+        run(toy, preset="smoke", out=tmp_path)
+    again = run(toy, preset="smoke", out=tmp_path)
+    assert again.kept == 4
+    assert any("0.0.1 at cccccccccc" in note for note in again.notes)
+
+
+def test_bad_input(toy, tmp_path):
+    with pytest.raises(NameLookupError, match="did you mean 'smoke'"):
+        run(toy, preset="smoek", out=tmp_path)
+    with pytest.raises(NameLookupError, match="did you mean 'batched'"):
+        run(toy, preset="smoke", engine="bached", out=tmp_path)
+    with pytest.raises(InputError, match="seeds=0"):
+        run(toy, replace(SMOKE, seeds=0), preset="smoke", out=tmp_path)
+    with pytest.raises(InputError, match="engine ray"):
+        EngineOptions(name="batched", address="auto")
+    with pytest.raises(InputError, match="workers=0"):
+        EngineOptions(name="processes", workers=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_need_an_experiment_that_has_a_name(toy, tmp_path):
+    with pytest.raises(InputError, match="no module has by a name"):
+        run(replace(toy, name="nameless"), preset="smoke", engine="processes", out=tmp_path)
+
+
+def test_missing_ray(toy, tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"pip install 'layerwise\[ray\]'"):
+        run(toy, preset="smoke", engine="ray", out=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_ray_gives_the_same_records(toy, tmp_path):
+    pytest.importorskip("ray", reason="needs ray: pip install 'layerwise[ray]'")
+    batched = run(toy, preset="smoke", out=tmp_path / "a")
+    spread = run(toy, preset="smoke", engine="ray", out=tmp_path / "b")
+    assert rows(batched) == rows(spread)
+    with pytest.raises(CellError, match="this seed fails"):
+        run(toy, replace(SMOKE, fail_at=1), preset="smoke", engine="ray", out=tmp_path / "c")
+
+
+def test_ray_cluster_that_is_not_there(toy, tmp_path):
+    pytest.importorskip("ray", reason="needs ray: pip install 'layerwise[ray]'")
+    with pytest.raises(InputError, match="no Ray cluster answers"):
+        run(toy, preset="smoke", engine=EngineOptions(name="ray", address="auto"), out=tmp_path)

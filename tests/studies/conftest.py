@@ -1,0 +1,21 @@
+from collections.abc import Iterator
+
+import jaxtyping
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """For matrices this small, a second thread costs more than it gives."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def untyped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Annotations unchecked: for long runs."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    monkeypatch.setattr(jaxtyping, "jaxtyped", lambda **options: lambda function: function)
