@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
+# Two processes of one thread each; the tests of a file stay together, since many share what the first one made.
+PARALLEL := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile
 
 .PHONY: demo demo-fisher test test-slow test-gpu lint types imports check bench clean
 
@@ -16,7 +18,7 @@ demo-fisher: $(READY)
 	$(BIN)/python examples/fisher_structures.py
 
 test: $(READY)
-	$(PYTEST) tests -m "not slow and not gpu"
+	$(PARALLEL) tests -m "not slow and not gpu"
 
 test-slow: $(READY)
 	$(PYTEST) tests -m "slow and not gpu"
