@@ -220,7 +220,8 @@ def test_stops_where_the_loss_is_not_finite():
 
 
 def test_adaptive_damping_is_told():
-    done = train(problem(budget=Budget(steps=20)), OPTIMIZERS["KFAC adaptive"])
+    """After the first step, whose result the closure tells; later ups and downs may cancel."""
+    done = train(problem(budget=Budget(steps=1)), OPTIMIZERS["KFAC adaptive"])
     assert done.optimizer.param_groups[0]["damping"] != 1e-1
 
 
