@@ -79,6 +79,7 @@ PUBLIC = {
     "Kernel",
     "optim",
     "feature_learning",
+    "theory",
 }
 
 

@@ -9,6 +9,7 @@ True
 """
 
 from layerwise import optim as optim
+from layerwise import theory as theory
 from layerwise.curvature.build import fisher as fisher
 from layerwise.curvature.build import ggn as ggn
 from layerwise.curvature.build import gradient_moment as gradient_moment

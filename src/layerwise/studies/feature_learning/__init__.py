@@ -22,8 +22,13 @@ from layerwise.studies.feature_learning.further import Spectral as Spectral
 from layerwise.studies.feature_learning.measures import subspace_distance as subspace_distance
 from layerwise.studies.feature_learning.measures import whitened_distance as whitened_distance
 from layerwise.studies.feature_learning.ngd import NGD as NGD
+from layerwise.studies.feature_learning.one_step import correlations as correlations
+from layerwise.studies.feature_learning.one_step import predicted_correlations as predicted_correlations
+from layerwise.studies.feature_learning.one_step import rank_one as rank_one
+from layerwise.studies.feature_learning.one_step import refit as refit
 from layerwise.studies.feature_learning.problem import Setting as Setting
 from layerwise.studies.feature_learning.simulate import ALGORITHMS as ALGORITHMS
 from layerwise.studies.feature_learning.simulate import Result as Result
 from layerwise.studies.feature_learning.simulate import compare as compare
 from layerwise.studies.feature_learning.simulate import simulate as simulate
+from layerwise.studies.feature_learning.single_index import SingleIndex as SingleIndex

@@ -1,0 +1,139 @@
+"""Claims that means over trials agree with a theory: within a tolerance, and within their own standard errors."""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from layerwise.experiments.claims import Claim
+from layerwise.experiments.experiment import Record
+from layerwise.experiments.figures import Curve
+from layerwise.experiments.intervals import mean_interval
+
+TRIALS = 30
+"""Trials for which tolerances are stated; fewer have wider ones, as their standard errors are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """One point: the mean over trials less the theory, and the standard error of that mean."""
+
+    difference: float
+    error: float
+
+    @property
+    def score(self) -> float:
+        """The difference in standard errors."""
+        return abs(self.difference) / self.error if self.error > 0 else math.inf * abs(self.difference)
+
+
+def deviations(records: Sequence[Record], cell: str, names: Sequence[str]) -> list[Deviation]:
+    """Of every point of the values or series `names`; the theory of "kfac" is called "kfac/theory".
+
+    >>> series = [{"kfac": [1.0, 2.0], "kfac/theory": [2.0, 3.0]}, {"kfac": [3.0, 2.0], "kfac/theory": [2.0, 3.0]}]
+    >>> records = [{"cell": "a", "seed": seed, "values": {}, "series": each} for seed, each in enumerate(series)]
+    >>> [(d.difference, d.error) for d in deviations(records, "a", ["kfac"])]
+    [(0.0, 1.0), (-1.0, 0.0)]
+    """
+    found = [record for record in records if record["cell"] == cell]
+    points = []
+    for name in names if len(found) > 1 else ():
+        columns = zip(*(_column(record, name) for record in found), strict=True)
+        for values, theory in zip(columns, _column(found[0], f"{name}/theory"), strict=True):
+            error = statistics.stdev(values) / len(values) ** 0.5
+            points.append(Deviation(difference=statistics.fmean(values) - theory, error=error))
+    return points
+
+
+def _column(record: Record, name: str) -> Sequence[float]:
+    return [record["values"][name]] if name in record["values"] else record["series"][name]
+
+
+def agreement(
+    cell: str, names: Sequence[str], *, seeds: int, tolerance: float, source: str, note: str = ""
+) -> list[Claim]:
+    """Simulated means are near the theory, and as near as chance allows.
+
+    The first claim has the tolerance of thirty trials, times √(30/seeds) for fewer. The others need thirty: at most a
+    tenth of the points beyond two standard errors (with `note` as erratum), none beyond four.
+    """
+    wider = max(1.0, TRIALS / seeds) ** 0.5
+
+    def of_all(function: Callable[[list[Deviation]], float]) -> Callable[[Sequence[Mapping]], dict[int, float | int]]:
+        return over_trials(cell, lambda found: function(deviations(found, cell, names)))
+
+    found = [
+        Claim(
+            name=f"{cell}/near-theory",
+            statement="The mean correlation is the predicted one at every point (largest difference).",
+            quantity=of_all(lambda points: max(abs(point.difference) for point in points)),
+            relation="<=",
+            target=tolerance * wider,
+            seeds=seeds,
+            source=source,
+        )
+    ]
+    if seeds >= TRIALS:
+        found += [
+            Claim(
+                name=f"{cell}/beyond-two-errors",
+                statement="At most a tenth of the points differ from the theory by two standard errors of their mean.",
+                quantity=of_all(lambda points: sum(point.score > 2 for point in points) / len(points)),
+                relation="<=",
+                target=0.1,
+                erratum=note,
+                seeds=seeds,
+                source=source,
+            ),
+            Claim(
+                name=f"{cell}/beyond-four-errors",
+                statement="No point differs from the theory by four standard errors of its mean (largest difference).",
+                quantity=of_all(lambda points: max(point.score for point in points)),
+                relation="<=",
+                target=4.0,
+                seeds=seeds,
+                source=source,
+            ),
+        ]
+    return found
+
+
+def over_trials(
+    cell: str, function: Callable[[Sequence[Mapping]], float | int]
+) -> Callable[[Sequence[Mapping]], dict[int, float | int]]:
+    """A claim's quantity: one number of all trials of a cell together, said of each; none below two trials.
+
+    >>> records = [{"cell": "a", "seed": seed, "series": {}} for seed in (3, 4)]
+    >>> over_trials("a", len)(records), over_trials("a", len)(records[:1])
+    ({3: 2, 4: 2}, {})
+    """
+
+    def quantity(records: Sequence[Mapping]) -> dict[int, float | int]:
+        found = [record for record in records if record["cell"] == cell]
+        return dict.fromkeys([record["seed"] for record in found], function(found)) if len(found) > 1 else {}
+
+    return quantity
+
+
+def means(records: Sequence[Record], cell: str, x: str, y: str, label: str) -> Curve:
+    """The mean over trials of a series as points, with its 95 % interval as a band.
+
+    >>> records = [{"cell": "a", "seed": s, "values": {}, "series": {"t": [0], "d": [s]}} for s in (1, 2, 3)]
+    >>> curve = means(records, "a", "t", "d", "SGD")
+    >>> curve.y, [round(edge, 2) for edge in curve.low]
+    ([2], [-0.48])
+    """
+    found = [record["series"] for record in records if record["cell"] == cell and y in record["series"]]
+    if not found:
+        return Curve(label=label, x=[], y=[], style="points")
+    columns = list(zip(*(series[y] for series in found), strict=True))
+    averages = [statistics.mean(values) for values in columns]
+    intervals = [mean_interval(values) or (mean, mean) for values, mean in zip(columns, averages, strict=True)]
+    return Curve(
+        label=label,
+        x=list(found[0][x]),
+        y=averages,
+        low=[low for low, _ in intervals],
+        high=[high for _, high in intervals],
+        style="points",
+    )

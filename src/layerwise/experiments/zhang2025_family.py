@@ -1,0 +1,220 @@
+"""The family of Zhang et al. (2025), Appendix D, on the linear problem: which members recover the features, and why."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from layerwise.experiments.claims import Claim
+from layerwise.experiments.experiment import Cell, Experiment, Record, Row
+from layerwise.experiments.figures import Curve, Figure, Panel
+from layerwise.experiments.over_seeds import band, bound
+from layerwise.experiments.progress import within_cell
+from layerwise.experiments.zhang2025_head_to_head import PAPER
+from layerwise.foundations.random import stream
+from layerwise.studies import feature_learning as fl
+from layerwise.studies.feature_learning.algorithms import Weights
+from layerwise.studies.feature_learning.covariance import haar
+from layerwise.studies.feature_learning.population import population_batch
+from layerwise.studies.feature_learning.problem import draw_problem
+from layerwise.studies.feature_learning.two_layer import least_squares_head
+
+CELL = "trace"
+MEMBERS: dict[str, tuple[str, fl.Algorithm, float]] = {
+    "kfac": ("KFAC", fl.KFAC(), 0.0),
+    "ngd": ("NGD (exact)", fl.NGD(), 0.0),
+    "dfw": ("DFW", fl.DFW(), -1.0),
+    "foof": ("FOOF", fl.FOOF(), 0.0),
+    "locoprop": ("LocoProp", fl.LocoProp(), 4.0),
+    "mahalanobis": ("Mahalanobis-spectral", fl.MahalanobisSpectral(), -1.0),
+    "sgd": ("SGD", fl.SGD(), -1.0),
+    "amgd": ("AMGD", fl.AMGD(), -1.0),
+    "adam": ("Adam", fl.Adam(), 0.0),
+    "sign": ("Sign", fl.Sign(), -2.0),
+    "sign-ideal": ("Sign (ideal)", fl.Sign(ideal=True), -4.0),
+    "muon": ("Muon", fl.Spectral(), 0.0),
+    "muon-ideal": ("Spectral (ideal)", fl.Spectral(ideal=True), -1.5),
+    "shampoo": ("Shampoo", fl.Shampoo(), 0.0),
+}
+"""Label, algorithm, and what is added to the exponents of the rates so that they enclose its best one."""
+RECOVER = ("kfac", "ngd", "dfw", "foof", "locoprop", "mahalanobis")
+"""Those that invert the inputs' covariance."""
+FOUND, MISSED = 0.3, 0.45
+"""Distances up to which features count as recovered, and from which on as missed."""
+EXPONENTS = tuple(-3 + 0.5 * i for i in range(7))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Appendix F.1, high anisotropy with mean eigenvalue one; each member at the best of several rates."""
+
+    seeds: int = 1
+    """Independent problems."""
+    exponents: tuple[float, ...] = EXPONENTS
+    """Decimal logarithms of the rates, before a member's shift."""
+    steps: int = 400
+    dx: int = 100
+    dy: int = 15
+    k: int = 8
+    batch: int = 1024
+
+    def setting(self) -> fl.Setting:
+        """The problem."""
+        return fl.Setting(scale="trace", dx=self.dx, dy=self.dy, k=self.k, batch=self.batch)
+
+    def rates(self, member: str) -> list[float]:
+        """The learning rates of a member."""
+        return [10.0 ** (exponent + MEMBERS[member][2]) for exponent in self.exponents]
+
+
+def cells(config: Config) -> list[Cell]:
+    """One: all members of a seed share its draws."""
+    return [Cell(key=CELL)]
+
+
+def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
+    """Seed by seed: distance at every rate; loss and alignment at the rate of the least distance."""
+    algorithms = {name: replace(member, lr=config.rates(name)) for name, (_, member, _) in MEMBERS.items()}
+    for seed in seeds:
+        results = fl.compare(
+            algorithms,
+            setting=config.setting(),
+            steps=config.steps,
+            every=config.steps,
+            seeds=[seed],
+            progress=within_cell(),
+        )
+        values: dict[str, float] = {}
+        series: dict[str, list[float | int]] = {}
+        for name, result in results.items():
+            dist, loss = result.dist[0, :, -1].tolist(), result.loss[0, :, -1].tolist()
+            best = min(range(len(dist)), key=dist.__getitem__)
+            rate = config.rates(name)[best]
+            values |= {
+                f"{name}/dist": dist[best],
+                f"{name}/loss": loss[best],
+                f"{name}/rate": rate,
+                f"{name}/alignment": alignment(replace(MEMBERS[name][1], lr=rate), config.setting(), seed),
+            }
+            series |= {f"{name}/rate": config.rates(name), f"{name}/dist": dist}
+        yield Row(seed=seed, values=values, series=series)
+
+
+def alignment(algorithm: fl.Algorithm, setting: fl.Setting, seed: int) -> float:
+    """Cosine between a member's first step and the way to the features: −⟨ΔG P⊥, G P⊥⟩ / (‖ΔG P⊥‖ ‖G P⊥‖).
+
+    P⊥ projects from the rows of G⋆. The step is made from a random representation and its least-squares head, on the
+    population and before Ortho. It is 1 for whoever shrinks all of G P⊥ by one factor.
+
+    >>> setting = fl.Setting(dx=12, dy=5, k=3, scale="trace")
+    >>> kfac, sgd = (alignment(algorithm, setting, 0) for algorithm in (fl.KFAC(), fl.SGD()))
+    >>> round(kfac, 6), sgd < 0.9
+    (1.0, True)
+    """
+    problem = draw_problem(setting, stream(seed, "problem"))
+    batch = population_batch(problem.train)
+    if hasattr(algorithm, "ortho"):
+        algorithm = replace(algorithm, **{"ortho": False})
+    G = haar(setting.k, setting.dx, stream(seed, "init"))[None]
+    lr = torch.tensor(algorithm.rates, dtype=torch.float64)[:, None, None]
+    new = algorithm.step(Weights(least_squares_head(G, batch), G), lr, batch, batch)
+    outside = torch.eye(setting.dx, dtype=torch.float64) - problem.G.mT @ problem.G
+    step, way = ((A @ outside).flatten() for A in (new.G - G, -G))
+    return float(torch.cosine_similarity(step, way, dim=0))
+
+
+def claims(config: Config) -> list[Claim]:
+    """Those that invert the inputs' covariance recover the features, the others do not at any rate."""
+    if config.steps < 400:
+        return []
+    common = {"seeds": min(config.seeds, 5), "source": "Appendix D"}
+    found = []
+    for name, (label, _, _) in MEMBERS.items():
+        if name in RECOVER:
+            found.append(bound(CELL, f"{name}/dist", "<=", FOUND, f"{label} recovers the features.", **common))
+        else:
+            statement = f"{label} does not recover the features at any of its rates."
+            found.append(bound(CELL, f"{name}/dist", ">=", MISSED, statement, **common))
+    for name in ("sgd", "adam", "muon-ideal"):
+        statement = f"{MEMBERS[name][0]} lowers the training loss all the same (from about 30)."
+        found.append(bound(CELL, f"{name}/loss", "<=", 2, statement, **common))
+    for name, (label, _, _) in MEMBERS.items():
+        least = {"kfac": 0.999, "ngd": 0.999, "dfw": 0.3, "foof": 0.3, "locoprop": 0.3}.get(name)
+        if least is not None:
+            statement = f"{label} steps {'straight ' * (least > 0.9)}towards the features: the cosine."
+            found.append(bound(CELL, f"{name}/alignment", ">=", least, statement, **common))
+        elif name not in RECOVER:
+            statement = f"{label} hardly steps towards the features: the cosine."
+            found.append(bound(CELL, f"{name}/alignment", "<=", 0.2, statement, **common))
+    return found
+
+
+def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
+    """Bars of the least distance, the loss there and the alignment; and the distance by rate."""
+
+    def bars(measure: str) -> list[Curve]:
+        found = []
+        for place, (name, (label, _, _)) in enumerate(MEMBERS.items()):
+            key = f"{name}/{measure}"
+            part = [{**r, "series": {"place": [place], key: [r["values"][key]]}} for r in records]
+            found.append(band(part, CELL, "place", key, label, "bars"))
+        return found
+
+    def panel(title: str, measure: str, y_scale: str) -> Panel:
+        return Panel(title=title, x_label="member", y_label=measure, y_scale=y_scale, curves=bars(measure))
+
+    sweep = [band(records, CELL, f"{name}/rate", f"{name}/dist", label) for name, (label, _, _) in MEMBERS.items()]
+    return [
+        Figure(
+            name="family",
+            title="Which members recover the features",
+            caption="At the rate of the least distance. Cosine: the first step against the way to the features.",
+            panels=[
+                panel("least distance over rates", "dist", "log"),
+                panel("training loss there", "loss", "log"),
+                panel("cosine of the first step", "alignment", "linear"),
+            ],
+        ),
+        Figure(
+            name="family-rates",
+            title="Distance by rate",
+            caption="Median over seeds; the band spans all seeds. Each member at rates around its best.",
+            panels=[
+                Panel(
+                    title=f"after {config.steps} iterations",
+                    x_label="rate",
+                    y_label="dist",
+                    x_scale="log",
+                    curves=sweep,
+                )
+            ],
+        ),
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="family",
+    title="Which preconditioners recover the features",
+    paper=PAPER,
+    figure="Appendix D",
+    summary=(
+        "All members of the family on the problem of Figure 1, each at the best of several rates. Those that multiply "
+        "the gradient by the inverse of the inputs' covariance recover the features: KFAC, natural gradient, DFW, FOOF "
+        "and LocoProp, the last at rates so large (1e2 and more) that I + ηSx is dominated by Sx; LocoProp at rate η "
+        "is FOOF at rate one with ridge 1/η. So does descent in the Mahalanobis norm, though its first step points "
+        "elsewhere, as it makes all singular values equal. Norms that do not know the inputs (Frobenius, largest "
+        "entry, operator norm) do not recover them, nor does Shampoo, whose step without an accumulator is Muon's. "
+        "EKFAC is not run: in a linear network each layer's Fisher is a Kronecker product, so that with the exact "
+        "Fisher it is KFAC."
+    ),
+    presets={
+        "smoke": Config(exponents=(-2.0, -1.0), steps=20, dx=20, dy=8, k=3, batch=256),
+        "laptop": Config(),
+        "paper": Config(seeds=5, exponents=tuple(-3 + 0.25 * i for i in range(13)), steps=1000),
+    },
+    cells=cells,
+    run=run,
+    claims=claims,
+    figures=figures,
+    cost="on two cores: smoke a second, laptop half a minute, paper eight minutes",
+)

@@ -1,0 +1,215 @@
+"""Appendix B.3 of Zhang et al. (2025): many tasks, two stages of preconditioning, and noise that falls with n·T."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from layerwise.experiments.claims import Claim
+from layerwise.experiments.experiment import Cell, Experiment, Record, Row
+from layerwise.experiments.figures import Curve, Figure, Panel
+from layerwise.experiments.over_seeds import band, bound
+from layerwise.experiments.zhang2025_head_to_head import PAPER
+from layerwise.foundations.random import stream
+from layerwise.studies.feature_learning.multi_task import Tasks, draw_tasks, learn
+
+START = 1e-3
+"""Distance from G⋆ at which the runs without noise begin."""
+NEAR = 3e-3
+"""Distance at which the runs with noise begin: about where it will keep them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Tasks with fewer labels than the representation has rows, so that no head alone can be inverted."""
+
+    seeds: int = 2
+    """Independent problems."""
+    tasks: tuple[int, ...] = (4, 8, 16)
+    """T."""
+    samples: tuple[int, ...] = (128, 512, 2048)
+    """n, of each task."""
+    lr: float = 0.2
+    steps: int = 40
+    dx: int = 20
+    dy: int = 2
+    k: int = 4
+
+    def setting(self, tasks: int, samples: int, **others) -> Tasks:
+        """T tasks with n samples each."""
+        return Tasks(tasks=tasks, batch=samples, dx=self.dx, dy=self.dy, k=self.k, **others)
+
+
+def cells(config: Config) -> list[Cell]:
+    """Labels without noise on very different inputs; labels with noise on mild ones, where it decides the distance."""
+    return [Cell(key="noise-free"), Cell(key="noise")]
+
+
+def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
+    """Seed by seed."""
+    for seed in seeds:
+        yield _noise_free(config, seed) if cell.key == "noise-free" else _noise(config, seed)
+
+
+def _noise_free(config: Config, seed: int) -> Row:
+    """Curves with the covariances inverted task by task, and with their mean inverted."""
+    setting = config.setting(max(config.tasks), max(config.samples), noise=0.0)
+    steps = min(config.steps, 20)
+    each, pooled = (
+        learn(setting, lr=config.lr, steps=steps, seed=seed, start=START, pooled=pooled) for pooled in (False, True)
+    )
+    ratio = each[1:] / each[:-1]
+    return Row(
+        seed=seed,
+        values={
+            "deviation": float((ratio - (1 - config.lr)).abs().max()),
+            "left": float(each[-1] / each[0]),
+            "left-pooled": float(pooled[-1] / pooled[0]),
+        },
+        series={"iteration": list(range(steps + 1)), "each": each.tolist(), "pooled": pooled.tolist()},
+    )
+
+
+def _noise(config: Config, seed: int) -> Row:
+    """For every T and n the mean distance over the second half of the steps, and that in units of the heads'.
+
+    The noise of mean_t F_tᵀE_t has covariance P̄ σ²/(nT) in the rows, and P̄⁻¹ is applied: hence 1/√λ_min(P̄).
+    """
+    columns: dict[str, list[float | int]] = {name: [] for name in ("tasks", "n", "total", "dist", "scaled")}
+    for tasks in config.tasks:
+        for n in config.samples:
+            setting = config.setting(tasks, n, anisotropy="low", repair="scaled")
+            curve = learn(setting, lr=config.lr, steps=config.steps, seed=seed, start=NEAR)
+            dist = float(curve[len(curve) // 2 :].mean())
+            for name, value in (("tasks", tasks), ("n", n), ("total", n * tasks), ("dist", dist)):
+                columns[name].append(value)
+            columns["scaled"].append(dist * math.sqrt(least_of_heads(setting, seed)))
+    values = {"exponent": slope(columns["total"], columns["scaled"])}
+    for name, other in (("tasks", "n"), ("n", "tasks")):
+        values[f"exponent-{name}"] = statistics.fmean(
+            slope(*(_where(columns, column, other, fixed) for column in (name, "scaled")))
+            for fixed in sorted(set(columns[other]))
+        )
+    return Row(seed=seed, values=values, series=columns)
+
+
+def least_of_heads(setting: Tasks, seed: int) -> float:
+    """λ_min of P̄ = mean_t F_tᵀF_t."""
+    G, tasks = draw_tasks(setting, stream(seed, "problem"))
+    P = torch.stack([G @ task.map.mT @ task.map @ G.mT for task in tasks]).mean(0)
+    return float(torch.linalg.eigvalsh(P)[0])
+
+
+def slope(x: Sequence[float | int], y: Sequence[float | int]) -> float:
+    """The exponent of y in x: least squares of log y on log x.
+
+    >>> round(slope([1, 4, 16], [1.0, 0.5, 0.25]), 9)
+    -0.5
+    """
+    return statistics.linear_regression([math.log(v) for v in x], [math.log(v) for v in y]).slope
+
+
+def _where(columns: Mapping[str, Sequence], name: str, other: str, value: float | int) -> list:
+    return [v for v, at in zip(columns[name], columns[other], strict=True) if at == value]
+
+
+# --- Claims -------------------------------------------------------------------------------------------------
+
+
+def claims(config: Config) -> list[Claim]:
+    """The contraction without noise, and the exponents of the noise in n, T and n·T."""
+    common = {"seeds": config.seeds, "source": "Appendix B.3, eqs. (20)–(22)"}
+    found = [
+        bound(
+            "noise-free",
+            "deviation",
+            "<=",
+            0.01,
+            "Without noise G⁺P⊥ = (1 − η) G P⊥: the largest deviation of dist⁺/dist from 1 − η.",
+            **common,
+        ),
+        Claim(
+            name="noise-free/pooled",
+            statement="One preconditioner for all tasks' inputs is behind one for each: ratio of what is left.",
+            quantity=_quotient("left-pooled", "left"),
+            relation=">=",
+            target=3,
+            **common,
+        ),
+    ]
+    if min(len(config.tasks), len(config.samples)) < 3:
+        return found
+    for name, words in (("exponent", "n·T"), ("exponent-n", "n"), ("exponent-tasks", "T")):
+        statement = f"The distance that noise leaves falls with the square root of {words}: its exponent."
+        width = 0.15 if name == "exponent" else 0.2  # the others are fits to fewer points
+        found.append(bound("noise", name, "within", (-0.5 - width, -0.5 + width), statement, **common))
+    return found
+
+
+def _quotient(above: str, below: str) -> Callable[[Sequence[Mapping]], dict[int, float]]:
+    return lambda records: {
+        r["seed"]: r["values"][above] / r["values"][below] for r in records if r["cell"] == "noise-free"
+    }
+
+
+# --- Figures ------------------------------------------------------------------------------------------------
+
+
+def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
+    """Left the distance by iteration without noise; right what noise leaves by n·T, one line a T."""
+    free = [
+        band(records, "noise-free", "iteration", "each", "each task's covariance inverted"),
+        band(records, "noise-free", "iteration", "pooled", "mean covariance inverted"),
+    ]
+    noisy: list[Curve] = []
+    for tasks in config.tasks:
+        part = [
+            {**r, "series": {c: _where(r["series"], c, "tasks", tasks) for c in ("total", "scaled")}}
+            for r in records
+            if r["cell"] == "noise"
+        ]
+        noisy.append(band(part, "noise", "total", "scaled", f"T = {tasks}", "points"))
+    return [
+        Figure(
+            name="multi-task",
+            title="Many tasks",
+            caption="Median over seeds; the band spans all seeds.",
+            panels=[
+                Panel(title="without noise", x_label="iteration", y_label="dist", y_scale="log", curves=free),
+                Panel(
+                    title="what noise leaves",
+                    x_label="n·T",
+                    y_label="dist · √λ_min(P̄)",
+                    x_scale="log",
+                    y_scale="log",
+                    curves=noisy,
+                ),
+            ],
+        )
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="multi-task",
+    title="Tasks that share a representation",
+    paper=PAPER,
+    figure="Appendix B.3",
+    summary=(
+        "T tasks with inputs and heads of their own, and fewer labels than the representation has rows. Each task's "
+        "covariance is inverted first, the directions are averaged, and only then the mean of the heads' Gram matrices "
+        "is inverted, since a single one is singular. Without noise the distance shrinks by 1 − η a step; with noise "
+        "it ends at a level that falls with √(nT). The paper's text calls the features' second moment a P; it is Q_F."
+    ),
+    presets={
+        "smoke": Config(seeds=1, tasks=(2, 4), samples=(32, 128), steps=10, dx=10),
+        "laptop": Config(),
+        "paper": Config(seeds=5, tasks=(4, 8, 16, 32), samples=(128, 512, 2048), steps=100),
+    },
+    cells=cells,
+    run=run,
+    claims=claims,
+    figures=figures,
+    cost="on two cores: smoke a second, laptop half a minute, paper six minutes",
+)

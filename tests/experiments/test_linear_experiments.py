@@ -1,0 +1,194 @@
+"""The other experiments on the linear representation: four settings, rates, transfer, many tasks, the family."""
+
+import dataclasses
+import math
+
+import jaxtyping
+import pytest
+import torch
+
+from layerwise.experiments import zhang2025_contraction as contraction
+from layerwise.experiments import zhang2025_family as family
+from layerwise.experiments import zhang2025_lower_bound as lower_bound
+from layerwise.experiments import zhang2025_multi_task as multi_task
+from layerwise.experiments import zhang2025_settings as settings
+from layerwise.experiments import zhang2025_transfer as transfer
+from layerwise.experiments.catalog import find
+from layerwise.experiments.claims import HELD, NOT_HELD, judge
+from layerwise.studies import feature_learning as fl
+
+MODULES = {
+    "four-settings": settings,
+    "lower-bound": lower_bound,
+    "contraction": contraction,
+    "transfer": transfer,
+    "multi-task": multi_task,
+    "family": family,
+}
+
+
+def records(experiment, config, seeds):
+    return [
+        {"cell": cell.key, "seed": row.seed, "values": dict(row.values), "series": dict(row.series)}
+        for cell in experiment.cells_of(config)
+        for row in experiment.run(config, cell, seeds)
+    ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def untyped_for_speed():
+    """Annotations unchecked, which makes runs three times faster; tests/studies checks them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        yield
+
+
+@pytest.fixture(scope="module")
+def smoke(untyped_for_speed):
+    """Records of every smoke preset, seed 0."""
+    return {
+        name: records(module.EXPERIMENT, module.EXPERIMENT.preset("smoke"), [0]) for name, module in MODULES.items()
+    }
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_smoke_runs_claims_and_draws(name, smoke):
+    experiment = find(name)
+    assert experiment is MODULES[name].EXPERIMENT
+    config = experiment.preset("smoke")
+    for claim in experiment.claims(config):
+        verdict = judge(claim, smoke[name])
+        assert verdict.as_expected, (claim.name, verdict.detail, verdict.values)
+    for figure in experiment.figures(config, smoke[name]):
+        for panel in figure.panels:
+            assert panel.curves
+            for curve in panel.curves:
+                assert len(curve.x) == len(curve.y) > 0, (figure.name, curve.label)
+                assert all(math.isfinite(y) for y in curve.y)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_seed_is_the_same_alone_and_beside_others(name, smoke):
+    experiment = MODULES[name].EXPERIMENT
+    beside = [r for r in records(experiment, experiment.preset("smoke"), [1, 0]) if r["seed"] == 0]
+    assert beside == smoke[name]
+
+
+def test_every_claim_of_the_longer_presets_finds_its_values(smoke):
+    """On short runs of the same cells."""
+    for name, sizes in {
+        "four-settings": {"steps": 3, "every": 3, "dx": 20, "dy": 8, "k": 3, "batch": 256},
+        "family": {"exponents": (-2.0,), "steps": 2, "dx": 20, "dy": 8, "k": 3, "batch": 256},
+        "contraction": {"steps": 2, "dx": 16, "dy": 6, "k": 3, "batch": 100},
+    }.items():
+        experiment = MODULES[name].EXPERIMENT
+        config = dataclasses.replace(experiment.preset("paper"), **sizes)
+        found = records(experiment, config, [0])
+        for claim in experiment.claims(experiment.preset("paper")):
+            assert set(claim.quantity(found)) == {0}, claim.name
+
+
+# --- Figures 4, 6–9 -----------------------------------------------------------------------------------------
+
+
+def test_all_four_settings_and_both_repairs_are_run():
+    paper = settings.EXPERIMENT.preset("paper")
+    problems = {name: paper.problem(name) for name in paper.settings}
+    found = {(p.data, p.anisotropy, p.repair if p.anisotropy == "low" else p.scale) for p in problems.values()}
+    readings = [("low", "abs"), ("low", "scaled"), ("high", "none"), ("high", "trace")]
+    assert found == {(data, *reading) for data in ("uniform", "gaussian") for reading in readings}
+    assert paper.seeds >= 5
+    named = {claim.name for claim in settings.EXPERIMENT.claims(paper)}
+    assert not any(name.split("/")[1:] == ["amgd", "dist"] for name in named if "low" in name)
+
+
+def test_claims_of_low_anisotropy_are_the_specification():
+    values = {"kfac/dist": 0.002, "dfw/dist": 0.01, "adam/dist": 0.05, "sgd/dist": 0.1, "kfac/loss": 0.075}
+    record = {"cell": "uniform-low-abs", "seed": 0, "values": values | {"adam/loss": 0.08}, "series": {}}
+    config = settings.Config(settings=("uniform-low-abs",))
+
+    def statuses(**changed):
+        wrong = record | {"values": record["values"] | {key.replace("_", "/"): v for key, v in changed.items()}}
+        return {claim.name.split("/", 1)[1]: judge(claim, [wrong]).status for claim in settings.claims(config)}
+
+    assert set(statuses().values()) == {HELD}
+    assert statuses(kfac_dist=0.011)["kfac/dist"] == NOT_HELD
+    assert statuses(dfw_dist=0.021)["dfw/dist"] == NOT_HELD
+    assert statuses(adam_dist=0.31)["adam/dist"] == NOT_HELD
+    assert statuses(adam_dist=0.009)["kfac-over-adam"] == NOT_HELD
+    assert statuses(sgd_dist=0.009)["kfac-over-sgd"] == NOT_HELD
+
+
+# --- Proposition 3.5, Theorem 3.6 ---------------------------------------------------------------------------
+
+
+def test_lower_bound_numbers_of_the_specification(smoke):
+    values = smoke["lower-bound"][0]["values"]
+    assert values["l=0.1/limsup"] == pytest.approx(0.512, abs=0.001)
+    assert values["l=0.1/bound"] == pytest.approx(1 - 4 / 9)
+    assert values["l=0.1/fastest"] == pytest.approx(values["l=0.1/bound"], abs=0.02)  # the bound is tight
+    assert values["l=0.5/intermediate"] < -1e-5
+
+
+def test_late_rate_looks_at_resolved_distances_only():
+    slow = [1e-5 * 0.9**t for t in range(11)]
+    fast = [1e-5, 1e-7, 1e-9, 1e-16, 0.0, 1e-16, 1e-16, 1e-16, 1e-16, 1e-16, 1e-16]
+    growing = [1e-5 * 2.0**t for t in range(11)]
+    assert contraction.late_rate(torch.tensor([slow, growing]).double()) == pytest.approx(0.9, rel=1e-4)
+    assert contraction.late_rate(torch.tensor([slow, fast]).double()) == pytest.approx(0.01, rel=1e-4)
+
+
+def test_heads_have_the_condition_number_asked_for():
+    config = contraction.EXPERIMENT.preset("smoke")
+    G, task = contraction.problem(config, "isotropic", 30.0, 0)
+    values = torch.linalg.svdvals(task.map @ G.mT)
+    assert float(values[0] / values[-1]) == pytest.approx(30, rel=1e-6)
+
+
+# --- Lemma 3.7 ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", transfer.DIRECTIONS)
+def test_representations_are_at_their_distance(direction):
+    config = transfer.EXPERIMENT.preset("smoke")
+    problem = config.problem(0)
+    G = transfer.representation(problem, 0.3, direction, 0)
+    assert float(fl.subspace_distance(G, problem.G)) == pytest.approx(0.3, rel=1e-9)
+
+
+def test_bound_terms_by_hand():
+    problem = transfer.EXPERIMENT.preset("smoke").problem(0)
+    task = problem.test
+    misfit, noise = transfer.bound_terms(task, 0.2, 100, 3, 0.01)
+    F = task.map @ problem.G.mT
+    assert misfit == pytest.approx(float(F.norm() ** 2) * float(torch.linalg.norm(task.Sigma, 2)) * 0.04)
+    assert noise == pytest.approx((6 * 3 + math.log(100)) / 100)
+
+
+def test_the_bound_can_fail(smoke):
+    """An excess that does not fall with n is not below the two terms."""
+    (claim, *_) = transfer.claims(transfer.EXPERIMENT.preset("smoke"))
+    wrong = [r | {"values": {"worst": 2.5}} for r in smoke["transfer"]]
+    assert judge(claim, wrong).status == NOT_HELD
+
+
+# --- The family ---------------------------------------------------------------------------------------------
+
+
+def test_locoprop_is_foof_with_another_ridge():
+    setting = fl.Setting(dx=20, dy=8, k=3, batch=256, scale="trace")
+    found = fl.compare({"l": fl.LocoProp(lr=100.0), "f": fl.FOOF(lr=1.0, ridge=0.01)}, setting=setting, steps=10)
+    assert float(found["l"].dist[0, -1]) == pytest.approx(float(found["f"].dist[0, -1]), rel=1e-6)
+
+
+def test_alignment_tells_who_inverts_the_inputs():
+    setting = fl.Setting(dx=40, dy=8, k=4, batch=256, scale="trace")
+    found = {name: family.alignment(member, setting, 0) for name, (_, member, _) in family.MEMBERS.items()}
+    assert found["kfac"] == pytest.approx(1, abs=1e-6)
+    assert found["ngd"] == pytest.approx(1, abs=1e-6)
+    assert min(found["dfw"], found["foof"]) > 3 * max(found[name] for name in ("sgd", "adam", "sign", "muon"))
+
+
+def test_every_member_of_the_study_is_there():
+    kinds = {type(member) for _, member, _ in family.MEMBERS.values()}
+    assert {type(algorithm) for algorithm in fl.ALGORITHMS.values()} - {fl.MinMin} == kinds  # min-min is KFAC at rate 1
