@@ -556,18 +556,25 @@ def test_the_health_report():
 
 
 def test_clipping_comes_before_momentum():
-    """The momentum may point against the gradient; then a clip of their product would let any step pass."""
-    model = mlp()
-    opt = lw.optim.KFAC(model, lr=0.1, momentum=0.9, clip=1e-4, refresh_every=1)
-    steps = []
-    for batch in DATA[:6]:
-        before = flat(model)
-        train_step(model, opt, batch, cross_entropy)
-        steps.append(flat(model) - before)
-    own = [b - 0.9 * a for a, b in zip([torch.zeros_like(steps[0]), *steps], steps, strict=False)]
-    state = {k: v for of in opt.state_dict()["state"].values() for k, v in of.items()}
-    assert all("momentum" in of for of in state.values())
-    assert max(float(step.norm()) for step in own) < 2 * float(own[0].norm())
+    """The momentum may point against the gradient; then a clip of their product would let any step pass.
+
+    What a step adds to the momentum, ``Δ_t − μ Δ_{t−1}``, is the bare step at the same weights, scaled to the bound.
+    """
+    eta, mu, kappa = 0.1, 0.9, 1e-4
+    a, b = mlp(), mlp()
+    opt = lw.optim.KFAC(a, lr=eta, momentum=mu, clip=kappa, refresh_every=1)
+    bare = lw.optim.KFAC(b, lr=eta, momentum=0.0, clip=None, refresh_every=1)
+    last = torch.zeros_like(flat(a))
+    for batch in DATA[:8]:
+        before = flat(a)
+        b.load_state_dict(a.state_dict())
+        train_step(a, opt, batch, cross_entropy)
+        train_step(b, bare, batch, cross_entropy)
+        step, own = flat(a) - before, flat(b) - before
+        change = -eta * float(own @ torch.cat([p.grad.reshape(-1) for p in a.parameters()]))
+        assert change > kappa
+        assert torch.allclose(step - mu * last, own * (kappa / change) ** 0.5, atol=1e-10)
+        last = step
 
 
 def test_two_optimizers_on_one_model_do_not_disturb_each_other():
