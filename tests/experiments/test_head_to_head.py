@@ -5,6 +5,7 @@ import math
 
 import jaxtyping
 import pytest
+from experiment_records import records
 
 from layerwise.experiments import zhang2025_head_to_head as head_to_head
 from layerwise.experiments import zhang2025_learning_rates as learning_rates
@@ -15,14 +16,6 @@ from layerwise.experiments.over_seeds import band
 from layerwise.studies import feature_learning as fl
 
 SMALL = {"dx": 20, "dy": 8, "k": 3, "batch": 256}
-
-
-def records(experiment, config, seeds):
-    return [
-        {"cell": cell.key, "seed": row.seed, "values": dict(row.values), "series": dict(row.series)}
-        for cell in experiment.cells_of(config)
-        for row in experiment.run(config, cell, seeds)
-    ]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,6 +6,7 @@ import math
 import jaxtyping
 import pytest
 import torch
+from experiment_records import records
 
 from layerwise.experiments import zhang2025_contraction as contraction
 from layerwise.experiments import zhang2025_family as family
@@ -25,14 +26,6 @@ MODULES = {
     "multi-task": multi_task,
     "family": family,
 }
-
-
-def records(experiment, config, seeds):
-    return [
-        {"cell": cell.key, "seed": row.seed, "values": dict(row.values), "series": dict(row.series)}
-        for cell in experiment.cells_of(config)
-        for row in experiment.run(config, cell, seeds)
-    ]
 
 
 @pytest.fixture(scope="module", autouse=True)
