@@ -27,8 +27,8 @@ test-gpu: $(READY)
 	$(PYTEST) tests -m gpu
 
 lint: $(READY)
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check --no-cache src tests benchmarks examples
+	$(BIN)/ruff format --no-cache --check src tests benchmarks examples
 
 types: $(READY)
 	$(BIN)/pyright

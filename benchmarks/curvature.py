@@ -27,8 +27,8 @@ from limits import TRAINING, Bare, unavoidable
 from measure import Row, Seconds, by_turns, peak_bytes
 from models import MODELS, SMALL_BATCH, Problem, problem
 from peers import SYSTEMS
-from report import aims, print_aims, print_group, record
 from systems import System
+from tables import aims, print_aims, print_group, record
 
 TASKS = (
     "kfac-sampled",
