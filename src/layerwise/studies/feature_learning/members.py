@@ -1,0 +1,94 @@
+"""The library's own optimizers as members of one comparison: who they are, and at which rates each is tried.
+
+None has momentum beyond what defines it, so that the step is the formula; none is clipped. Statistics are averaged over
+about ten batches, and damping is relative and small: what is compared is preconditioning, not its repair.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from layerwise import optim
+from layerwise.foundations.errors import InputError, unknown
+
+STATISTICS = {"damping": 1e-4, "factor_decay": 0.9, "refresh_every": 5, "momentum": 0.0}
+FISHER = STATISTICS | {"clip": None, "likelihood": "gaussian"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One optimizer of the comparison."""
+
+    label: str
+    """What figures call it."""
+    make: Callable[[nn.Module, float], Optimizer]
+    """From a model and a rate to the optimizer."""
+    exponents: tuple[float, ...]
+    """Decimal logarithms of the rates that enclose its best one on the problems of this study."""
+    inverts_inputs: bool
+    """Whether the step contains the inverse of the second moment of a layer's inputs."""
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """10 to the power of the exponents."""
+        return tuple(10.0**exponent for exponent in self.exponents)
+
+
+def _steps(first: float, last: float) -> tuple[float, ...]:
+    """Exponents from first to last in halves.
+
+    >>> _steps(-2, -1)
+    (-2.0, -1.5, -1.0)
+    """
+    return tuple(first + 0.5 * i for i in range(round(2 * (last - first)) + 1))
+
+
+def _member(
+    label: str, make: Callable[[nn.Module, float], Optimizer], first: float, last: float, inverts: bool = False
+) -> Member:
+    return Member(label=label, make=make, exponents=_steps(first, last), inverts_inputs=inverts)
+
+
+MEMBERS: dict[str, Member] = {
+    "sgd": _member("SGD", lambda model, lr: optim.SGD(model, lr=lr), -1.5, 0.0),
+    "adam": _member("Adam", lambda model, lr: optim.Adam(model, lr=lr), -3.0, -1.5),
+    "sign": _member("Sign", lambda model, lr: optim.Sign(model, lr=lr), -3.5, -2.0),
+    "muon": _member(
+        "Muon",
+        lambda model, lr: optim.Muon(model, lr=lr, momentum=0.0, weight_decay=0.0, orthogonalize="polar"),
+        -2.5,
+        -1.0,
+    ),
+    "shampoo": _member(
+        "Shampoo", lambda model, lr: optim.Shampoo(model, lr=lr, momentum=0.0, refresh_every=5), -2.5, -1.0
+    ),
+    "soap": _member("SOAP", lambda model, lr: optim.SOAP(model, lr=lr, refresh_every=5), -3.0, -1.5),
+    "locoprop": _member("LocoProp", lambda model, lr: optim.LocoProp(model, lr=lr), 0.0, 1.5, True),
+    "foof": _member("FOOF", lambda model, lr: optim.FOOF(model, lr=lr, **STATISTICS), -2.0, -0.5, True),
+    "kfac": _member("KFAC", lambda model, lr: optim.KFAC(model, lr=lr, **FISHER), -2.0, -0.5, True),
+    "ekfac": _member("EKFAC", lambda model, lr: optim.EKFAC(model, lr=lr, **FISHER), -2.0, -0.5, True),
+    "mahalanobis": _member(
+        "Mahalanobis-spectral", lambda model, lr: optim.MahalanobisSpectral(model, lr=lr, **FISHER), -3.0, -1.5, True
+    ),
+    "ngd": _member(
+        "NGD",
+        lambda model, lr: optim.NGD(model, lr=lr, damping=1e-4, clip=None, likelihood="gaussian"),
+        -2.0,
+        -0.5,
+        True,
+    ),
+}
+"""From a short name to the member, in the order of legends."""
+
+
+def member(name: str) -> Member:
+    """A member by its short name.
+
+    >>> member("kfac").label
+    'KFAC'
+    """
+    if name not in MEMBERS:
+        raise InputError(unknown("member", name, MEMBERS))
+    return MEMBERS[name]
