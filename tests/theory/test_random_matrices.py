@@ -7,23 +7,22 @@ from layerwise import theory
 from layerwise.foundations.errors import InputError
 
 SPECTRA = [([1.0], None), ([0.5, 1.5], None), ([1e-3, 1.0, 50.0], [0.2, 0.5, 0.3]), ([0.0, 2.0], None)]
-DAMPINGS = [1e-6, 1e-3, 0.1, 1.0, 10.0, 1e4]
+RIDGES = [1e-6, 1e-3, 0.1, 1.0, 10.0, 1e4]
 RATIOS = [0.0, 0.05, 0.5, 0.999, 1.0, 2.0, 20.0]
 
 
-def sampled(dx, n, eigenvalues, dampings, seed):
+def sampled(dx, n, eigenvalues, ridges, seed):
     """tr (Sx + λ)⁻¹/dx and tr (Sx + λ)⁻²/dx of one drawn sample covariance, over λ."""
     X = np.random.default_rng(seed).standard_normal((n, dx)) * np.sqrt(np.resize(eigenvalues, dx))
     values = np.linalg.eigvalsh(X.T @ X / n)
-    return [(np.mean(1 / (values + lam)), np.mean(1 / (values + lam) ** 2)) for lam in dampings]
+    return [(np.mean(1 / (values + lam)), np.mean(1 / (values + lam) ** 2)) for lam in ridges]
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("damping", DAMPINGS)
-def test_identity_equals_the_closed_form(damping, ratio):
-    m, derivative = theory.marchenko_pastur(damping, ratio)
-    assert theory.stieltjes(damping, ratio, [1.0]) == pytest.approx(m, rel=1e-10)
-    assert theory.stieltjes_derivative(damping, ratio, [1.0]) == pytest.approx(derivative, rel=1e-10)
+@pytest.mark.parametrize("ridge", RIDGES)
+def test_identity_equals_the_closed_form(ridge, ratio):
+    expected = theory.marchenko_pastur(ratio=ratio, ridge=ridge)
+    assert theory.stieltjes([1.0], ratio=ratio, ridge=ridge) == pytest.approx(expected, rel=1e-10)
 
 
 def test_closed_form_equals_the_integral_over_the_density():
@@ -35,88 +34,94 @@ def test_closed_form_equals_the_integral_over_the_density():
     density = np.sqrt((high - x) * (x - low)) / (2 * np.pi * phi * x)
     weight = density * (high - low) / 2 * np.sin(angle) * np.pi / 4000
     assert weight.sum() == pytest.approx(1, abs=1e-9)
-    m, derivative = theory.marchenko_pastur(lam, phi)
+    m, derivative = theory.marchenko_pastur(ratio=phi, ridge=lam)
     assert m == pytest.approx(np.sum(weight / (x + lam)), rel=1e-9)
     assert derivative == pytest.approx(np.sum(weight / (x + lam) ** 2), rel=1e-9)
 
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @pytest.mark.parametrize("ratio", [0.05, 0.5, 1.0, 3.0])
-@pytest.mark.parametrize("damping", [1e-3, 0.1, 1.0, 10.0])
-def test_derivative_is_that_of_the_transform(damping, ratio, spectrum):
-    h = 1e-5 * damping
-    difference = theory.stieltjes(damping - h, ratio, *spectrum) - theory.stieltjes(damping + h, ratio, *spectrum)
-    assert theory.stieltjes_derivative(damping, ratio, *spectrum) == pytest.approx(difference / (2 * h), rel=1e-6)
+@pytest.mark.parametrize("ridge", [1e-3, 0.1, 1.0, 10.0])
+def test_derivative_is_that_of_the_transform(ridge, ratio, spectrum):
+    h = 1e-5 * ridge
+    eigenvalues, weights = spectrum
+    low, at, high = (
+        theory.stieltjes(eigenvalues, ratio=ratio, ridge=z, weights=weights) for z in (ridge - h, ridge, ridge + h)
+    )
+    assert at.derivative == pytest.approx((low.m - high.m) / (2 * h), rel=1e-6)
 
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("damping", DAMPINGS)
-def test_silverstein_equation_holds(damping, ratio, spectrum):
+@pytest.mark.parametrize("ridge", RIDGES)
+def test_silverstein_equation_holds(ridge, ratio, spectrum):
     """1/v = λ + φ∫ t/(1 + tv) dH for v = s/λ, the equation as the paper has it."""
-    r = theory.resolvent(damping, ratio, *spectrum)
+    r = theory.resolvent(spectrum[0], ratio=ratio, ridge=ridge, weights=spectrum[1])
     t = np.array(spectrum[0])
     w = np.full(t.size, 1 / t.size) if spectrum[1] is None else np.array(spectrum[1])
-    v = r.s / damping
-    assert 1 / v == pytest.approx(damping + ratio * np.sum(w * t / (1 + t * v)), rel=1e-8)
+    v = r.s / ridge
+    assert 1 / v == pytest.approx(ridge + ratio * np.sum(w * t / (1 + t * v)), rel=1e-8)
 
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @pytest.mark.parametrize("ratio", [0.05, 0.5, 2.0])
-@pytest.mark.parametrize("damping", [1e-2, 1.0, 5.0])
-def test_psi_equal_their_definitions(damping, ratio, spectrum):
-    r = theory.resolvent(damping, ratio, *spectrum)
-    assert r.psi1 == pytest.approx(1 - damping * r.m, abs=1e-12)
-    assert r.psi2 == pytest.approx(1 - 2 * damping * r.m + damping**2 * r.derivative, abs=1e-12)
-    assert r.psi3 == pytest.approx(r.m - damping * r.derivative, rel=1e-9)
+@pytest.mark.parametrize("ridge", [1e-2, 1.0, 5.0])
+def test_psi_equal_their_definitions(ridge, ratio, spectrum):
+    r = theory.resolvent(spectrum[0], ratio=ratio, ridge=ridge, weights=spectrum[1])
+    assert r.psi1 == pytest.approx(1 - ridge * r.m, abs=1e-12)
+    assert r.psi2 == pytest.approx(1 - 2 * ridge * r.m + ridge**2 * r.derivative, abs=1e-12)
+    assert r.psi3 == pytest.approx(r.m - ridge * r.derivative, rel=1e-9)
 
 
 def test_limits():
     t, w = np.array([0.2, 1.0, 4.0]), np.array([0.5, 0.3, 0.2])
     large = 1e7
-    assert large * theory.stieltjes(large, 0.7, t, w) == pytest.approx(1, rel=1e-6)
-    assert large**2 * theory.stieltjes_derivative(large, 0.7, t, w) == pytest.approx(1, rel=1e-6)
-    assert theory.stieltjes(0.3, 1e-9, t, w) == pytest.approx(np.sum(w / (t + 0.3)), rel=1e-7)
-    assert theory.stieltjes_derivative(0.3, 0, t, w) == pytest.approx(np.sum(w / (t + 0.3) ** 2), rel=1e-12)
-    assert theory.stieltjes(0, 0.4, t, w) == pytest.approx(np.sum(w / t) / 0.6, rel=1e-12)
-    for function in (theory.stieltjes, theory.stieltjes_derivative):
-        assert function(0, 0.4, t, w) == pytest.approx(function(1e-9, 0.4, t, w), rel=1e-6)
+
+    def at(ridge, ratio):
+        return theory.stieltjes(t, ratio=ratio, ridge=ridge, weights=w)
+
+    assert large * at(large, 0.7).m == pytest.approx(1, rel=1e-6)
+    assert large**2 * at(large, 0.7).derivative == pytest.approx(1, rel=1e-6)
+    assert at(0.3, 1e-9).m == pytest.approx(np.sum(w / (t + 0.3)), rel=1e-7)
+    assert at(0.3, 0).derivative == pytest.approx(np.sum(w / (t + 0.3) ** 2), rel=1e-12)
+    assert at(0, 0.4).m == pytest.approx(np.sum(w / t) / 0.6, rel=1e-12)
+    assert at(0, 0.4) == pytest.approx(at(1e-9, 0.4), rel=1e-6)
 
 
 @pytest.mark.parametrize(("dx", "n"), [(300, 900), (400, 200)])
 @pytest.mark.parametrize("eigenvalues", [[1.0], [0.5, 1.5], [0.1, 1.0, 5.0, 20.0]])
 def test_random_matrices(dx, n, eigenvalues):
     """Linear statistics fluctuate by O(1/dx) and are biased by O(1/dx): 2 % at these sizes, 1 % in the slow test."""
-    dampings = [0.05, 0.5, 5.0]
-    for lam, (m, derivative) in zip(dampings, sampled(dx, n, eigenvalues, dampings, seed=0), strict=True):
-        assert theory.stieltjes(lam, dx / n, eigenvalues) == pytest.approx(m, rel=2e-2)
-        assert theory.stieltjes_derivative(lam, dx / n, eigenvalues) == pytest.approx(derivative, rel=2e-2)
+    ridges = [0.05, 0.5, 5.0]
+    for lam, (m, derivative) in zip(ridges, sampled(dx, n, eigenvalues, ridges, seed=0), strict=True):
+        found = theory.stieltjes(eigenvalues, ratio=dx / n, ridge=lam)
+        assert found == pytest.approx((m, derivative), rel=2e-2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [1000, 6000])
 @pytest.mark.parametrize("eigenvalues", [[1.0], [0.5, 1.5], [0.1, 1.0, 5.0, 20.0]])
 def test_random_matrices_of_2000_dimensions(n, eigenvalues):
-    dampings = [1e-3, 1e-2, 0.1, 1.0, 10.0]
-    for lam, (m, derivative) in zip(dampings, sampled(2000, n, eigenvalues, dampings, seed=1), strict=True):
-        assert theory.stieltjes(lam, 2000 / n, eigenvalues) == pytest.approx(m, rel=1e-2)
-        assert theory.stieltjes_derivative(lam, 2000 / n, eigenvalues) == pytest.approx(derivative, rel=1e-2)
+    ridges = [1e-3, 1e-2, 0.1, 1.0, 10.0]
+    for lam, (m, derivative) in zip(ridges, sampled(2000, n, eigenvalues, ridges, seed=1), strict=True):
+        found = theory.stieltjes(eigenvalues, ratio=2000 / n, ridge=lam)
+        assert found == pytest.approx((m, derivative), rel=1e-2)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("eigenvalues", "options", "says"),
     [
-        ((-1.0, 0.5, [1.0]), "damping=-1.0"),
-        ((float("nan"), 0.5, [1.0]), "damping=nan"),
-        ((1.0, -0.5, [1.0]), "ratio=-0.5"),
-        ((0.0, 1.0, [1.0]), "has an inverse"),
-        ((0.0, 0.5, [0.0, 1.0]), "has an inverse"),
-        ((1.0, 0.5, []), "eigenvalues of shape"),
-        ((1.0, 0.5, [-1.0]), "eigenvalues of shape"),
-        ((1.0, 0.5, [1.0, 2.0], [1.0]), "weights of shape"),
-        ((1.0, 0.5, [1.0, 2.0], [0.0, 0.0]), "weights of shape"),
+        ([1.0], {"ridge": -1.0}, "ridge=-1.0"),
+        ([1.0], {"ridge": float("nan")}, "ridge=nan"),
+        ([1.0], {"ratio": -0.5}, "ratio=-0.5"),
+        ([1.0], {"ridge": 0.0, "ratio": 1.0}, "has an inverse"),
+        ([0.0, 1.0], {"ridge": 0.0}, "has an inverse"),
+        ([], {}, "eigenvalues of shape"),
+        ([-1.0], {}, "eigenvalues of shape"),
+        ([1.0, 2.0], {"weights": [1.0]}, "weights of shape"),
+        ([1.0, 2.0], {"weights": [0.0, 0.0]}, "weights of shape"),
     ],
 )
-def test_bad_input_is_named(arguments, says):
+def test_bad_input_is_named(eigenvalues, options, says):
     with pytest.raises(InputError, match=says):
-        theory.stieltjes(*arguments)
+        theory.stieltjes(eigenvalues, **({"ratio": 0.5, "ridge": 1.0} | options))

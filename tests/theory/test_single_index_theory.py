@@ -146,7 +146,7 @@ def test_the_printed_sign_of_the_derivative_would_be_wrong():
     rng, lam, dx, n = np.random.default_rng(2), 0.3, 400, 1200
     X, _, _ = draw(dx, n, 0.5, rng)
     values = np.linalg.eigvalsh(X.T @ X / n)
-    r = theory.resolvent(lam, dx / n, *theory.two_level_spectrum(0.5))
+    r = theory.resolvent(theory.two_level_spectrum(0.5)[0], ratio=dx / n, ridge=lam)
     psi2, psi3 = np.mean((values / (values + lam)) ** 2), np.mean(values / (values + lam) ** 2)
     assert (r.psi2, r.psi3) == pytest.approx((psi2, psi3), rel=1e-2)
     assert abs(r.m + lam * r.derivative - psi3) > 0.5 * psi3
@@ -181,6 +181,31 @@ def step_error(dx, damping, a):
         out.append((np.linalg.norm(step - a * form, 2) / np.linalg.norm(a * form, 2), np.vdot(step, form)))
         out[-1] = (out[-1][0], out[-1][1] / np.vdot(form, form))
     return np.mean(out, axis=0)
+
+
+def test_single_index_correlation_is_that_of_the_lemmas():
+    t, w = theory.two_level_spectrum(0.8)
+    options = {"n": 600, "link": target, "noise": 0.5}
+    sgd = theory.single_index_correlation("sgd", np.repeat(t, 50), **options)
+    assert sgd == pytest.approx(theory.correlation_sgd(CONSTANTS, 0.5, 100 / 600, t, w), rel=1e-12)
+    kfac = theory.single_index_correlation("kfac", t, weights=w, dx=100, ridge=0.2, **options)
+    assert kfac == pytest.approx(theory.correlation_kfac(CONSTANTS, 0.5, 100 / 600, 0.2, t, w), rel=1e-12)
+    assert kfac > sgd
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "says"),
+    [
+        ("kafc", {}, "did you mean|kfac"),
+        ("sgd", {"ridge": 0.1}, "SGD inverts nothing"),
+        ("kfac", {"n": 0}, "n=0"),
+        ("kfac", {"weights": [0.5, 0.5]}, "no dx"),
+        ("kfac", {"n": 2}, "has an inverse"),
+    ],
+)
+def test_single_index_correlation_refuses(method, options, says):
+    with pytest.raises(InputError, match=says):
+        theory.single_index_correlation(method, [0.5, 1.5], **({"n": 20, "link": target} | options))
 
 
 def test_two_level_spectrum_stays_within_its_range():

@@ -1,7 +1,7 @@
 """Theory of feature learning as functions to call: arXiv 2502.01763, each formula with its number, corrected.
 
 >>> from layerwise import theory
->>> round(theory.stieltjes(1.0, 0.5, [1.0]), 6)
+>>> round(theory.stieltjes([1.0], ratio=0.5, ridge=1.0).m, 6)
 0.561553
 """
 
@@ -26,12 +26,12 @@ from layerwise.theory.norms import printed_norm as printed_norm
 from layerwise.theory.random_matrices import marchenko_pastur as marchenko_pastur
 from layerwise.theory.random_matrices import resolvent as resolvent
 from layerwise.theory.random_matrices import stieltjes as stieltjes
-from layerwise.theory.random_matrices import stieltjes_derivative as stieltjes_derivative
 from layerwise.theory.single_index import HermiteConstants as HermiteConstants
 from layerwise.theory.single_index import correlation_kfac as correlation_kfac
 from layerwise.theory.single_index import correlation_sgd as correlation_sgd
 from layerwise.theory.single_index import gaussian_mean as gaussian_mean
 from layerwise.theory.single_index import hermite_constants as hermite_constants
 from layerwise.theory.single_index import rank_one_coefficient as rank_one_coefficient
+from layerwise.theory.single_index import single_index_correlation as single_index_correlation
 from layerwise.theory.single_index import two_level_correlations as two_level_correlations
 from layerwise.theory.single_index import two_level_spectrum as two_level_spectrum

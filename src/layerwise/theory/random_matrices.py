@@ -7,6 +7,7 @@ equation for the companion transform v, the root here is s = λv, in (0, 1), fro
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,42 +17,43 @@ Numbers = Sequence[int | float] | np.ndarray
 Number = int | float | np.floating | np.integer
 
 
-def stieltjes(damping: Number, ratio: Number, eigenvalues: Numbers, weights: Numbers | None = None) -> float:
-    """m(−λ) = lim tr (Sx + λI)⁻¹ / dx, at damping λ and ratio φ = dx/n (Lemma 3.12).
+class Transform(NamedTuple):
+    """The Stieltjes transform at z = −ridge."""
 
-    s solves s − 1 + φ∫ ts/(ts + λ) dH(t) = 0 and m = ∫ dH(t)/(ts + λ). At λ = 0, where φ < 1 is needed, s = 1 − φ.
+    m: float
+    """m(−λ) = lim tr (Sx + λI)⁻¹ / dx."""
+    derivative: float
+    """m′(−λ) = lim tr (Sx + λI)⁻² / dx: the true derivative dm/dz, which is positive."""
 
-    >>> round(stieltjes(0.0, 0.5, [1.0]), 12)  # ∫ dH/t / (1 − φ)
-    2.0
-    >>> round(stieltjes(1.0, 0.0, [1.0, 3.0]), 12)  # no sampling noise: ∫ dH/(t + λ)
+
+def stieltjes(eigenvalues: Numbers, *, ratio: Number, ridge: Number = 0.0, weights: Numbers | None = None) -> Transform:
+    """m(−λ) = lim tr (Sx + λI)⁻¹ / dx and its derivative m′(−λ), at ridge λ and ratio φ = dx/n (Lemma 3.12).
+
+    s solves s − 1 + φ∫ ts/(ts + λ) dH(t) = 0, and m = ∫ dH(t)/(ts + λ). At λ = 0, where φ < 1 is needed, s = 1 − φ.
+    m′ = (φ A₂ m + B₂)/(1 + φλA₂), with A₂ = ∫ t dH/(ts + λ)² and B₂ = ∫ dH/(ts + λ)². It is positive; the paper
+    prints it with a minus.
+
+    >>> m, dm = stieltjes([1.0], ratio=0.5)  # without ridge ∫ dH/t / (1 − φ), and 1/(1 − φ)³ for Σ = I
+    >>> round(m, 12), round(dm, 12)
+    (2.0, 8.0)
+    >>> round(stieltjes([1.0, 3.0], ratio=0.0, ridge=1.0).m, 12)  # no sampling noise: ∫ dH/(t + λ)
     0.375
     """
-    return _solve(damping, ratio, eigenvalues, weights).m
+    found = resolvent(eigenvalues, ratio=ratio, ridge=ridge, weights=weights)
+    return Transform(found.m, found.derivative)
 
 
-def stieltjes_derivative(damping: Number, ratio: Number, eigenvalues: Numbers, weights: Numbers | None = None) -> float:
-    """m′(−λ) = + lim tr (Sx + λI)⁻² / dx: the true derivative dm/dz at z = −λ, which is positive.
-
-    m′ = (φ A₂ m + B₂)/(1 + φλA₂), with A₂ = ∫ t dH/(ts + λ)² and B₂ = ∫ dH/(ts + λ)². The paper prints it with a minus.
-
-    >>> round(stieltjes_derivative(0.0, 0.5, [1.0]), 12)  # 1/(1 − φ)³
-    8.0
-    """
-    return _solve(damping, ratio, eigenvalues, weights).derivative
-
-
-def marchenko_pastur(damping: Number, ratio: Number) -> tuple[float, float]:
+def marchenko_pastur(*, ratio: Number, ridge: Number = 0.0) -> Transform:
     """m(−λ) and m′(−λ) for Σ = I in closed form: φλm² + (1 − φ + λ)m − 1 = 0, and m′ from its derivative.
 
-    >>> m, derivative = marchenko_pastur(0.0, 0.5)
-    >>> m, derivative
-    (2.0, 8.0)
+    >>> marchenko_pastur(ratio=0.5)
+    Transform(m=2.0, derivative=8.0)
     """
-    lam, phi, _, _ = _checked(damping, ratio, [1.0], None)
+    lam, phi, _, _ = _checked(ridge, ratio, [1.0], None)
     b = 1 - phi + lam
     root = np.sqrt(b * b + 4 * phi * lam)
     m = 2 / (b + root) if b > 0 else (root - b) / (2 * phi * lam)
-    return float(m), float((phi * m * m + m) / root)
+    return Transform(float(m), float((phi * m * m + m) / root))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,21 +74,17 @@ class Resolvent:
     """Ψ₃ = m − λm′ = lim tr Sx(Sx + λI)⁻² / dx."""
 
 
-def resolvent(damping: Number, ratio: Number, eigenvalues: Numbers, weights: Numbers | None = None) -> Resolvent:
+def resolvent(eigenvalues: Numbers, *, ratio: Number, ridge: Number = 0.0, weights: Numbers | None = None) -> Resolvent:
     """m, m′ and the Ψ₁, Ψ₂, Ψ₃ of Lemma 3.12, each a sum of positive terms, so that none cancels at large λ.
 
     With A₁ = ∫ t/(ts+λ), A₂ = ∫ t/(ts+λ)², T₂ = ∫ t²/(ts+λ)², D = 1 + φλA₂:
     Ψ₁ = sA₁, Ψ₂ = s(sT₂ + φλA₁A₂)/D, Ψ₃ = sA₂/D. These equal the definitions in `Resolvent`.
 
-    >>> r = resolvent(0.3, 0.4, [0.5, 1.5])
+    >>> r = resolvent([0.5, 1.5], ratio=0.4, ridge=0.3)
     >>> bool(abs(r.psi3 - (r.m - 0.3 * r.derivative)) < 1e-14)
     True
     """
-    return _solve(damping, ratio, eigenvalues, weights)
-
-
-def _solve(damping: Number, ratio: Number, eigenvalues: Numbers, weights: Numbers | None) -> Resolvent:
-    lam, phi, t, w = _checked(damping, ratio, eigenvalues, weights)
+    lam, phi, t, w = _checked(ridge, ratio, eigenvalues, weights)
     s = _root(lam, phi, t, w)
     d = t * s + lam
     m, a1 = float(w @ (1 / d)), float(w @ (t / d))
@@ -119,23 +117,23 @@ def _root(lam: float, phi: float, t: np.ndarray, w: np.ndarray) -> float:
             return max(s, following)
         s = following
     raise NumericalError(
-        describe(f"damping={lam}, ratio={phi}", "a fixed point within 500 steps", "scale the eigenvalues near 1")
+        describe(f"ridge={lam}, ratio={phi}", "a fixed point within 500 steps", "scale the eigenvalues near 1")
     )
 
 
 def _checked(
-    damping: Number, ratio: Number, eigenvalues: Numbers, weights: Numbers | None
+    ridge: Number, ratio: Number, eigenvalues: Numbers, weights: Numbers | None
 ) -> tuple[float, float, np.ndarray, np.ndarray]:
     """λ, φ, atoms and weights that sum to one, or an error that says which is wrong."""
-    lam, phi = float(damping), float(ratio)
+    lam, phi = float(ridge), float(ratio)
     t, w = spectrum(eigenvalues, weights)
     if not (np.isfinite(lam) and lam >= 0):
-        raise InputError(describe(f"damping={damping}", "a finite number ≥ 0", "pass e.g. damping=1e-3"))
+        raise InputError(describe(f"ridge={ridge}", "a finite number ≥ 0", "pass e.g. ridge=1e-3"))
     if not (np.isfinite(phi) and phi >= 0):
         raise InputError(describe(f"ratio={ratio}", "dx/n, a finite number ≥ 0", "divide dimension by samples"))
     if lam == 0 and (phi >= 1 or t.min() == 0):
-        given = f"damping=0 with ratio={phi} and smallest eigenvalue {t.min()}"
-        raise InputError(describe(given, "a sample covariance that has an inverse", "pass a damping > 0, e.g. 1e-6"))
+        given = f"ridge=0 with ratio={phi} and smallest eigenvalue {t.min()}"
+        raise InputError(describe(given, "a sample covariance that has an inverse", "pass a ridge > 0, e.g. 1e-6"))
     return lam, phi, t, w
 
 

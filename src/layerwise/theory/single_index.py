@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, unknown
 from layerwise.theory.random_matrices import Number, Numbers, resolvent, spectrum
 
 Function = Callable[[np.ndarray], np.ndarray]
@@ -109,9 +109,56 @@ def correlation_kfac(
     0.8169
     """
     t, w = _matching(constants, eigenvalues, weights)
-    r = resolvent(damping, ratio, t, w)
+    r = resolvent(t, ratio=ratio, ridge=damping, weights=w)
     spread = float(ratio) * (constants.cperp2 + float(noise) ** 2) * r.psi3
     return abs(constants.c1) * r.psi1 / (constants.c1**2 * r.psi2 + spread) ** 0.5
+
+
+def single_index_correlation(
+    method: str,
+    eigenvalues: Numbers,
+    *,
+    n: int,
+    link: Function,
+    ridge: Number = 0.0,
+    noise: Number = 0.0,
+    weights: Numbers | None = None,
+    dx: int | None = None,
+) -> float:
+    """|β̂ᵀβ⋆|/(‖β̂‖‖β⋆‖) after one step of "sgd" (Lemma 3.10) or "kfac" (Lemma 3.12) on n samples.
+
+    Args:
+        method: "sgd", with β̂ = Xᵀy/n, or "kfac", with β̂ = (Sx + λI)⁻¹Xᵀy/n.
+        eigenvalues: those of Σ, all dx of them; or distinct ones with `weights`, and dx.
+        n: the number of samples.
+        link: σ⋆, from an array to an array; its mean under N(0, tr Σ/dx) must be zero.
+        ridge: λ of KFAC; SGD has none.
+        noise: the standard deviation of ε.
+        weights: of the eigenvalues, equal if left away.
+        dx: the dimension of x, if it is not the number of eigenvalues.
+
+    >>> link = lambda z: z + (z**2 - 1) / 2**0.5
+    >>> eigenvalues = [1.5] * 450 + [0.5] * 450
+    >>> round(single_index_correlation("kfac", eigenvalues, n=5000, ridge=0.3, link=link, noise=1.0), 4)
+    0.8169
+    >>> round(single_index_correlation("sgd", [1.5, 0.5], dx=900, n=5000, link=link, noise=1.0), 4)
+    0.7474
+    """
+    t, w = spectrum(eigenvalues, weights)
+    if dx is None and weights is not None:
+        given = f"weights of {w.size} eigenvalues and no dx"
+        raise InputError(describe(given, "the dimension of x", "pass dx="))
+    size = t.size if dx is None else dx
+    if n < 1 or size < 1:
+        raise InputError(describe(f"n={n}, dx={size}", "numbers ≥ 1", "pass the samples and the dimension"))
+    constants = hermite_constants(link, None, float(w @ t))
+    if method == "kfac":
+        return correlation_kfac(constants, noise, size / n, ridge, t, w)
+    if method != "sgd":
+        raise InputError(unknown("method", method, ("sgd", "kfac")))
+    if ridge:
+        raise InputError(describe(f"ridge={ridge} for SGD", "none: SGD inverts nothing", 'use "kfac" or leave it out'))
+    return correlation_sgd(constants, noise, size / n, t, w)
 
 
 def _matching(
