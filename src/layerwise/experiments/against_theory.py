@@ -98,6 +98,41 @@ def agreement(
     return found
 
 
+def in_groups(
+    cell: str, names: Sequence[str], *, seeds: int, source: str, erratum: str = "", expected: str = "held"
+) -> list[Claim]:
+    """The two claims about standard errors once more, for every thirty trials on their own instead of all at once."""
+    groups = seeds // TRIALS
+
+    def scores(found: Sequence[Mapping]) -> list[float]:
+        ordered = sorted(found, key=lambda record: record["seed"])
+        parts = [ordered[i * TRIALS : (i + 1) * TRIALS] for i in range(len(ordered) // TRIALS)]
+        return [point.score for part in parts for point in deviations(part, cell, names)] or [math.nan]
+
+    return [
+        Claim(
+            name=f"{cell}/groups-beyond-two-errors",
+            statement=f"In {groups} groups of {TRIALS} trials at most a tenth of the points are two errors off.",
+            quantity=over_trials(cell, lambda found: sum(z > 2 for z in scores(found)) / len(scores(found))),
+            relation="<=",
+            target=0.1,
+            expected=expected,
+            erratum=erratum,
+            seeds=seeds,
+            source=source,
+        ),
+        Claim(
+            name=f"{cell}/groups-beyond-four-errors",
+            statement=f"In {groups} groups of {TRIALS} trials no point is four errors off (largest difference).",
+            quantity=over_trials(cell, lambda found: max(scores(found))),
+            relation="<=",
+            target=4.0,
+            seeds=seeds,
+            source=source,
+        ),
+    ]
+
+
 def over_trials(
     cell: str, function: Callable[[Sequence[Mapping]], float | int]
 ) -> Callable[[Sequence[Mapping]], dict[int, float | int]]:

@@ -1,5 +1,6 @@
 """Covariances of the inputs: high and low anisotropy, their scale, and the repair of the printed low one."""
 
+import math
 import warnings
 
 import torch
@@ -87,6 +88,22 @@ def _low(dx: int, generator: torch.Generator, repair: str | None) -> Tensor:
             stacklevel=3,
         )
     return _symmetric((V * (values if repair == "scaled" else values.abs())) @ V.mT)
+
+
+def log_spaced(
+    dx: int, condition: float | int, generator: torch.Generator, exponent: float | int = 1.0
+) -> Float[Tensor, "dx dx"]:
+    """A power of Σ = O diag(eigenvalues) Oᵀ with O Haar: logarithms evenly spaced, their ratio `condition`, mean one.
+
+    >>> S = log_spaced(10, 100.0, torch.Generator().manual_seed(0))
+    >>> round(float(S.trace()), 9), round(float(torch.linalg.cond(S)), 6)
+    (10.0, 100.0)
+    """
+    if not condition >= 1:
+        raise InputError(describe(f"condition={condition}", "a number ≥ 1", "pass largest over smallest eigenvalue"))
+    values = torch.logspace(0, math.log10(condition), dx, dtype=torch.float64)
+    O = haar(dx, dx, generator)
+    return _symmetric((O * (values / values.mean()) ** exponent) @ O.mT)
 
 
 def power(Sigma: Float[Tensor, "*b d d"], exponent: float) -> Float[Tensor, "*b d d"]:

@@ -1,20 +1,18 @@
 """The library's own optimizers as members of one comparison: who they are, and at which rates each is tried.
 
-None has momentum beyond what defines it, so that the step is the formula; none is clipped. Statistics are averaged over
-about ten batches, and damping is relative and small: what is compared is preconditioning, not its repair.
+None has momentum beyond what defines it, so that the step is the formula, and none is clipped unless asked for.
+Statistics are averaged over about ten batches, and damping is relative and small: what is compared is preconditioning.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from layerwise import optim
 from layerwise.foundations.errors import InputError, unknown
-
-STATISTICS = {"damping": 1e-4, "factor_decay": 0.9, "refresh_every": 5, "momentum": 0.0}
-FISHER = STATISTICS | {"clip": None, "likelihood": "gaussian"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +37,7 @@ class Member:
 def _steps(first: float, last: float) -> tuple[float, ...]:
     """Exponents from first to last in halves.
 
-    >>> _steps(-2, -1)
+    >>> _steps(-2.0, -1.0)
     (-2.0, -1.5, -1.0)
     """
     return tuple(first + 0.5 * i for i in range(round(2 * (last - first)) + 1))
@@ -51,36 +49,55 @@ def _member(
     return Member(label=label, make=make, exponents=_steps(first, last), inverts_inputs=inverts)
 
 
-MEMBERS: dict[str, Member] = {
-    "sgd": _member("SGD", lambda model, lr: optim.SGD(model, lr=lr), -1.5, 0.0),
-    "adam": _member("Adam", lambda model, lr: optim.Adam(model, lr=lr), -3.0, -1.5),
-    "sign": _member("Sign", lambda model, lr: optim.Sign(model, lr=lr), -3.5, -2.0),
-    "muon": _member(
-        "Muon",
-        lambda model, lr: optim.Muon(model, lr=lr, momentum=0.0, weight_decay=0.0, orthogonalize="polar"),
-        -2.5,
-        -1.0,
-    ),
-    "shampoo": _member(
-        "Shampoo", lambda model, lr: optim.Shampoo(model, lr=lr, momentum=0.0, refresh_every=5), -2.5, -1.0
-    ),
-    "soap": _member("SOAP", lambda model, lr: optim.SOAP(model, lr=lr, refresh_every=5), -3.0, -1.5),
-    "locoprop": _member("LocoProp", lambda model, lr: optim.LocoProp(model, lr=lr), 0.0, 1.5, True),
-    "foof": _member("FOOF", lambda model, lr: optim.FOOF(model, lr=lr, **STATISTICS), -2.0, -0.5, True),
-    "kfac": _member("KFAC", lambda model, lr: optim.KFAC(model, lr=lr, **FISHER), -2.0, -0.5, True),
-    "ekfac": _member("EKFAC", lambda model, lr: optim.EKFAC(model, lr=lr, **FISHER), -2.0, -0.5, True),
-    "mahalanobis": _member(
-        "Mahalanobis-spectral", lambda model, lr: optim.MahalanobisSpectral(model, lr=lr, **FISHER), -3.0, -1.5, True
-    ),
-    "ngd": _member(
-        "NGD",
-        lambda model, lr: optim.NGD(model, lr=lr, damping=1e-4, clip=None, likelihood="gaussian"),
-        -2.0,
-        -0.5,
-        True,
-    ),
-}
-"""From a short name to the member, in the order of legends."""
+def _muon(model: nn.Module, lr: float) -> Optimizer:
+    return optim.Muon(model, lr=lr, momentum=0.0, weight_decay=0.0, orthogonalize="polar")
+
+
+def members(
+    damping: float | int = 1e-4, likelihood: str = "gaussian", clip: float | int | None = None
+) -> dict[str, Member]:
+    """From a short name to the member, in the order of legends; damping is relative to a factor's mean eigenvalue.
+
+    `clip` bounds the step of those that invert (in the units of `lw.optim`); without it the step is the bare formula.
+
+    >>> list(members())[:3]
+    ['sgd', 'adam', 'sign']
+    """
+    averaged: dict[str, Any] = {
+        "damping": damping,
+        "factor_decay": 0.9,
+        "refresh_every": 5,
+        "momentum": 0.0,
+        "clip": clip,
+    }
+    fisher: dict[str, Any] = averaged | {"likelihood": likelihood}
+    whole: dict[str, Any] = {"damping": damping, "clip": clip, "likelihood": likelihood}
+    return {
+        "sgd": _member("SGD", lambda model, lr: optim.SGD(model, lr=lr), -1.5, 0.0),
+        "adam": _member("Adam", lambda model, lr: optim.Adam(model, lr=lr), -3.0, -1.5),
+        "sign": _member("Sign", lambda model, lr: optim.Sign(model, lr=lr), -3.5, -2.0),
+        "muon": _member("Muon", lambda model, lr: _muon(model, lr), -2.5, -1.0),
+        "shampoo": _member(
+            "Shampoo", lambda model, lr: optim.Shampoo(model, lr=lr, momentum=0.0, refresh_every=5), -2.5, -1.0
+        ),
+        "soap": _member("SOAP", lambda model, lr: optim.SOAP(model, lr=lr, refresh_every=5), -3.0, -1.5),
+        "locoprop": _member("LocoProp", lambda model, lr: optim.LocoProp(model, lr=lr), 0.0, 1.5, True),
+        "foof": _member("FOOF", lambda model, lr: optim.FOOF(model, lr=lr, **averaged), -2.0, -0.5, True),
+        "kfac": _member("KFAC", lambda model, lr: optim.KFAC(model, lr=lr, **fisher), -2.0, -0.5, True),
+        "ekfac": _member("EKFAC", lambda model, lr: optim.EKFAC(model, lr=lr, **fisher), -2.0, -0.5, True),
+        "mahalanobis": _member(
+            "Mahalanobis-spectral",
+            lambda model, lr: optim.MahalanobisSpectral(model, lr=lr, **fisher),
+            -3.0,
+            -1.5,
+            True,
+        ),
+        "ngd": _member("NGD", lambda model, lr: optim.NGD(model, lr=lr, **whole), -2.0, -0.5, True),
+    }
+
+
+MEMBERS = members()
+"""All of them with the default damping, for a square loss."""
 
 
 def member(name: str) -> Member:

@@ -1,0 +1,82 @@
+"""Features of non-linear networks as an experiment: rows, claims that can fail, figures, bad options."""
+
+import dataclasses
+
+import jaxtyping
+import pytest
+from experiment_records import records
+
+from layerwise.experiments import features_networks as networks
+from layerwise.experiments.claims import HELD, NOT_HELD, judge
+from layerwise.foundations.errors import InputError
+
+EXPERIMENT = networks.EXPERIMENT
+
+
+@pytest.fixture(scope="module")
+def smoke():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        config = EXPERIMENT.preset("smoke")
+        return records(EXPERIMENT, config, range(config.seeds))
+
+
+def test_smoke_holds_what_it_claims(smoke):
+    claims = EXPERIMENT.claims(EXPERIMENT.preset("smoke"))
+    assert claims
+    assert all(judge(claim, smoke).status == HELD for claim in claims)
+
+
+def swapped(found, first, second):
+    """Records in which two members have changed places."""
+    names = {first: second, second: first}
+    return [
+        record
+        | {
+            "values": {
+                "/".join([names.get(key.split("/")[0], key.split("/")[0]), *key.split("/")[1:]]): value
+                for key, value in record["values"].items()
+            }
+        }
+        for record in found
+    ]
+
+
+def test_claims_fail_if_sgd_were_as_good(smoke):
+    claims = EXPERIMENT.claims(EXPERIMENT.preset("smoke"))
+    assert all(judge(claim, swapped(smoke, "sgd", "kfac")).status == NOT_HELD for claim in claims)
+
+
+@pytest.mark.parametrize("preset", ["laptop", "paper"])
+def test_every_claim_of_large_presets_reads_what_is_recorded(preset, smoke):
+    config = EXPERIMENT.preset(preset)
+    row = {k.removeprefix("kfac/"): v for k, v in smoke[0]["values"].items() if k.startswith("kfac/")}
+    values = {f"{name}/{key}": value for name in config.members for key, value in row.items()} | {"start": 1.0}
+    found = [{"cell": cell, "seed": 0, "values": values, "series": {}} for cell in config.cells]
+    claims = EXPERIMENT.claims(config)
+    assert len({claim.name for claim in claims}) == len(claims) >= 10 * len(config.cells)
+    for claim in claims:
+        assert set(claim.quantity(found)) == {0}, claim.name
+    ratios = [claim for claim in claims if claim.name.endswith(("-dist", "-least", "-transfer"))]
+    assert all(judge(dataclasses.replace(claim, seeds=1), found).status == NOT_HELD for claim in ratios)
+
+
+def test_figures_show_every_member(smoke):
+    config = EXPERIMENT.preset("smoke")
+    (figure,) = EXPERIMENT.figures(config, smoke)
+    for panel in figure.panels:
+        assert [curve.label for curve in panel.curves] == ["SGD", "Adam", "KFAC"]
+        assert all(len(curve.x) for curve in panel.curves)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"), [({"cells": ("gausian-2",)}, "gaussian"), ({"members": ("kfca",)}, "kfac")]
+)
+def test_unknown_names_are_refused(options, says):
+    with pytest.raises(InputError, match=says):
+        EXPERIMENT.cells_of(dataclasses.replace(EXPERIMENT.preset("smoke"), **options))
+
+
+def test_a_cell_without_a_depth_is_refused():
+    with pytest.raises(InputError, match="gaussian-2"):
+        EXPERIMENT.cells_of(dataclasses.replace(EXPERIMENT.preset("smoke"), cells=("gaussian",)))
