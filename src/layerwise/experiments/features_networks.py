@@ -133,7 +133,7 @@ def _claims(config: Config, cell: str) -> list[Claim]:
     return [*found, lowered]
 
 
-def _ratio(cell: str, name: str, measure: str, least: float, config: Config) -> Claim:
+def _ratio(cell: str, name: str, measure: str, least: float | int, config: Config) -> Claim:
     what = {
         "dist": "distance",
         "least": "least distance over all rates",
