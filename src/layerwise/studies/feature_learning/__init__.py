@@ -21,6 +21,11 @@ from layerwise.studies.feature_learning.further import Sign as Sign
 from layerwise.studies.feature_learning.further import Spectral as Spectral
 from layerwise.studies.feature_learning.measures import subspace_distance as subspace_distance
 from layerwise.studies.feature_learning.measures import whitened_distance as whitened_distance
+from layerwise.studies.feature_learning.members import Member as Member
+from layerwise.studies.feature_learning.members import members as members
+from layerwise.studies.feature_learning.networks import feature_distance as feature_distance
+from layerwise.studies.feature_learning.networks import gradient_outer_product as gradient_outer_product
+from layerwise.studies.feature_learning.networks import learn as learn
 from layerwise.studies.feature_learning.ngd import NGD as NGD
 from layerwise.studies.feature_learning.one_step import correlations as correlations
 from layerwise.studies.feature_learning.one_step import predicted_correlations as predicted_correlations
@@ -32,3 +37,4 @@ from layerwise.studies.feature_learning.simulate import Result as Result
 from layerwise.studies.feature_learning.simulate import compare as compare
 from layerwise.studies.feature_learning.simulate import simulate as simulate
 from layerwise.studies.feature_learning.single_index import SingleIndex as SingleIndex
+from layerwise.studies.feature_learning.teacher import Network as Network
