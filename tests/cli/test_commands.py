@@ -70,6 +70,43 @@ def test_fields_of_the_configuration_are_options(capsys):
     assert main(["check", "--out", "elsewhere"]) == 0
 
 
+def two_experiments(monkeypatch, **changed):
+    """A catalog of the toy and of a second one with another configuration of preset smoke."""
+    toy = toy_descent.EXPERIMENT
+    second = replace(toy, name="second", presets=toy.presets | {"smoke": replace(toy.preset("smoke"), **changed)})
+    monkeypatch.setattr(catalog, "experiments", lambda: {"second": second, toy.name: toy})
+
+
+def test_run_all_runs_every_experiment(capsys, monkeypatch):
+    two_experiments(monkeypatch)
+    assert main(["run", "all", "--preset", "smoke"]) == 0
+    out = capsys.readouterr().out
+    assert "Claims of second, preset smoke" in out
+    assert "Claims of toy-descent, preset smoke" in out
+    assert "2 of 2 experiments ran" in out
+    assert len(files(Path("runs"))) == 2
+    assert main(["run", "all", "--preset", "smoke", "--json"]) == 0
+    document = as_json(capsys)
+    assert [(run["experiment"], run["kept"]) for run in document["runs"]] == [("second", 4), ("toy-descent", 4)]
+    assert document["failed"] == {}
+
+
+def test_run_all_goes_on_after_a_failure(capsys, monkeypatch):
+    two_experiments(monkeypatch, fail_at=0)
+    assert main(["run", "all", "--preset", "smoke"]) == 4
+    out, err = capsys.readouterr()
+    assert "Claims of toy-descent" in out
+    assert "1 of 2 experiments ran" in out
+    assert "second" in err
+    assert "this seed fails" in err
+
+
+def test_run_all_takes_no_option_of_one_experiment(capsys):
+    assert main(["run", "all", "--rates", "0.2"]) == 2
+    assert main(["run", "all", "--help"]) == 0
+    assert "--preset" in capsys.readouterr().out
+
+
 def test_default_preset_is_laptop():
     assert main(["run", "toy-descent"]) == 0
     assert files(Path("runs"))[0].name.startswith("laptop-")

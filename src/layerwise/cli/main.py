@@ -39,6 +39,7 @@ examples:
   layerwise run head-to-head                       minutes: preset laptop
   layerwise run head-to-head --seeds 10            ten seeds; those that ran before are kept
   layerwise run head-to-head --help                all settings of this experiment
+  layerwise run all --preset paper                 every experiment, one after the other
   layerwise report                                 then open the page whose path is printed
   layerwise check --json | python -m json.tool     for machines
 

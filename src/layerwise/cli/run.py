@@ -16,7 +16,7 @@ from layerwise.experiments import catalog, runner
 from layerwise.experiments.engines import EngineOptions
 from layerwise.experiments.experiment import Experiment
 from layerwise.experiments.results import judge_all
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, LayerwiseError, describe
 
 HELP = """\
 usage: layerwise run EXPERIMENT [options]
@@ -29,10 +29,21 @@ examples:
   layerwise run {example} --seeds 10                 more seeds; those that ran before are kept
   layerwise run {example} --engine processes         single seeds in parallel processes
   layerwise run {example} --engine ray --address auto      on a Ray cluster
+  layerwise run all --preset smoke                   every experiment, one after the other
   layerwise run my_package.my_module:EXPERIMENT      one of your own
   layerwise run {example} --help                     all options of this experiment
 
 experiments: {names}
+"""
+
+ALL = "all"
+"""Names no experiment, but all of them."""
+ABOUT_ALL = """Run what is missing of every experiment, one after the other, and judge the claims.
+
+What fails is said at the end and does not stop the others (exit code 4). Stop it at any moment: the same command goes
+on.
+
+Examples: layerwise run all --preset smoke; layerwise run all --engine processes
 """
 
 
@@ -64,8 +75,20 @@ def run(argv: list[str]) -> int:
         print(text, end="", file=sys.stdout if argv else sys.stderr)
         return exits.OK if argv else exits.BAD_INPUT
     name, words = _name_first(argv)
+    if name == ALL:
+        return _run_all(parse(RunOptions, words, f"layerwise run {ALL}", ABOUT_ALL), argv)
     experiment = find(name)
     options, config = _parse(experiment, words)
+    code, found = _run_one(experiment, config, options, argv)
+    if options.json and found is not None:
+        print_json(found)
+    return code
+
+
+def _run_one(
+    experiment: Experiment, config: Any, options: RunOptions, argv: list[str]
+) -> tuple[int, dict[str, Any] | None]:
+    """Run and judge one; its claims are printed, or returned for JSON."""
     engine = EngineOptions(
         name=options.engine, workers=options.workers, threads=options.threads, address=options.address
     )
@@ -79,15 +102,33 @@ def run(argv: list[str]) -> int:
             f"  layerwise run {shlex.join(argv)}",
             file=sys.stderr,
         )
-        return exits.INTERRUPTED
+        return exits.INTERRUPTED, None
     result = judge_all(experiment, config, options.preset, outcome.recorded)
+    if not options.json:
+        claims_table(result)
+        print(f"records: {outcome.recorded.path} ({outcome.new} new, {outcome.kept} kept from before)")
     counts = {"new": outcome.new, "kept": outcome.kept}
+    return exits.OK, claims_json(result) | counts | {"notes": list(outcome.notes)}
+
+
+def _run_all(options: RunOptions, argv: list[str]) -> int:
+    """One after the other; what fails is said at the end and does not stop the others."""
+    found, failed = [], {}
+    for name, experiment in catalog.experiments().items():
+        try:
+            code, one = _run_one(experiment, experiment.preset(options.preset), options, argv)
+        except LayerwiseError as error:
+            failed[name] = str(error)
+            note(f"{name}: {error}")
+            continue
+        if code:
+            return code
+        found.append(one)
     if options.json:
-        print_json(claims_json(result) | counts | {"notes": list(outcome.notes)})
-        return exits.OK
-    claims_table(result)
-    print(f"records: {outcome.recorded.path} ({outcome.new} new, {outcome.kept} kept from before)")
-    return exits.OK
+        print_json({"runs": found, "failed": failed})
+    else:
+        print(f"{len(found)} of {len(found) + len(failed)} experiments ran; judge all of them with: layerwise check")
+    return exits.FAILED if failed else exits.OK
 
 
 def find(name: str) -> Experiment:
@@ -101,7 +142,7 @@ def _name_first(argv: list[str]) -> tuple[str, list[str]]:
     """The name of the experiment and the other words; the name comes first, but is found elsewhere too."""
     known = catalog.experiments()
     for k, word in enumerate(argv):
-        if not word.startswith("-") and (k == 0 or word in known or ":" in word):
+        if not word.startswith("-") and (k == 0 or word in known or word == ALL or ":" in word):
             return word, argv[:k] + argv[k + 1 :]
     raise InputError(
         describe(
