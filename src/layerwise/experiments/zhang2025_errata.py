@@ -1,0 +1,180 @@
+"""Where Zhang et al. (2025) err or can be read in two ways: both readings, against a computation that needs neither."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from layerwise.experiments.claims import Claim
+from layerwise.experiments.experiment import Cell, Experiment, Record, Row
+from layerwise.experiments.figures import Curve, Figure, Panel
+from layerwise.experiments.over_seeds import band, bound
+from layerwise.experiments.zhang2025_head_to_head import PAPER
+from layerwise.studies.feature_learning import errata
+from layerwise.studies.feature_learning.errata import Erratum
+
+CELL = "places"
+ERRATA: dict[str, Erratum] = {
+    "norm": Erratum(
+        place="Proposition D.2",
+        printed="Steepest descent in ‖PᵀMQᵀ‖_F is −ηP⁻¹gQ⁻¹",
+        corrected="Steepest descent in ‖P^½MQ^½‖_F is −ηP⁻¹gQ⁻¹",
+        tolerance=1e-8,
+        readings=errata.norm_of_the_step,
+    ),
+    "foof": Erratum(
+        place="Appendix D.1, FOOF",
+        printed="The objective with (λ/2)‖D‖² has the minimiser η∇(S + λI)⁻¹",
+        corrected="The objective with (λ/2)‖D‖² has the minimiser η∇(S + (λ/2)I)⁻¹",
+        tolerance=1e-8,
+        readings=errata.foof_ridge,
+    ),
+    "locoprop": Erratum(
+        place="Appendix D.1, LocoProp",
+        printed="With target h the minimiser is the step −η∇(I + ηS)⁻¹",
+        corrected="With target h − ∂ℓ/∂h the minimiser is the step −η∇(I + ηS)⁻¹",
+        tolerance=1e-8,
+        readings=errata.locoprop_target,
+    ),
+    "fisher": Erratum(
+        place="Appendix D.1, KFAC",
+        printed="The Fisher information is E[s²] with s = ∂p/∂f",
+        corrected="The Fisher information is E[s²] with s = ∂log p/∂f",
+        tolerance=1e-6,
+        readings=errata.fisher_of_the_density,
+    ),
+    "derivative": Erratum(
+        place="Lemma 3.12",
+        printed="m′(−λ) is −lim tr(Sx + λI)⁻²/dx",
+        corrected="m′(−λ) is +lim tr(Sx + λI)⁻²/dx",
+        tolerance=0.03,
+        readings=errata.sign_of_the_derivative,
+    ),
+    "ratio": Erratum(
+        place="Proof of Lemma 3.12",
+        printed="KFAC's correlation tends to one as dx/n → ∞",
+        corrected="KFAC's correlation tends to one as dx/n → 0",
+        tolerance=0.03,
+        readings=errata.limit_of_the_ratio,
+    ),
+    "whitening": Erratum(
+        place="Appendix F.2.1",
+        printed="On whitened inputs the representation is rowsp(G⋆Σ)",
+        corrected="On whitened inputs the representation is rowsp(G⋆Σ^½)",
+        tolerance=1e-6,
+        readings=errata.whitened_limit,
+    ),
+    "low-anisotropy": Erratum(
+        place="Appendix F.1",
+        printed="(E + Eᵀ)/2 with E = 5I + N is positive definite (share of negative eigenvalues)",
+        corrected="(E + Eᵀ)/2 with E = 5I + N/√dx is positive definite (share of negative eigenvalues)",
+        tolerance=0.0,
+        readings=errata.low_anisotropy,
+    ),
+    "noise": Erratum(
+        place="Eq. (16)",
+        printed="The noise of a step does not depend on η",
+        corrected="The noise of a step is proportional to η",
+        tolerance=0.02,
+        readings=errata.noise_of_a_step,
+    ),
+    "transfer": Erratum(
+        place="Lemma 3.7",
+        printed="The squared error on the target task stays below twice the bound (by how much it exceeds it)",
+        corrected="The squared error without the labels' noise stays below twice the bound (by how much it exceeds it)",
+        tolerance=0.0,
+        readings=errata.transfer_error,
+    ),
+    "concentration": Erratum(
+        place="Lemma E.2",
+        printed="(1 − c)Σ ⪯ Sx follows from ‖Sx − Σ‖ ≤ c‖Σ‖ (by how much it fails)",
+        corrected="(1 − c)Σ ⪯ Sx follows if c is that of whitened samples (by how much it fails)",
+        tolerance=1e-9,
+        readings=errata.concentration,
+    ),
+}
+ELSEWHERE = (
+    "Others are shown where they matter: the noise as deviation or variance and the scale of Σ (head-to-head), "
+    "the repair of the low-anisotropy covariance (four-settings), the reversed inequality in the proof of Proposition "
+    "3.5 (lower-bound). Some may be damage of the scanned text rather than the authors' errors: the target of LocoProp, "
+    "the limit dx/n → ∞."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Small random instances."""
+
+    seeds: int = 5
+
+
+def cells(config: Config) -> list[Cell]:
+    """One with all places."""
+    return [Cell(key=CELL)]
+
+
+def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
+    """Seed by seed: the errors of both readings at every place."""
+    for seed in seeds:
+        values: dict[str, float] = {}
+        for place, (name, erratum) in enumerate(ERRATA.items()):
+            found = erratum.readings(np.random.default_rng([seed, place]))
+            values |= {f"{name}/printed": found.printed, f"{name}/corrected": found.corrected}
+        yield Row(seed=seed, values=values)
+
+
+def claims(config: Config) -> list[Claim]:
+    """The printed reading is expected to fail, the corrected one to hold."""
+    found = []
+    for name, erratum in ERRATA.items():
+        common = {"seeds": config.seeds, "source": erratum.place}
+        wrong = {"expected": "refuted", "erratum": f"{erratum.corrected}."}
+        for reading, text, more in (("printed", erratum.printed, wrong), ("corrected", erratum.corrected, {})):
+            found.append(bound(CELL, f"{name}/{reading}", "<=", erratum.tolerance, f"{text}.", **common, **more))
+    return found
+
+
+def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
+    """Bars of the errors of both readings."""
+
+    def bars(reading: str, label: str) -> Curve:
+        places = list(range(len(ERRATA)))
+        shown: list[Record] = [
+            {**record, "series": {"place": places, reading: [record["values"][f"{n}/{reading}"] for n in ERRATA]}}
+            for record in records
+        ]
+        return band(shown, CELL, "place", reading, label, "points")
+
+    return [
+        Figure(
+            name="errata",
+            title="Two readings",
+            caption="From the left: " + "; ".join(erratum.place for erratum in ERRATA.values()) + ".",
+            panels=[
+                Panel(
+                    title="distance from a computation that needs neither",
+                    x_label="place in the paper",
+                    y_label="relative error",
+                    curves=[bars("printed", "as printed"), bars("corrected", "corrected")],
+                )
+            ],
+        )
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="errata",
+    title="Where the paper errs, and what holds instead",
+    paper=PAPER,
+    figure="Proposition D.2, Lemmas 3.12 and E.2, eq. (16), Appendices D and F",
+    summary=(
+        "Eleven places where the paper's text is wrong or cannot be meant as it stands. Each is a pair of claims: "
+        f"the printed one is expected to be refuted and the corrected one to hold. {ELSEWHERE}"
+    ),
+    presets={"smoke": Config(seeds=2), "laptop": Config(), "paper": Config(seeds=20)},
+    cells=cells,
+    run=run,
+    claims=claims,
+    figures=figures,
+    cost="seconds",
+)

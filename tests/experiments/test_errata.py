@@ -1,0 +1,51 @@
+"""Errata of Zhang et al. (2025): both readings are judged, and each verdict could have been the other."""
+
+import pytest
+from experiment_records import records
+
+from layerwise.experiments import zhang2025_errata as errata
+from layerwise.experiments.claims import HELD, NOT_HELD, judge
+
+EXPERIMENT = errata.EXPERIMENT
+
+
+@pytest.fixture(scope="module")
+def smoke():
+    config = EXPERIMENT.preset("smoke")
+    return records(EXPERIMENT, config, range(config.seeds))
+
+
+def test_printed_readings_fail_and_corrected_ones_hold(smoke):
+    claims = EXPERIMENT.claims(EXPERIMENT.preset("smoke"))
+    assert len(claims) == 2 * len(errata.ERRATA) == 22
+    for claim in claims:
+        verdict = judge(claim, smoke)
+        assert verdict.status == (NOT_HELD if claim.name.endswith("printed") else HELD), claim.name
+        assert verdict.as_expected
+
+
+def test_verdicts_follow_the_numbers(smoke):
+    """With the readings exchanged every claim ends the other way."""
+    turned = [
+        record
+        | {
+            "values": {
+                key.replace("printed", "x").replace("corrected", "printed").replace("x", "corrected"): value
+                for key, value in record["values"].items()
+            }
+        }
+        for record in smoke
+    ]
+    for claim in EXPERIMENT.claims(EXPERIMENT.preset("smoke")):
+        assert judge(claim, turned).as_expected is False, claim.name
+
+
+def test_figure_shows_both_readings_at_every_place(smoke):
+    (figure,) = EXPERIMENT.figures(EXPERIMENT.preset("smoke"), smoke)
+    (panel,) = figure.panels
+    assert [curve.label for curve in panel.curves] == ["as printed", "corrected"]
+    assert all(len(curve.x) == len(errata.ERRATA) for curve in panel.curves)
+
+
+def test_places_do_not_share_draws(smoke):
+    assert len({record["values"]["foof/printed"] for record in smoke}) == len(smoke)
