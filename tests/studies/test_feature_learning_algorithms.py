@@ -87,6 +87,34 @@ def test_foof_minimises_its_objective_with_half_the_printed_ridge(batch):
     torch.testing.assert_close(D.detach(), fl.FOOF(ridge=0.1).direction(grad_G(F, G, batch), batch.Sx, LR))
 
 
+def test_ekfac_with_the_exact_fisher_is_kfac(batch):
+    """Also for several rates and seeds at once, and without harm to a run that is no longer finite."""
+    kfac, ekfac = (algorithm.direction(F, G, batch) for algorithm in (fl.KFAC(), fl.EKFAC()))
+    assert (ekfac - kfac).norm() < 1e-10 * kfac.norm()
+    w = Weights(F, G)
+    one, other = (algorithm.step(w, LR, batch, batch) for algorithm in (fl.KFAC(), fl.EKFAC()))
+    assert (one.G - other.G).norm() < 1e-10 * one.G.norm()
+    assert (one.F - other.F).norm() < 1e-10 * one.F.norm()
+    runs = fl.compare({"k": fl.KFAC(lr=[0.1, 1.0]), "e": fl.EKFAC(lr=[0.1, 1.0])}, setting=SETTING, steps=5, seeds=2)
+    torch.testing.assert_close(runs["e"].dist, runs["k"].dist, rtol=1e-8, atol=1e-12)
+    wild = torch.stack([F, torch.full_like(F, torch.inf)])
+    found = fl.EKFAC().direction(wild, torch.stack([G, G]), batch)
+    torch.testing.assert_close(found[0], ekfac)
+    assert found[1].isnan().all()
+
+
+def test_ekfac_has_the_fishers_variances_in_the_eigenbasis(batch):
+    """Mean over drawn residuals ε of the squared gradient Fᵀε xᵀ of each sample, in the eigenbasis."""
+    U, V = torch.linalg.eigh(F.mT @ F)[1], torch.linalg.eigh(batch.Sx)[1]
+    x = batch.samples().x
+    noise = torch.randn(4000, len(x), 5, generator=stream(0, "labels"), dtype=torch.float64)
+    outputs = (noise @ F @ U).square().mean(0)  # of every sample
+    s = outputs.mT @ (x @ V).square() / len(x)
+    expected = U @ ((U.mT @ grad_G(F, G, batch) @ V) / s) @ V.mT
+    found = fl.EKFAC().direction(F, G, batch)
+    assert (found - expected).norm() < 0.02 * found.norm()
+
+
 def test_shampoo_of_the_gradient_is_spectral(batch):
     g = grad_G(F, G, batch)
     values, U = torch.linalg.eigh(g @ g.mT)

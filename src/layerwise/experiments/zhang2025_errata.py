@@ -96,8 +96,8 @@ ERRATA: dict[str, Erratum] = {
 ELSEWHERE = (
     "Others are shown where they matter: the noise as deviation or variance and the scale of Σ (head-to-head), "
     "the repair of the low-anisotropy covariance (four-settings), the reversed inequality in the proof of Proposition "
-    "3.5 (lower-bound). Some may be damage of the scanned text rather than the authors' errors: the target of LocoProp, "
-    "the limit dx/n → ∞."
+    "3.5 (lower-bound). Some may be damage of the scanned text rather than the authors' errors: the target of "
+    "LocoProp, the limit dx/n → ∞."
 )
 
 

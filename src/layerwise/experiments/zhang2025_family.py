@@ -8,7 +8,7 @@ import torch
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Curve, Figure, Panel
-from layerwise.experiments.over_seeds import band, bound
+from layerwise.experiments.over_seeds import band, bound, combined
 from layerwise.experiments.progress import within_cell
 from layerwise.experiments.zhang2025_head_to_head import PAPER
 from layerwise.foundations.random import stream
@@ -22,6 +22,7 @@ from layerwise.studies.feature_learning.two_layer import least_squares_head
 CELL = "trace"
 MEMBERS: dict[str, tuple[str, fl.Algorithm, float]] = {
     "kfac": ("KFAC", fl.KFAC(), 0.0),
+    "ekfac": ("EKFAC", fl.EKFAC(), 0.0),
     "ngd": ("NGD (exact)", fl.NGD(), 0.0),
     "dfw": ("DFW", fl.DFW(), -1.0),
     "foof": ("FOOF", fl.FOOF(), 0.0),
@@ -37,7 +38,7 @@ MEMBERS: dict[str, tuple[str, fl.Algorithm, float]] = {
     "shampoo": ("Shampoo", fl.Shampoo(), 0.0),
 }
 """Label, algorithm, and what is added to the exponents of the rates so that they enclose its best one."""
-RECOVER = ("kfac", "ngd", "dfw", "foof", "locoprop", "mahalanobis")
+RECOVER = ("kfac", "ekfac", "ngd", "dfw", "foof", "locoprop", "mahalanobis")
 """Those that invert the inputs' covariance."""
 FOUND, MISSED = 0.3, 0.45
 """Distances up to which features count as recovered, and from which on as missed."""
@@ -135,11 +136,21 @@ def claims(config: Config) -> list[Claim]:
         else:
             statement = f"{label} does not recover the features at any of its rates."
             found.append(bound(CELL, f"{name}/dist", ">=", MISSED, statement, **common))
+    found.append(
+        Claim(
+            name=f"{CELL}/ekfac-is-kfac",
+            statement="EKFAC ends where KFAC does (relative difference of their distances).",
+            quantity=combined(CELL, ["ekfac/dist", "kfac/dist"], lambda one, other: abs(one / other - 1)),
+            relation="<=",
+            target=1e-6,
+            **common,
+        )
+    )
     for name in ("sgd", "adam", "muon-ideal"):
         statement = f"{MEMBERS[name][0]} lowers the training loss all the same (from about 30)."
         found.append(bound(CELL, f"{name}/loss", "<=", 2, statement, **common))
     for name, (label, _, _) in MEMBERS.items():
-        least = {"kfac": 0.999, "ngd": 0.999, "dfw": 0.3, "foof": 0.3, "locoprop": 0.3}.get(name)
+        least = {"kfac": 0.999, "ekfac": 0.999, "ngd": 0.999, "dfw": 0.3, "foof": 0.3, "locoprop": 0.3}.get(name)
         if least is not None:
             statement = f"{label} steps {'straight ' * (least > 0.9)}towards the features: the cosine."
             found.append(bound(CELL, f"{name}/alignment", ">=", least, statement, **common))
@@ -199,13 +210,14 @@ EXPERIMENT = Experiment(
     figure="Appendix D",
     summary=(
         "All members of the family on the problem of Figure 1, each at the best of several rates. Those that multiply "
-        "the gradient by the inverse of the inputs' covariance recover the features: KFAC, natural gradient, DFW, FOOF "
-        "and LocoProp, the last at rates so large (1e2 and more) that I + ηSx is dominated by Sx; LocoProp at rate η "
-        "is FOOF at rate one with ridge 1/η. So does descent in the Mahalanobis norm, though its first step points "
-        "elsewhere, as it makes all singular values equal. Norms that do not know the inputs (Frobenius, largest "
-        "entry, operator norm) do not recover them, nor does Shampoo, whose step without an accumulator is Muon's. "
-        "EKFAC is not run: in a linear network each layer's Fisher is a Kronecker product, so that with the exact "
-        "Fisher it is KFAC."
+        "the gradient by the inverse of the inputs' covariance recover the features: KFAC, EKFAC, natural gradient, "
+        "DFW, FOOF and LocoProp, the last at rates so large (1e2 and more) that I + ηSx is dominated by Sx; LocoProp "
+        "at rate η is FOOF at rate one with ridge 1/η. So does descent in the Mahalanobis norm, though its first step "
+        "points elsewhere, as it makes all singular values equal. Norms that do not know the inputs (Frobenius, "
+        "largest entry, operator norm) do not recover them, nor does Shampoo, whose step without an accumulator is "
+        "Muon's. "
+        "EKFAC with the exact Fisher is KFAC here: in a linear network output gradients do not depend on the inputs, "
+        "so that the corrected eigenvalues are the products of the factors' own."
     ),
     presets={
         "smoke": Config(exponents=(-2.0, -1.0), steps=20, dx=20, dy=8, k=3, batch=256),

@@ -13,6 +13,7 @@ from layerwise.studies.feature_learning.algorithms import SGD as SGD
 from layerwise.studies.feature_learning.algorithms import Adam as Adam
 from layerwise.studies.feature_learning.algorithms import Algorithm as Algorithm
 from layerwise.studies.feature_learning.algorithms import MinMin as MinMin
+from layerwise.studies.feature_learning.further import EKFAC as EKFAC
 from layerwise.studies.feature_learning.further import FOOF as FOOF
 from layerwise.studies.feature_learning.further import LocoProp as LocoProp
 from layerwise.studies.feature_learning.further import MahalanobisSpectral as MahalanobisSpectral

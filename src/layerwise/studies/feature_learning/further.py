@@ -1,4 +1,4 @@
-"""Further members of the family, for comparison: FOOF, LocoProp, Shampoo, and descent in other norms (Appendix D)."""
+"""Further members of the family, for comparison: FOOF, LocoProp, EKFAC, Shampoo, other norms (Appendix D)."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -113,6 +113,30 @@ class MahalanobisSpectral(Alternating):
         return s.sum(-1)[..., None, None] * times_moment(P @ U @ Vh, Q)
 
 
+@dataclass(frozen=True, kw_only=True)
+class EKFAC(Alternating):
+    """KFAC's eigenbasis with the Fisher's own variances: U [(Uᵀ ∇_G V) / s] Vᵀ, FᵀF = U·Uᵀ and Sx = V·Vᵀ.
+
+    s_ij = E[(u_iᵀFᵀε)² (v_jᵀx)²], with ε ~ N(0, I) the model's residual. In a linear network the output gradient Fᵀε
+    does not depend on x, so that s_ij = |Fu_i|² · v_jᵀSx v_j: the products of the factors' eigenvalues, and EKFAC is
+    KFAC. They differ where the network is not linear.
+    """
+
+    @property
+    def inverts_inputs(self) -> bool:
+        """Always."""
+        return True
+
+    def direction(
+        self, F: Float[Tensor, "*r dy k"], G: Float[Tensor, "*r k dx"], batch: Batch
+    ) -> Float[Tensor, "*r k dx"]:
+        """U [(Uᵀ ∇_G V) / s] Vᵀ."""
+        U, V = _eigenvectors(F.mT @ F), _eigenvectors(batch.Sx)
+        outputs, inputs = (F @ U).square().sum(-2), (V * (batch.Sx @ V)).sum(-2)
+        rotated = U.mT @ times_moment(grad_G(F, G, batch), V)
+        return times_moment(U @ (rotated / (outputs.unsqueeze(-1) * inputs.unsqueeze(-2))), V.mT)
+
+
 def _svd(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Thin SVD; not a number for a run that is not finite, where LAPACK would refuse the whole batch."""
     finite = g.isfinite().all(-1).all(-1)
@@ -123,6 +147,11 @@ def _svd(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _inverse_root(P: Tensor) -> Tensor:
     finite = P.isfinite().all(-1).all(-1)[..., None, None]
     return power(torch.where(finite, P, _eye(P)), -0.5).masked_fill(~finite, torch.nan)
+
+
+def _eigenvectors(P: Tensor) -> Tensor:
+    finite = P.isfinite().all(-1).all(-1)[..., None, None]
+    return torch.linalg.eigh(torch.where(finite, P, _eye(P)))[1].masked_fill(~finite, torch.nan)
 
 
 def _eye(S: Tensor) -> Tensor:

@@ -19,7 +19,15 @@ from layerwise.foundations.errors import InputError, NameLookupError, describe, 
 from layerwise.foundations.progress import Progress, resolve
 from layerwise.studies.feature_learning.algorithms import AMGD, DFW, KFAC, SGD, Adam, Algorithm, MinMin, with_rate
 from layerwise.studies.feature_learning.batch import Batch
-from layerwise.studies.feature_learning.further import FOOF, LocoProp, MahalanobisSpectral, Shampoo, Sign, Spectral
+from layerwise.studies.feature_learning.further import (
+    EKFAC,
+    FOOF,
+    LocoProp,
+    MahalanobisSpectral,
+    Shampoo,
+    Sign,
+    Spectral,
+)
 from layerwise.studies.feature_learning.ngd import NGD
 from layerwise.studies.feature_learning.problem import Setting
 from layerwise.studies.feature_learning.runs import MEASURES, Group, Runs
@@ -35,6 +43,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "altminmin": MinMin(),
     "foof": FOOF(),
     "locoprop": LocoProp(),
+    "ekfac": EKFAC(),
     "shampoo": Shampoo(),
     "sign": Sign(),
     "spectral": Spectral(),

@@ -1,0 +1,173 @@
+"""The family of Zhang et al. (2025), Appendix D, on the single-index problem after many steps instead of one."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from layerwise.experiments.claims import Claim
+from layerwise.experiments.experiment import Cell, Experiment, Record, Row
+from layerwise.experiments.figures import Curve, Figure, Panel
+from layerwise.experiments.over_seeds import band, bound, combined
+from layerwise.experiments.progress import within_cell
+from layerwise.experiments.zhang2025_head_to_head import PAPER
+from layerwise.studies import feature_learning as fl
+from layerwise.studies.feature_learning.index_training import split_trial, train_member
+from layerwise.studies.feature_learning.members import MEMBERS
+
+CELL = "trained"
+MIDDLE = {
+    "sgd": -1.0,
+    "adam": -1.5,
+    "sign": -2.5,
+    "muon": -1.0,
+    "shampoo": -1.0,
+    "soap": -1.0,
+    "locoprop": 0.0,
+    "foof": -1.0,
+    "kfac": -2.0,
+    "ekfac": -2.0,
+    "mahalanobis": -2.5,
+    "ngd": -2.5,
+}
+"""Decimal logarithm of the rate in the middle of those tried; found on trials 0 to 2 so that the best is enclosed."""
+AFTER = (
+    "Thresholds were set after trials 0 to 2 of preset paper had been seen, and tried on trials 3 to 7 and on laptop."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Eq. (12) and (14) with a ReLU student, which can learn the even part of σ⋆ too."""
+
+    seeds: int = 2
+    """Trials."""
+    dx: int = 20
+    n: int = 500
+    dh: int = 40
+    held_out: int = 2000
+    anisotropy: float = 0.9
+    steps: int = 40
+    every: int = 5
+    """Steps between measurements."""
+    shifts: tuple[float, ...] = (-1.0, -0.5, 0.0, 0.5, 1.0)
+    """What is added to the exponent of the middle rate, for every member alike."""
+
+    def setting(self) -> fl.SingleIndex:
+        """The problem."""
+        return fl.SingleIndex(dx=self.dx, n=self.n, dh=self.dh, anisotropy=self.anisotropy, activation="relu")
+
+
+def cells(config: Config) -> list[Cell]:
+    """One: all members of a trial share its draws."""
+    return [Cell(key=CELL)]
+
+
+def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
+    """Trial by trial: each member where its loss on held-out samples is least."""
+    for seed in seeds:
+        trial, held = split_trial(config.setting(), seed, config.held_out)
+        values: dict[str, float] = {}
+        for name in within_cell().track(list(MIDDLE), f"seed {seed}", len(MIDDLE)):
+            found = train_member(
+                name,
+                trial,
+                held,
+                exponents=[MIDDLE[name] + shift for shift in config.shifts],
+                steps=config.steps,
+                every=config.every,
+            )
+            values |= {
+                f"{name}/correlation": found.correlation,
+                f"{name}/held-out": found.held_out,
+                f"{name}/train": found.train,
+                f"{name}/rate": found.rate,
+                f"{name}/steps": found.steps,
+            }
+        yield Row(seed=seed, values=values)
+
+
+def claims(config: Config) -> list[Claim]:
+    """Training finds the direction whatever the member; who overfits is another question."""
+    if config.steps < 40:
+        return []
+    test = "mean" if config.seeds >= 5 else "every seed"
+    common = {"seeds": config.seeds, "erratum": AFTER, "source": "Appendix D", "test": test}
+    found = [
+        bound(
+            CELL,
+            f"{name}/correlation",
+            ">=",
+            0.7,
+            f"{MEMBERS[name].label}, trained, finds β⋆, whatever its first step did.",
+            **common,
+        )
+        for name in MIDDLE
+        if name not in ("ngd", "mahalanobis")
+    ]
+    for other in ("ngd", "mahalanobis"):
+        statement = f"{MEMBERS[other].label} with little damping fits noise: its held-out loss less that of KFAC."
+        found.append(
+            Claim(
+                name=f"{CELL}/{other}-overfits",
+                statement=statement,
+                quantity=combined(CELL, [f"{other}/held-out", "kfac/held-out"], lambda one, kfac: one - kfac),
+                relation=">=",
+                target=0.05,
+                **common,
+            )
+        )
+    return found
+
+
+def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
+    """Bars of the correlation and of the held-out loss."""
+
+    def bars(measure: str) -> list[Curve]:
+        found = []
+        for place, name in enumerate(MIDDLE):
+            key = f"{name}/{measure}"
+            part = [{**r, "series": {"place": [place], key: [r["values"][key]]}} for r in records]
+            found.append(band(part, CELL, "place", key, MEMBERS[name].label, "bars"))
+        return found
+
+    return [
+        Figure(
+            name="family-trained",
+            title=f"Every member after up to {config.steps} steps",
+            caption=(
+                "At the rate and step of the least loss on held-out samples. Left: top eigenvector of the mean of "
+                "∇f∇fᵀ; right: ½ mean (y − f)², of which noise leaves 0.5. Median over trials; the band spans all."
+            ),
+            panels=[
+                Panel(title="correlation with β⋆", x_label="member", y_label="correlation", curves=bars("correlation")),
+                Panel(title="held-out loss", x_label="member", y_label="loss", curves=bars("held-out")),
+            ],
+        )
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="family-trained",
+    title="After many steps nearly all members find the direction",
+    paper=PAPER,
+    figure="Appendix D",
+    summary=(
+        "The problem of family-index with both layers of a ReLU student trained on the full batch, by the optimizers "
+        "of studies/feature_learning/members.py. Each member is tried at five rates half a decade apart; rate and "
+        "step are those of the least loss on held-out samples. One might expect those that do not invert the inputs' "
+        "second moment to stay as far from β⋆ as their first step; they do not. On trials 3 to 7 of preset paper mean "
+        "correlations are 0.90 (SGD), 0.93 (Adam), 0.87 (Sign), 0.91 (Muon), 0.95 (Shampoo) and 0.94 (SOAP), against "
+        "0.94 of FOOF, LocoProp, KFAC and EKFAC. So on this problem the order of family-index is that of one step. "
+        "NGD and descent in the Mahalanobis norm, at the relative damping of 1e-4 of all members that have one, have "
+        "the worst held-out loss; more damping is not tried."
+    ),
+    presets={
+        "smoke": Config(seeds=1, dx=8, n=100, dh=10, held_out=200, steps=5, shifts=(0.0,)),
+        "laptop": Config(),
+        "paper": Config(seeds=8, dx=30, n=750, dh=60),
+    },
+    cells=cells,
+    run=run,
+    claims=claims,
+    figures=figures,
+    cost="on one core: smoke two seconds, laptop half a minute, paper four minutes",
+)
