@@ -168,3 +168,28 @@ def test_settings_of_matplotlib_are_left_as_they_were():
     before = dict(matplotlib.rcParams)
     picture(figure(), "p")
     assert dict(matplotlib.rcParams) == before
+
+
+def words_along_x(axes):
+    return [text.get_text() for text in axes.get_xticklabels()]
+
+
+def test_bars_with_a_place_each_are_named_along_the_axis():
+    bars = [Curve(label=name, x=[place], y=[1.0], style="bars") for place, name in enumerate(["KFAC", "SGD", "Adam"])]
+    axes, _ = drawn(panel(*bars))
+    assert words_along_x(axes) == ["KFAC", "SGD", "Adam"]
+
+
+def test_places_are_named_as_declared():
+    curve = Curve(label="as printed", x=[0, 1], y=[1.0, 2.0], style="points")
+    axes, _ = drawn(panel(curve, places=["Lemma 3.7", "eq. (16)"]))
+    assert words_along_x(axes) == ["Lemma 3.7", "eq. (16)"]
+    low, high = axes.get_xlim()
+    assert low < 0
+    assert high > 1
+
+
+def test_bars_at_numbers_keep_their_numbers():
+    bars = [Curve(label=name, x=[10, 20], y=[1.0, 2.0], style="bars") for name in ("KFAC", "SGD")]
+    axes, _ = drawn(panel(*bars))
+    assert "KFAC" not in words_along_x(axes)

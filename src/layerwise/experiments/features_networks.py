@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Curve, Figure, Panel
-from layerwise.experiments.over_seeds import band, bound, combined
+from layerwise.experiments.over_seeds import band, bars, bound, combined
 from layerwise.experiments.progress import within_cell
 from layerwise.experiments.zhang2025_head_to_head import PAPER
 from layerwise.foundations.errors import InputError, describe
@@ -163,13 +163,7 @@ def _figures(config: Config, records: Sequence[Record], cell: str) -> list[Figur
     def curves(measure: str) -> list[Curve]:
         return [band(records, cell, f"{n}/step", f"{n}/{measure}", MEMBERS[n].label) for n in config.members]
 
-    def bars(measure: str) -> list[Curve]:
-        found = []
-        for place, name in enumerate(config.members):
-            key = f"{name}/{measure}"
-            part = [{**r, "series": {"place": [place], key: [r["values"][key]]}} for r in records if r["cell"] == cell]
-            found.append(band(part, cell, "place", key, MEMBERS[name].label, "bars"))
-        return found
+    transfers = {f"{name}/transfer": MEMBERS[name].label for name in config.members}
 
     def panel(name: str, x: str, y: str, shown: list[Curve]) -> Panel:
         return Panel(title=name, x_label=x, y_label=y, y_scale="log", curves=shown)
@@ -185,7 +179,7 @@ def _figures(config: Config, records: Sequence[Record], cell: str) -> list[Figur
             panels=[
                 panel("features", "step", "distance of the features", curves("dist")),
                 panel("loss", "step", "loss without noise", curves("loss")),
-                panel("transfer", "member", "error after transfer", bars("transfer")),
+                panel("transfer", "", "error after transfer", bars(records, cell, transfers)),
             ],
         ),
     ]

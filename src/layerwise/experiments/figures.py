@@ -31,6 +31,8 @@ class Panel:
     curves: Sequence[Curve]
     x_scale: str = "linear"
     y_scale: str = "linear"
+    places: Sequence[str] = ()
+    """What stands at x = 0, 1, 2, … where x is no number; bars with a place each are named by their labels anyway."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,22 @@ def band(records: Sequence[Record], cell: str, x: str, y: str, label: str, style
     )
 
 
+def bars(records: Sequence[Record], cell: str, names: Mapping[str, str]) -> list[Curve]:
+    """A bar for each value of a cell, from its name to its label: the median over seeds, with least and largest.
+
+    >>> records = [{"cell": "a", "seed": s, "values": {"kfac/loss": s}, "series": {}} for s in (1, 2, 3)]
+    >>> (bar,) = bars(records, "a", {"kfac/loss": "KFAC"})
+    >>> bar.label, bar.x, bar.y, bar.low, bar.high
+    ('KFAC', [0], [2], [1], [3])
+    """
+    found = []
+    for place, (name, label) in enumerate(names.items()):
+        held = [r for r in records if r["cell"] == cell and name in r["values"]]
+        shown: list[Record] = [{**r, "series": {"place": [place], name: [r["values"][name]]}} for r in held]
+        found.append(band(shown, cell, "place", name, label, "bars"))
+    return found
+
+
 def value(cell: str, name: str) -> Callable[[Sequence[Mapping]], dict[int, Any]]:
     """A claim's quantity: one value of one cell."""
     return lambda records: by_seed(records, cell, name)

@@ -8,12 +8,14 @@ import numpy as np
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Curve, Figure, Panel
-from layerwise.experiments.over_seeds import band, bound
+from layerwise.experiments.over_seeds import bound
 from layerwise.experiments.zhang2025_head_to_head import PAPER
 from layerwise.studies.feature_learning import errata
 from layerwise.studies.feature_learning.errata import Erratum
 
 CELL = "places"
+LEAST = 1e-16
+"""What stands for zero on a logarithmic axis."""
 ERRATA: dict[str, Erratum] = {
     "norm": Erratum(
         place="Proposition D.2",
@@ -137,25 +139,24 @@ def claims(config: Config) -> list[Claim]:
 def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
     """Bars of the errors of both readings."""
 
-    def bars(reading: str, label: str) -> Curve:
-        places = list(range(len(ERRATA)))
-        shown: list[Record] = [
-            {**record, "series": {"place": places, reading: [record["values"][f"{n}/{reading}"] for n in ERRATA]}}
-            for record in records
-        ]
-        return band(shown, CELL, "place", reading, label, "points")
+    def points(reading: str, label: str) -> Curve:
+        columns = [[max(r["values"][f"{name}/{reading}"], LEAST) for r in records] for name in ERRATA]
+        lows, highs = ([edge(column, default=LEAST) for column in columns] for edge in (min, max))
+        return Curve(label=label, x=list(range(len(ERRATA))), y=highs, low=lows, high=highs, style="points")
 
     return [
         Figure(
             name="errata",
             title="Two readings",
-            caption="From the left: " + "; ".join(erratum.place for erratum in ERRATA.values()) + ".",
+            caption=f"Relative error, the largest over seeds and its range; zero is drawn at {LEAST:g}.",
             panels=[
                 Panel(
                     title="distance from a computation that needs neither",
-                    x_label="place in the paper",
+                    x_label="",
                     y_label="relative error",
-                    curves=[bars("printed", "as printed"), bars("corrected", "corrected")],
+                    y_scale="log",
+                    curves=[points("printed", "as printed"), points("corrected", "corrected")] if records else [],
+                    places=[erratum.place for erratum in ERRATA.values()],
                 )
             ],
         )

@@ -7,8 +7,8 @@ import torch
 
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
-from layerwise.experiments.figures import Curve, Figure, Panel
-from layerwise.experiments.over_seeds import band, bound, combined
+from layerwise.experiments.figures import Figure, Panel
+from layerwise.experiments.over_seeds import band, bars, bound, combined
 from layerwise.experiments.progress import within_cell
 from layerwise.experiments.zhang2025_head_to_head import PAPER
 from layerwise.foundations.random import stream
@@ -163,16 +163,9 @@ def claims(config: Config) -> list[Claim]:
 def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
     """Bars of the least distance, the loss there and the alignment; and the distance by rate."""
 
-    def bars(measure: str) -> list[Curve]:
-        found = []
-        for place, (name, (label, _, _)) in enumerate(MEMBERS.items()):
-            key = f"{name}/{measure}"
-            part = [{**r, "series": {"place": [place], key: [r["values"][key]]}} for r in records]
-            found.append(band(part, CELL, "place", key, label, "bars"))
-        return found
-
     def panel(title: str, measure: str, y_scale: str) -> Panel:
-        return Panel(title=title, x_label="member", y_label=measure, y_scale=y_scale, curves=bars(measure))
+        shown = bars(records, CELL, {f"{name}/{measure}": label for name, (label, _, _) in MEMBERS.items()})
+        return Panel(title=title, x_label="", y_label=measure, y_scale=y_scale, curves=shown)
 
     sweep = [band(records, CELL, f"{name}/rate", f"{name}/dist", label) for name, (label, _, _) in MEMBERS.items()]
     return [

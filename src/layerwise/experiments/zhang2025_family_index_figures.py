@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from layerwise.experiments.against_theory import means
 from layerwise.experiments.experiment import Record
 from layerwise.experiments.figures import Curve, Figure, Panel
-from layerwise.experiments.over_seeds import band
+from layerwise.experiments.over_seeds import band, bars
 from layerwise.studies.feature_learning.index_family import INDEX_MEMBERS
 
 BY_E, BY_DAMPING = "anisotropies", "dampings"
@@ -22,6 +22,7 @@ def first_steps(records: Sequence[Record], *, e: float, damping: float, dx: int)
         band(records, BY_E, "point", f"{name}/theory", f"{LABEL[name]}, predicted", style="dashed")
         for name in ("sgd", "foof", "sign")
     ]
+    shares = bars(records, BY_E, {f"{name}@{e:g}/share": label for name, label in LABEL.items()})
     return Figure(
         name="family-index",
         title=f"One step of every member, λ = {damping:g}",
@@ -37,7 +38,7 @@ def first_steps(records: Sequence[Record], *, e: float, damping: float, dx: int)
                 y_label="correlation with β⋆",
                 curves=_points(records, BY_E, "correlation", shown) + predicted,
             ),
-            Panel(title="share of β⋆ in the change", x_label="member", y_label="share", curves=_bars(records, e)),
+            Panel(title="share of β⋆ in the change", x_label="", y_label="share", curves=shares),
         ],
     )
 
@@ -63,15 +64,3 @@ def by_damping(records: Sequence[Record], *, e: float) -> Figure:
 
 def _points(records: Sequence[Record], cell: str, measure: str, names: Sequence[str]) -> list[Curve]:
     return [means(records, cell, "point", f"{name}/{measure}", LABEL[name]) for name in names]
-
-
-def _bars(records: Sequence[Record], e: float) -> list[Curve]:
-    found = []
-    for place, (name, label) in enumerate(LABEL.items()):
-        part = [
-            {**r, "series": {"place": [place], name: [r["values"][f"{name}@{e:g}/share"]]}}
-            for r in records
-            if r["cell"] == BY_E
-        ]
-        found.append(band(part, BY_E, "place", name, label, "bars"))
-    return found

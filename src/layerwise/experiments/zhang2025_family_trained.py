@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Curve, Figure, Panel
-from layerwise.experiments.over_seeds import band, bound, combined
+from layerwise.experiments.over_seeds import bars, bound, combined
 from layerwise.experiments.progress import within_cell
 from layerwise.experiments.zhang2025_head_to_head import PAPER
 from layerwise.studies import feature_learning as fl
@@ -121,13 +121,8 @@ def claims(config: Config) -> list[Claim]:
 def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
     """Bars of the correlation and of the held-out loss."""
 
-    def bars(measure: str) -> list[Curve]:
-        found = []
-        for place, name in enumerate(MIDDLE):
-            key = f"{name}/{measure}"
-            part = [{**r, "series": {"place": [place], key: [r["values"][key]]}} for r in records]
-            found.append(band(part, CELL, "place", key, MEMBERS[name].label, "bars"))
-        return found
+    def shown(measure: str) -> list[Curve]:
+        return bars(records, CELL, {f"{name}/{measure}": MEMBERS[name].label for name in MIDDLE})
 
     return [
         Figure(
@@ -138,8 +133,8 @@ def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
                 "∇f∇fᵀ; right: ½ mean (y − f)², of which noise leaves 0.5. Median over trials; the band spans all."
             ),
             panels=[
-                Panel(title="correlation with β⋆", x_label="member", y_label="correlation", curves=bars("correlation")),
-                Panel(title="held-out loss", x_label="member", y_label="loss", curves=bars("held-out")),
+                Panel(title="correlation with β⋆", x_label="", y_label="correlation", curves=shown("correlation")),
+                Panel(title="held-out loss", x_label="", y_label="loss", curves=shown("held-out")),
             ],
         )
     ]

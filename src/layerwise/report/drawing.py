@@ -89,9 +89,24 @@ def draw(axes: Any, panel: Panel, looks: Mapping[str, Look]) -> list[str]:
     else:
         axes.margins(x=0.02)
         axes.autoscale_view()
-        set_ticks(axes.xaxis, panel.x_scale)
+        names = panel.places or ([curve.label for curve in panel.curves] if _one_bar_each(panel, shared) else ())
+        if names:
+            _name_places(axes, names)
+        else:
+            set_ticks(axes.xaxis, panel.x_scale)
         set_ticks(axes.yaxis, panel.y_scale)
     return notes
+
+
+def _one_bar_each(panel: Panel, shared: bool) -> bool:
+    return not shared and all(curve.style == "bars" and list(curve.x) == [k] for k, curve in enumerate(panel.curves))
+
+
+def _name_places(axes: Any, names: Sequence[str]) -> None:
+    """Words in place of numbers along x, slanted so that long ones do not meet."""
+    axes.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor", fontsize=9)
+    axes.set_xlim(-0.6, len(names) - 0.4)
+    axes.grid(False, axis="x")
 
 
 def _limit(axes: Any, axis: str, panel: Panel) -> str:
