@@ -1,0 +1,102 @@
+"""Panels of the experiment on real data: distance by member, accuracy by examples, movement by eigen-direction."""
+
+from collections.abc import Mapping, Sequence
+
+from layerwise.experiments.experiment import Record
+from layerwise.experiments.figures import Curve, Figure, Panel
+from layerwise.experiments.over_seeds import band
+
+
+def bars(records: Sequence[Record], cell: str, labels: Mapping[str, str], measure: str) -> list[Curve]:
+    """One bar a member: the median over seeds, with least and largest.
+
+    >>> found = bars([{"cell": "a", "seed": 0, "values": {"sgd/dist": 0.5}}], "a", {"sgd": "SGD"}, "dist")
+    >>> found[0].x, found[0].y
+    ([0], [0.5])
+    """
+    found = []
+    for place, (name, label) in enumerate(labels.items()):
+        key = f"{name}/{measure}"
+        part = [{**r, "series": {"place": [place], key: [r["values"][key]]}} for r in records if key in r["values"]]
+        found.append(band(part, cell, "place", key, label, "bars"))
+    return [curve for curve in found if len(curve.x)]
+
+
+def by_examples(
+    records: Sequence[Record], cell: str, labels: Mapping[str, str], each: Sequence[int], dashed: Sequence[str]
+) -> list[Curve]:
+    """Accuracy on the target against the number of examples a class."""
+    found = []
+    for name, label in labels.items():
+        keys = [f"{name}/target@{n}" for n in each]
+        part = [
+            {**r, "series": {"each": list(each), "accuracy": [r["values"][key] for key in keys]}}
+            for r in records
+            if all(key in r["values"] for key in keys)
+        ]
+        found.append(band(part, cell, "each", "accuracy", label, "dashed" if name in dashed else "line"))
+    return [curve for curve in found if len(curve.x)]
+
+
+def known_figure(records: Sequence[Record], cells: Mapping[str, str], labels: Mapping[str, str]) -> Figure:
+    """Distances and held-out losses; `cells` from a cell to its title."""
+    panels = []
+    for cell, title in cells.items():
+        for measure, what in (("dist", "distance to the features"), ("loss", "held-out loss")):
+            curves = bars(records, cell, labels, measure)
+            panels.append(Panel(title=title, x_label="member", y_label=what, y_scale="log", curves=curves))
+    return Figure(
+        name="real-data-known",
+        title="Features of a teacher, inputs that are images",
+        caption="Each member at the rate of its least distance. Median over seeds; the line spans all seeds.",
+        panels=panels,
+    )
+
+
+def transfer_figure(
+    records: Sequence[Record],
+    cells: Mapping[str, str],
+    labels: Mapping[str, str],
+    each: Sequence[int],
+    baselines: Mapping[str, str],
+) -> Figure:
+    """Accuracy on the other labels by the number of examples."""
+    return Figure(
+        name="real-data-transfer",
+        title="A hidden layer trained on the labels 0–4 serves the labels 5–9",
+        caption="Test accuracy of a ridge head; each member at its rate of the least held-out loss on 0–4. Dashed: no "
+        "training on 0–4. Median over seeds; the band spans all seeds.",
+        panels=[
+            Panel(
+                title=title,
+                x_label="examples of each target label",
+                y_label="accuracy on 5–9",
+                x_scale="log",
+                curves=by_examples(records, cell, {**labels, **baselines}, each, list(baselines)),
+            )
+            for cell, title in cells.items()
+        ],
+    )
+
+
+def movement_figure(records: Sequence[Record], cells: Mapping[str, str], labels: Mapping[str, str]) -> Figure:
+    """Where the hidden weights moved, by eigen-direction of the inputs' covariance."""
+    return Figure(
+        name="real-data-movement",
+        title="Along which eigen-directions the hidden weights move",
+        caption="‖ΔG v_j‖² as a part of the sum, eigenvalues from the largest to the smallest; median over seeds.",
+        panels=[
+            Panel(
+                title=title,
+                x_label="eigen-direction",
+                y_label="part of the movement",
+                y_scale="log",
+                curves=[
+                    curve
+                    for name, label in labels.items()
+                    if len((curve := band(records, cell, "direction", f"{name}/movement", label)).x)
+                ],
+            )
+            for cell, title in cells.items()
+        ],
+    )
