@@ -10,8 +10,9 @@ from torch import nn
 from layerwise.foundations.errors import InputError
 from layerwise.foundations.random import stream
 from layerwise.studies.feature_learning import teacher
+from layerwise.studies.feature_learning.features import feature_distance, gradient_outer_product
 from layerwise.studies.feature_learning.members import MEMBERS, member, members
-from layerwise.studies.feature_learning.networks import feature_distance, gradient_outer_product, learn, transfer
+from layerwise.studies.feature_learning.networks import learn, transfer
 from layerwise.studies.feature_learning.teacher import Network, draw_task, other_task
 
 SMALL = Network(dx=8, k=2, dy=3, dh=8, condition=10, batch=64)

@@ -8,6 +8,7 @@ from layerwise import optim
 from layerwise.foundations.errors import InputError
 from layerwise.studies.feature_learning import label_transfer as lt
 from layerwise.studies.feature_learning import real_inputs as ri
+from layerwise.studies.feature_learning.features import feature_distance, gradient_outer_product
 
 pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'layerwise[data]'")
 
@@ -77,16 +78,16 @@ def test_distance_is_zero_for_the_teacher_and_one_for_the_overflowed(pixels):
     found = ri.known_features(pixels, 0)
     model = ri.network(pixels.shape[1], 4, 8)
     ri.hidden_weight(model).copy_(found.G)
-    assert ri.feature_distance(model, found.x, found.G) < 1e-7
+    assert feature_distance(model, found.x, found.G) < 1e-7
     ri.hidden_weight(model).fill_(torch.inf)
-    assert ri.feature_distance(model, found.x, found.G) == 1.0
+    assert feature_distance(model, found.x, found.G) == 1.0
     assert ri.mean_loss(found.problem(4, 32), model, found.held_x, found.held_y) == torch.inf
 
 
 def test_gradient_outer_product_by_differences():
     model, x, h = ri.network(4, 3, 2), normal(6, 4), 1e-6
     J = torch.stack([(model(x + h * e) - model(x - h * e)) / (2 * h) for e in torch.eye(4).double()], -1).detach()
-    torch.testing.assert_close(ri.gradient_outer_product(model, x), torch.einsum("nod,noe->de", J, J) / 6)
+    torch.testing.assert_close(gradient_outer_product(model, x), torch.einsum("nod,noe->de", J, J) / 6)
 
 
 def test_movement_is_a_part_of_the_sum(pixels):

@@ -21,6 +21,7 @@ from layerwise.experiments.progress import within_cell
 from layerwise.experiments.zhang2025_head_to_head import PAPER
 from layerwise.foundations.errors import InputError, unknown
 from layerwise.studies.feature_learning import label_transfer, real_inputs
+from layerwise.studies.feature_learning.features import feature_distance
 from layerwise.studies.feature_learning.real_inputs import hidden_weight
 
 LABELS = {
@@ -126,13 +127,13 @@ def with_features(config: Config, x: Tensor, seed: int, rotated: bool) -> Row:
     values, series = moves.values, moves.series
     moves.add("features", torch.zeros_like(known.G), known.G)
     start = real_inputs.trained(problem, "sgd", 0, seed=seed, steps=0)
-    values["start/dist"] = real_inputs.feature_distance(start, known.x, known.G)
+    values["start/dist"] = feature_distance(start, known.x, known.G)
     names = ROTATED if rotated else KNOWN
     for name in within_cell().track(names, "members", len(names)):
         tried = []
         for rate in config.rates(name, 0):
             model = real_inputs.trained(problem, name, rate, seed=seed, steps=config.steps)
-            dist = real_inputs.feature_distance(model, known.x, known.G)
+            dist = feature_distance(model, known.x, known.G)
             tried.append((dist, real_inputs.mean_loss(problem, model, known.held_x, known.held_y), rate, model))
         dist, loss, rate, model = min(tried, key=lambda one: one[0])
         values |= {f"{name}/dist": dist, f"{name}/loss": loss, f"{name}/rate": rate}

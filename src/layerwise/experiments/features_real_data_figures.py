@@ -4,22 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from layerwise.experiments.experiment import Record
 from layerwise.experiments.figures import Curve, Figure, Panel
-from layerwise.experiments.over_seeds import band
-
-
-def bars(records: Sequence[Record], cell: str, labels: Mapping[str, str], measure: str) -> list[Curve]:
-    """One bar a member: the median over seeds, with least and largest.
-
-    >>> found = bars([{"cell": "a", "seed": 0, "values": {"sgd/dist": 0.5}}], "a", {"sgd": "SGD"}, "dist")
-    >>> found[0].x, found[0].y
-    ([0], [0.5])
-    """
-    found = []
-    for place, (name, label) in enumerate(labels.items()):
-        key = f"{name}/{measure}"
-        part = [{**r, "series": {"place": [place], key: [r["values"][key]]}} for r in records if key in r["values"]]
-        found.append(band(part, cell, "place", key, label, "bars"))
-    return [curve for curve in found if len(curve.x)]
+from layerwise.experiments.over_seeds import band, bars
 
 
 def by_examples(
@@ -38,13 +23,18 @@ def by_examples(
     return [curve for curve in found if len(curve.x)]
 
 
+def _has(records: Sequence[Record], cell: str, key: str) -> bool:
+    return any(record["cell"] == cell and key in record["values"] for record in records)
+
+
 def known_figure(records: Sequence[Record], cells: Mapping[str, str], labels: Mapping[str, str]) -> Figure:
     """Distances and held-out losses; `cells` from a cell to its title."""
     panels = []
     for cell, title in cells.items():
         for measure, what in (("dist", "distance to the features"), ("loss", "held-out loss")):
-            curves = bars(records, cell, labels, measure)
-            panels.append(Panel(title=title, x_label="member", y_label=what, y_scale="log", curves=curves))
+            names = {f"{name}/{measure}": label for name, label in labels.items()}
+            curves = bars(records, cell, {key: label for key, label in names.items() if _has(records, cell, key)})
+            panels.append(Panel(title=title, x_label="", y_label=what, y_scale="log", curves=curves))
     return Figure(
         name="real-data-known",
         title="Features of a teacher, inputs that are images",

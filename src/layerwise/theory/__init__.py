@@ -26,6 +26,9 @@ from layerwise.theory.norms import printed_norm as printed_norm
 from layerwise.theory.random_matrices import marchenko_pastur as marchenko_pastur
 from layerwise.theory.random_matrices import resolvent as resolvent
 from layerwise.theory.random_matrices import stieltjes as stieltjes
+from layerwise.theory.sample_complexity import best_damping as best_damping
+from layerwise.theory.sample_complexity import correlation_limit as correlation_limit
+from layerwise.theory.sample_complexity import samples_needed as samples_needed
 from layerwise.theory.single_index import HermiteConstants as HermiteConstants
 from layerwise.theory.single_index import correlation_kfac as correlation_kfac
 from layerwise.theory.single_index import correlation_sgd as correlation_sgd

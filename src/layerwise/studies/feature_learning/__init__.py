@@ -13,6 +13,8 @@ from layerwise.studies.feature_learning.algorithms import SGD as SGD
 from layerwise.studies.feature_learning.algorithms import Adam as Adam
 from layerwise.studies.feature_learning.algorithms import Algorithm as Algorithm
 from layerwise.studies.feature_learning.algorithms import MinMin as MinMin
+from layerwise.studies.feature_learning.features import feature_distance as feature_distance
+from layerwise.studies.feature_learning.features import gradient_outer_product as gradient_outer_product
 from layerwise.studies.feature_learning.further import EKFAC as EKFAC
 from layerwise.studies.feature_learning.further import FOOF as FOOF
 from layerwise.studies.feature_learning.further import LocoProp as LocoProp
@@ -24,8 +26,6 @@ from layerwise.studies.feature_learning.measures import subspace_distance as sub
 from layerwise.studies.feature_learning.measures import whitened_distance as whitened_distance
 from layerwise.studies.feature_learning.members import Member as Member
 from layerwise.studies.feature_learning.members import members as members
-from layerwise.studies.feature_learning.networks import feature_distance as feature_distance
-from layerwise.studies.feature_learning.networks import gradient_outer_product as gradient_outer_product
 from layerwise.studies.feature_learning.networks import learn as learn
 from layerwise.studies.feature_learning.ngd import NGD as NGD
 from layerwise.studies.feature_learning.one_step import correlations as correlations

@@ -15,6 +15,7 @@ from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.progress import Progress, Silent
 from layerwise.foundations.random import stream
 from layerwise.studies.feature_learning.covariance import haar
+from layerwise.studies.feature_learning.features import gradient_outer_product
 from layerwise.studies.feature_learning.index_family import student
 from layerwise.studies.feature_learning.members import member
 from layerwise.studies.feature_learning.single_index import (
@@ -70,9 +71,7 @@ def learned_correlation(model: nn.Module, x: Float[Tensor, "n dx"], index: Float
     >>> round(learned_correlation(model, x, model.weight[0].detach()), 6)
     1.0
     """
-    x = x.detach().requires_grad_()
-    (slopes,) = torch.autograd.grad(model(x).sum(), x)
-    top = torch.linalg.eigh(slopes.mT @ slopes / len(x))[1][:, -1]
+    top = torch.linalg.eigh(gradient_outer_product(model, x))[1][:, -1]
     return float((top @ index).abs() / index.norm())
 
 

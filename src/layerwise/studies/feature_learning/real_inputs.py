@@ -7,20 +7,18 @@ that its error can be measured; `label_transfer` (a module of its own) keeps the
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from layerwise import data, optim
+from layerwise import data
 from layerwise.data import Images
 from layerwise.foundations.errors import InputError, describe, unknown
 from layerwise.foundations.random import stream
 from layerwise.studies.feature_learning.covariance import haar
-from layerwise.studies.feature_learning.measures import subspace_distance
-from layerwise.studies.feature_learning.members import FISHER, member
+from layerwise.studies.feature_learning.members import member, members
 from layerwise.training import Budget, Problem, tensor_batches, train
 
 DATA = ("digits", "mnist")
@@ -28,12 +26,6 @@ LEAST = 1e-2
 """Pixels whose variance is below this part of the mean are dropped: the images say next to nothing along them."""
 DAMPED = 0.1
 """Damping of the variant "kfac-damped"; the other members have the small one of their table."""
-_OF_THE_LIKELIHOOD: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
-    "kfac": (optim.KFAC, FISHER),
-    "kfac-damped": (optim.KFAC, FISHER | {"damping": DAMPED}),
-    "ekfac": (optim.EKFAC, FISHER),
-}
-"""Members whose curvature is that of a likelihood; the table of members has the Gaussian one."""
 
 
 def images(name: str, limit: int | None = None, pool: int = 1) -> Images:
@@ -97,10 +89,10 @@ def optimizer_of(name: str, likelihood: str) -> Callable[[nn.Module, float], Opt
     >>> type(make(network(5, 4, 2), 0.1)).__name__
     'KFAC'
     """
-    if name not in _OF_THE_LIKELIHOOD:
-        return member(name).make
-    kind, options = _OF_THE_LIKELIHOOD[name]
-    return lambda model, lr: kind(model, lr=lr, **options | {"likelihood": likelihood})
+    if name == "kfac-damped":
+        return members(DAMPED, likelihood)["kfac"].make
+    member(name)  # refuses a name that is none
+    return members(likelihood=likelihood)[name].make
 
 
 def trained(problem: Problem, name: str, rate: float | int, *, seed: int, steps: int) -> nn.Sequential:
@@ -182,30 +174,6 @@ def known_features(
 
 
 # --- Measures -----------------------------------------------------------------------------------------------
-
-
-def gradient_outer_product(model: nn.Module, x: Float[Tensor, "N d"]) -> Float[Tensor, "d d"]:
-    """The mean over examples of ∇f∇fᵀ, summed over the outputs: along what the outputs depend on the inputs.
-
-    >>> model = network(3, 2, 1, nn.Identity)
-    >>> w = (model[2].weight @ model[0].weight).detach()
-    >>> torch.allclose(gradient_outer_product(model, torch.ones(4, 3).double()), w.mT @ w)
-    True
-    """
-    x = x.detach().clone().requires_grad_()
-    f = model(x)
-    rows = [torch.autograd.grad(f[:, j].sum(), x, retain_graph=True)[0] for j in range(f.shape[1])]
-    J = torch.cat(rows)
-    return J.mT @ J / len(x)
-
-
-def feature_distance(model: nn.Module, x: Float[Tensor, "N d"], G: Float[Tensor, "k d"]) -> float:
-    """Distance from the leading k eigenvectors of `gradient_outer_product` to the rows of G; 1 if it is not finite."""
-    product = gradient_outer_product(model, x)
-    if not product.isfinite().all():
-        return 1.0
-    leading = torch.linalg.eigh(product).eigenvectors[:, -len(G) :].mT
-    return float(subspace_distance(leading, G))
 
 
 def eigen_directions(x: Float[Tensor, "N d"]) -> tuple[Float[Tensor, "d"], Float[Tensor, "d d"]]:

@@ -7,20 +7,18 @@ step takes a fresh batch, so that samples used are steps times the batch.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from layerwise import optim
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.random import stream
 from layerwise.studies.feature_learning.batch import draw
 from layerwise.studies.feature_learning.covariance import haar
 from layerwise.studies.feature_learning.measures import subspace_distance
-from layerwise.studies.feature_learning.members import FISHER, MEMBERS, Member, member
+from layerwise.studies.feature_learning.members import MEMBERS, Member, members
 from layerwise.studies.feature_learning.problem import Task
 
 FIRST: dict[str, float] = dict.fromkeys(MEMBERS, -2.0)
@@ -232,8 +230,7 @@ def damped_kfac(damping: float | int) -> Member:
     >>> damped_kfac(1e-6).label
     'KFAC'
     """
-    options: dict[str, Any] = FISHER | {"damping": float(damping)}
-    return replace(member("kfac"), make=lambda model, lr: optim.KFAC(model, lr=lr, **options))
+    return members(damping)["kfac"]
 
 
 def growth(conditions: Sequence[float | int], needed: Sequence[float]) -> float:
