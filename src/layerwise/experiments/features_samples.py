@@ -204,8 +204,8 @@ EXPERIMENT = Experiment(
     summary=(
         "How many fresh samples the library's optimizers need until the subspace distance of a linear representation "
         "is 0.3 and stays there, as the condition number κ of the inputs' covariance grows (log-spaced eigenvalues, "
-        "mean one), each at the best of its rates over two decades. The need of KFAC, EKFAC, FOOF and Mahalanobis-spectral "
-        "descent hardly grows, SGD's nearly as κ; that it is not κ we ascribe to the distance asked for, which lets "
+        "mean one), each at the best of its rates over two decades. The need of KFAC, EKFAC, FOOF and Mahalanobis-"
+        "spectral descent hardly grows, SGD's nearly as κ; that it is not κ we ascribe to the distance asked for, which lets "
         "directions of the smallest eigenvalues go unlearned. Adam needs less than SGD; Sign needs more, against "
         "expectation. SOAP, which never sees the inputs, grows slowly too (the second moment of gradients contains Σ), "
         "but needs several times KFAC's samples. KFAC itself is compared with least squares of rank k, which uses "
