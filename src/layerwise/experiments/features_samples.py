@@ -202,18 +202,18 @@ EXPERIMENT = Experiment(
     paper=PAPER,
     figure="beyond the paper",
     summary=(
-        "How many fresh samples the library's optimizers need until the subspace distance of a linear representation "
-        "is 0.3 and stays there, as the condition number κ of the inputs' covariance grows (log-spaced eigenvalues, "
-        "mean one), each at the best of its rates over two decades. The need of KFAC, EKFAC, FOOF and Mahalanobis-"
-        "spectral descent hardly grows, SGD's nearly as κ; that it is not κ we ascribe to the distance asked for, "
-        "which lets directions of the smallest eigenvalues go unlearned. Adam needs less than SGD; Sign needs more, against "
-        "expectation. SOAP, which never sees the inputs, grows slowly too (the second moment of gradients contains Σ), "
-        "but needs several times KFAC's samples. KFAC itself is compared with least squares of rank k, which uses "
-        "samples best. At κ = 1 KFAC is limited by its steps; at large κ by damping (relative to the product of two "
-        "factors, it is its root on each) or, with little damping and small batches, by noise, which the inverse "
-        "multiplies by 1/λ_min. For one step the lemmas are solved for n: SGD's correlation is at most 1/√(1 + e²), so "
-        "beyond some e no number of samples is enough; KFAC's need grows as 1/(1 − e²), and less with the best λ, "
-        "φ(c⊥² + noise²)/c₁²."
+        "How many fresh samples the library's optimizers need until the subspace distance of a linear "
+        "representation is 0.3 and stays there, as the condition number κ of the inputs' covariance grows "
+        "(log-spaced eigenvalues, mean one), each at the best of its rates over two decades. The need of KFAC, "
+        "EKFAC, FOOF and Mahalanobis-spectral descent hardly grows, SGD's nearly as κ; that it is not κ we ascribe "
+        "to the distance asked for, which lets directions of the smallest eigenvalues go unlearned. Adam needs "
+        "less than SGD; Sign needs more, against expectation. SOAP, which never sees the inputs, grows slowly too "
+        "(the second moment of gradients contains Σ), but needs several times KFAC's samples. KFAC itself is "
+        "compared with least squares of rank k, which uses samples best. At κ = 1 KFAC is limited by its steps; at "
+        "large κ by damping (relative to the product of two factors, it is its root on each) or, with little "
+        "damping and small batches, by noise, which the inverse multiplies by 1/λ_min. For one step the lemmas are "
+        "solved for n: SGD's correlation is at most 1/√(1 + e²), so beyond some e no number of samples is enough; "
+        "KFAC's need grows as 1/(1 − e²), and less with the best λ, φ(c⊥² + noise²)/c₁²."
     ),
     presets={
         "smoke": Config(
