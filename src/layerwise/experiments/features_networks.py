@@ -106,8 +106,8 @@ TRANSFER = {"sgd": 4, "adam": 1.2}
 """The same for the error after transfer."""
 AFTER = (
     "Numbers were first chosen after seeds 0 to 2 with Gaussian inputs. Other seeds and laws then broke those for Adam "
-    "and Muon (3), Shampoo and FOOF (2) and SOAP (at least 1.2); they were set anew after seeds 0 to 4 of preset paper, "
-    "and seeds 5 and 6 of every cell were run to try them."
+    "and Muon (3), Shampoo and FOOF (2) and SOAP (at least 1.2); they were set anew after seeds 0 to 4 of preset "
+    "paper, and seeds 5 and 6 of every cell were run to try them."
 )
 
 
