@@ -8,17 +8,20 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from layerwise.studies.feature_learning.measures import subspace_distance
+from layerwise.training.metrics import evaluating
 
 
 def gradient_outer_product(model: nn.Module, x: Float[Tensor, "n dx"]) -> Float[Tensor, "dx dx"]:
-    """The mean over x of JᵀJ, J = ∂f/∂x.
+    """The mean over x of JᵀJ, J = ∂f/∂x, with the model in eval mode.
+
+    An optimizer that records what a model sees in training does not see this: x may be test inputs.
 
     >>> layer = nn.Linear(3, 2, bias=False)
     >>> torch.allclose(gradient_outer_product(layer, torch.randn(5, 3)), layer.weight.mT @ layer.weight, atol=1e-6)
     True
     """
     x = x.detach().requires_grad_()
-    with torch.enable_grad():
+    with torch.enable_grad(), evaluating(model):
         f = model(x)
         rows = [torch.autograd.grad(f[:, j].sum(), x, retain_graph=j + 1 < f.shape[1])[0] for j in range(f.shape[1])]
     return sum((row.mT @ row for row in rows), torch.zeros((), dtype=x.dtype)) / len(x)

@@ -98,6 +98,15 @@ INDEX_MEMBERS: dict[str, IndexMember] = {
 default: then P is inverted in earnest, and λ of Sx is the theory's too, since the mean eigenvalue of Σ is one."""
 
 
+def rotation(setting: SingleIndex, seed: int) -> Float[Tensor, "dx dx"]:
+    """The random basis of a trial.
+
+    >>> rotation(SingleIndex(dx=4), 0).shape
+    torch.Size([4, 4])
+    """
+    return haar(setting.dx, setting.dx, stream(seed, "single-index", "rotation"))
+
+
 def turned_trial(setting: SingleIndex, seed: int) -> Trial:
     """A trial whose Σ is turned by a random rotation: coordinates mean something to Sign and Adam.
 
@@ -105,8 +114,7 @@ def turned_trial(setting: SingleIndex, seed: int) -> Trial:
     >>> trial.sample.x.shape
     torch.Size([10, 4])
     """
-    trial = draw_trial(setting, seed)
-    O = haar(setting.dx, setting.dx, stream(seed, "single-index", "rotation"))
+    trial, O = draw_trial(setting, seed), rotation(setting, seed)
     return replace(trial, index=O @ trial.index, sample=Sample(x=trial.sample.x @ O.mT, y=trial.sample.y))
 
 
@@ -156,7 +164,7 @@ class Recovery:
     correlation: float
     """|v₁ᵀβ⋆| / ‖β⋆‖ with v₁ the top right singular vector; an accident where `gap` is one, as it is for UVᵀ."""
     share: float
-    """‖ΔG β⋆‖ / (‖ΔG‖_F ‖β⋆‖): |bᵀβ⋆|/(‖b‖‖β⋆‖) for a matrix f₀bᵀ, 1/√dx for one with equal singular values."""
+    """‖ΔG β⋆‖ / (‖ΔG‖_F ‖β⋆‖): |bᵀβ⋆|/(‖b‖‖β⋆‖) for a matrix f₀bᵀ, 1/√dx for one with dx equal singular values."""
     gap: float
     """Second singular value over the first."""
 
@@ -207,7 +215,8 @@ def sign_factor(setting: SingleIndex) -> float:
         return ACTIVATIONS[setting.activation](torch.from_numpy(z))[1].numpy() ** 2
 
     a = slope_mean(setting)
-    tau2 = (rank_one_coefficient(squared_slope, t1) - a * a) * energy * t1 / setting.n
+    spread = max(0.0, rank_one_coefficient(squared_slope, t1) - a * a)  # zero for the identity, up to rounding
+    tau2 = spread * energy * t1 / setting.n
     b2 = (link.c1**2 * t2 + energy * t1 * setting.dx / setting.n) / setting.dx
     share = a * a * b2 / (a * a * b2 + tau2)  # κ²/(1 + κ²)
     return math.sqrt(share) / math.sqrt(math.asin(share))

@@ -4,8 +4,9 @@ Both layers of the student move, on the full batch, by the optimizers of `member
 and moment are those of the least loss on samples that were held out, for all members alike.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -13,10 +14,8 @@ from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.progress import Progress, Silent
-from layerwise.foundations.random import stream
-from layerwise.studies.feature_learning.covariance import haar
 from layerwise.studies.feature_learning.features import gradient_outer_product
-from layerwise.studies.feature_learning.index_family import student
+from layerwise.studies.feature_learning.index_family import rotation, student, turned_trial
 from layerwise.studies.feature_learning.members import member
 from layerwise.studies.feature_learning.single_index import (
     Sample,
@@ -26,9 +25,10 @@ from layerwise.studies.feature_learning.single_index import (
     draw_trial,
     randomness,
 )
+from layerwise.training.metrics import evaluating
 
 HOPELESS = 1e3
-"""A loss at which a run is given up; at the start it is near 1.5."""
+"""A run is given up when its loss is so many times that of its start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,24 +38,28 @@ class Trained:
     rate: float
     steps: int
     held_out: float
-    """½ mean (y − f)² on the held-out samples; the noise leaves half its variance."""
+    """½ mean (y − f)² on the held-out samples, by which rate and step are chosen."""
+    fresh: float
+    """The same on samples that chose nothing; the noise leaves half its variance."""
     train: float
     correlation: float
     """|vᵀβ⋆|/‖β⋆‖ with v the top eigenvector of E[∇f ∇fᵀ], the direction along which the network's output changes."""
 
 
-def split_trial(setting: SingleIndex, seed: int, held_out: int) -> tuple[Trial, Sample]:
-    """A trial in a random basis, and held-out samples of the same problem.
+def split_trial(setting: SingleIndex, seed: int, held_out: int) -> tuple[Trial, Sample, Sample]:
+    """A trial in a random basis, and twice as many samples again of the same problem: to choose by, and to report.
 
-    >>> trial, held = split_trial(SingleIndex(dx=4, n=10, dh=5), 0, 7)
-    >>> held.x.shape
-    torch.Size([7, 4])
+    >>> trial, held, fresh = split_trial(SingleIndex(dx=4, n=10, dh=5), 0, 7)
+    >>> held.x.shape, fresh.x.shape
+    (torch.Size([7, 4]), torch.Size([7, 4]))
     """
-    trial = draw_trial(setting, seed)
-    held = draw_sample(setting, trial.index, held_out, randomness(setting, seed, "held out"))
-    O = haar(setting.dx, setting.dx, stream(seed, "single-index", "rotation"))
-    turned = [Sample(x=sample.x @ O.mT, y=sample.y) for sample in (trial.sample, held)]
-    return replace(trial, index=O @ trial.index, sample=turned[0]), turned[1]
+    plain, trial = draw_trial(setting, seed), turned_trial(setting, seed)
+    O = rotation(setting, seed)
+    drawn = [
+        draw_sample(setting, plain.index, held_out, randomness(setting, seed, name)) for name in ("held out", "fresh")
+    ]
+    held, fresh = (Sample(x=sample.x @ O.mT, y=sample.y) for sample in drawn)
+    return trial, held, fresh
 
 
 def loss(model: nn.Module, sample: Sample) -> Float[Tensor, ""]:
@@ -79,6 +83,7 @@ def train_member(
     name: str,
     trial: Trial,
     held: Sample,
+    fresh: Sample,
     *,
     exponents: Sequence[float | int],
     steps: int,
@@ -87,8 +92,8 @@ def train_member(
 ) -> Trained:
     """The best of a member's networks over rates 10^exponent and over every so many of the steps.
 
-    >>> trial, held = split_trial(SingleIndex(dx=6, n=300, dh=20, activation="relu"), 0, 300)
-    >>> found = train_member("adam", trial, held, exponents=[-2, -1], steps=30)
+    >>> trial, held, fresh = split_trial(SingleIndex(dx=6, n=300, dh=20, activation="relu"), 0, 300)
+    >>> found = train_member("adam", trial, held, fresh, exponents=[-2, -1], steps=30)
     >>> found.held_out < 1.5, found.steps % 5
     (True, 0)
     """
@@ -103,30 +108,38 @@ def train_member(
     runs = [
         found
         for exponent in (progress or Silent()).track(list(exponents), name, len(exponents))
-        for found in _run(name, trial, held, 10.0**exponent, steps, every)
+        for found in _run(name, trial, (held, fresh), 10.0**exponent, steps, every)
     ]
     return min(runs, key=lambda found: found.held_out)
 
 
-def _run(name: str, trial: Trial, held: Sample, rate: float, steps: int, every: int) -> list[Trained]:
-    """One rate: the network at every so many steps, as long as it is sane; its start, if it never was."""
+def _run(name: str, trial: Trial, others: tuple[Sample, Sample], rate: float, steps: int, every: int) -> list[Trained]:
+    """One rate: the network at its start and at every so many steps, as long as it is sane."""
     model = student(trial)
     optimizer = member(name).make(model, rate)
-    found = [_measured(model, trial, held, rate, 0)]
+    found = [_measured(model, trial, others, rate, 0)]
+    limit = HOPELESS * max(found[0].held_out, found[0].train)
     for step in range(1, steps + 1):
         optimizer.zero_grad()
         value = loss(model, trial.sample)
-        if not float(value.detach()) < HOPELESS:
+        if not float(value.detach()) < limit:
             break
         value.backward()
         optimizer.step()
         if step % every == 0:
-            found.append(_measured(model, trial, held, rate, step))
-    return [one for one in found if one.held_out < HOPELESS]
+            found.append(_measured(model, trial, others, rate, step))
+    return [one for one in found if one.held_out < limit]
 
 
-def _measured(model: nn.Module, trial: Trial, held: Sample, rate: float, steps: int) -> Trained:
-    with torch.no_grad():
-        held_out, train = (float(loss(model, sample)) for sample in (held, trial.sample))
-    correlation = learned_correlation(model, held.x, trial.index) if held_out < HOPELESS else 0.0
-    return Trained(rate=rate, steps=steps, held_out=held_out, train=train, correlation=correlation)
+def _measured(model: nn.Module, trial: Trial, others: tuple[Sample, Sample], rate: float, steps: int) -> Trained:
+    with torch.no_grad(), evaluating(model):
+        held_out, fresh, train = (float(loss(model, sample)) for sample in (*others, trial.sample))
+    finite = math.isfinite(held_out)
+    return Trained(
+        rate=rate,
+        steps=steps,
+        held_out=held_out if finite else math.inf,
+        fresh=fresh,
+        train=train,
+        correlation=learned_correlation(model, others[1].x, trial.index) if finite else 0.0,
+    )

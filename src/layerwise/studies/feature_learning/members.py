@@ -58,7 +58,8 @@ def members(
 ) -> dict[str, Member]:
     """From a short name to the member, in the order of legends; damping is relative to a factor's mean eigenvalue.
 
-    `clip` bounds the step of those that invert (in the units of `lw.optim`); without it the step is the bare formula.
+    `clip` bounds the step of those that this library clips by default (KFAC, EKFAC, Mahalanobis, NGD); without it
+    theirs is the bare formula too.
 
     >>> list(members())[:3]
     ['sgd', 'adam', 'sign']
@@ -68,9 +69,8 @@ def members(
         "factor_decay": 0.9,
         "refresh_every": 5,
         "momentum": 0.0,
-        "clip": clip,
     }
-    fisher: dict[str, Any] = averaged | {"likelihood": likelihood}
+    fisher: dict[str, Any] = averaged | {"likelihood": likelihood, "clip": clip}
     whole: dict[str, Any] = {"damping": damping, "clip": clip, "likelihood": likelihood}
     return {
         "sgd": _member("SGD", lambda model, lr: optim.SGD(model, lr=lr), -1.5, 0.0),

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.random import stream
 from layerwise.studies.feature_learning.features import feature_distance
 from layerwise.studies.feature_learning.members import Member
 from layerwise.studies.feature_learning.teacher import Network, Task, draw_task, other_task
 from layerwise.training import Budget, Every, Problem, State, train
+from layerwise.training.metrics import evaluating
 
 TEST = 4000
 """Inputs on which the population is estimated."""
@@ -27,16 +29,13 @@ class Learned:
 
     steps: list[int]
     dist: list[float]
-    """Of the features, by step."""
+    """Of the features, by step; 1 once the training has broken off."""
     loss: list[float]
-    """½ E|f(x) − F⋆tanh(G⋆x)|², without noise, by step."""
+    """½ E|f(x) − F⋆tanh(G⋆x)|², without noise, by step; infinite once the training has broken off."""
+    score: float
+    """By which a rate is chosen: the last loss on held-out samples with noise, other than those of `loss`."""
     transfer: float
     """After a least-squares head on another task: E|f(x) − y|² / E|y|², without noise."""
-
-    @property
-    def score(self) -> float:
-        """By which a rate is chosen: the last loss, infinite for a training that broke off."""
-        return self.loss[-1] if math.isfinite(self.loss[-1]) else math.inf
 
 
 def learn(network: Network, member: Member, lr: float, *, steps: int, seed: int, every: int = 100) -> Learned:
@@ -48,14 +47,16 @@ def learn(network: Network, member: Member, lr: float, *, steps: int, seed: int,
     >>> learned.dist[-1] < learned.dist[0]
     True
     """
+    if steps < 1 or every < 1:
+        raise InputError(describe(f"steps={steps}, every={every}", "numbers ≥ 1", "pass e.g. steps=200, every=50"))
     task = draw_task(network, seed)
     x = task.inputs(TEST, stream(seed, "networks", "test"))
-    y = task.clean(x)
+    clean, held = task.clean(x), task.sample(TEST, stream(seed, "networks", "held out"))
 
     def measure(state: State) -> dict[str, float]:
-        with torch.no_grad():
-            loss = float((state.model(x) - y).square().sum(1).mean()) / 2
-        return {"loss": loss, "dist": feature_distance(state.model, x[: TEST // 4], task.G)}
+        with torch.no_grad(), evaluating(state.model):
+            loss, score = (_half_square(state.model(a), b) for a, b in ((x, clean), held))
+        return {"loss": loss, "score": score, "dist": feature_distance(state.model, x[: TEST // 4], task.G)}
 
     problem = Problem(
         name="teacher",
@@ -66,21 +67,27 @@ def learn(network: Network, member: Member, lr: float, *, steps: int, seed: int,
     )
     done = train(problem, lambda model: member.make(model, lr), seed=seed, measures=[(Every(every), measure)])
     series = done.recorder.series()
-    found = [
-        (step, dist, loss)
-        for step, dist, loss in zip(series["step"], series["dist"], series["loss"], strict=True)
-        if not math.isnan(dist)
-    ]
-    broken = done.stopped != "budget" or not math.isfinite(found[-1][2])
-    if broken:
-        found = [entry for entry in found if math.isfinite(entry[2])] + [(steps, 1.0, math.inf)]
-    columns = list(zip(*found, strict=True))
+    found = {step: tuple(numbers) for step, *numbers in zip(*(series[name] for name in SERIES), strict=True)}
+    points = sorted({*range(0, steps, every), steps})
+    rows = [found[step] if all(map(math.isfinite, found.get(step, LOST))) else LOST for step in points]
+    broken = done.stopped != "budget" or rows[-1] is LOST
+    dist, loss, score = zip(*rows[:-1], LOST if broken else rows[-1], strict=True)
     return Learned(
-        steps=list(columns[0]),
-        dist=list(columns[1]),
-        loss=list(columns[2]),
+        steps=points,
+        dist=list(dist),
+        loss=list(loss),
+        score=score[-1],
         transfer=math.inf if broken else transfer(done.model, other_task(task, seed), seed),
     )
+
+
+SERIES = ("step", "dist", "loss", "score")
+LOST = (1.0, math.inf, math.inf)
+"""Distance, loss and score of a training that has broken off."""
+
+
+def _half_square(f: Tensor, y: Tensor) -> float:
+    return float((f - y).square().sum(1).mean()) / 2
 
 
 def _fresh(task: Task, order: int) -> Iterator[tuple[Tensor, Tensor]]:

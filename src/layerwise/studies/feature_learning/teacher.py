@@ -4,6 +4,7 @@ y = F⋆ tanh(G⋆x) + ε with orthonormal rows of G⋆, and x = Σ^½u with ind
 and head are a task's own.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -77,25 +78,30 @@ class Network:
     def __post_init__(self) -> None:
         if self.law not in LAWS:
             raise InputError(unknown("law", self.law, LAWS))
-        if not 1 <= self.k <= min(self.dx, self.dy, self.dh) or self.depth < 2:
+        if not 1 <= self.k <= min(self.dx - 1, self.dy, self.dh) or self.depth < 2:
             raise InputError(
                 describe(
                     f"k={self.k}, dx={self.dx}, dy={self.dy}, dh={self.dh}, depth={self.depth}",
-                    "1 ≤ k ≤ dx, dy, dh and two layers or more",
+                    "1 ≤ k < dx, k ≤ dy, dh and two layers or more",
                     "change the sizes",
                 )
             )
-        if not (self.condition >= 1 and self.noise >= 0 and self.batch >= 1):
+        if not (1 <= self.condition < math.inf and 0 <= self.noise < math.inf and self.batch >= 1):
             raise InputError(
                 describe(
                     f"condition={self.condition}, noise={self.noise}, batch={self.batch}",
-                    "condition ≥ 1, noise ≥ 0 and batch ≥ 1",
+                    "finite numbers, condition ≥ 1, noise ≥ 0 and batch ≥ 1",
                     "change them",
                 )
             )
 
     def student(self, seed: int) -> nn.Module:
-        """A tanh network without biases, with torch's usual initial weights."""
+        """A tanh network without biases, with torch's usual initial weights drawn from the seed."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(stream(seed, "networks", "student").initial_seed())
+            return self._student()
+
+    def _student(self) -> nn.Module:
         widths = [self.dx, *[self.dh] * (self.depth - 1)]
         layers: list[nn.Module] = []
         for rows, columns in zip(widths[1:], widths[:-1], strict=True):
