@@ -12,7 +12,7 @@ import pytest
 import toy_descent
 
 from layerwise.cli.main import main
-from layerwise.experiments import catalog
+from layerwise.experiments import catalog, runner
 from layerwise.experiments.claims import Claim, by_seed
 from layerwise.experiments.records import files, read
 
@@ -99,6 +99,30 @@ def test_run_all_goes_on_after_a_failure(capsys, monkeypatch):
     assert "1 of 2 experiments ran" in out
     assert "second" in err
     assert "this seed fails" in err
+
+
+def test_run_all_with_a_wrong_preset_or_engine_runs_nothing(capsys, monkeypatch):
+    two_experiments(monkeypatch)
+    assert main(["run", "all", "--preset", "smok"]) == 2
+    assert main(["run", "all", "--preset", "smoke", "--engine", "fast"]) == 2
+    assert not Path("runs").exists()
+
+
+def test_run_all_stops_when_it_is_stopped(capsys, monkeypatch):
+    two_experiments(monkeypatch)
+
+    def interrupted(*arguments, **options):
+        return replace(real(*arguments, **options), interrupted=True)
+
+    real = runner.run
+    monkeypatch.setattr(runner, "run", interrupted)
+    assert main(["run", "all", "--preset", "smoke"]) == 130
+    assert len(files(Path("runs"))) == 1
+
+
+def test_all_is_a_name_in_the_first_place_only(capsys):
+    assert main(["run", "--out", "all", "toy-descent", "--preset", "smoke"]) == 0
+    assert len(files(Path("all"))) == 1
 
 
 def test_run_all_takes_no_option_of_one_experiment(capsys):

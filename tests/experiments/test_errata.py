@@ -49,3 +49,16 @@ def test_figure_shows_both_readings_at_every_place(smoke):
 
 def test_places_do_not_share_draws(smoke):
     assert len({record["values"]["foof/printed"] for record in smoke}) == len(smoke)
+
+
+def test_errors_are_of_the_sizes_that_theory_gives(smoke):
+    """Sizes known beforehand, so that an instance that is set up wrongly is seen."""
+    for record in smoke:
+        values = record["values"]
+        assert values["derivative/printed"] == pytest.approx(2, abs=0.05)
+        assert values["locoprop/printed"] == pytest.approx(1, abs=1e-9)
+        assert values["noise/printed"] == pytest.approx(0.8, abs=1e-2)
+        assert values["low-anisotropy/printed"] == pytest.approx(0.28, abs=0.05)
+        assert 0.8 < values["ratio/printed"] <= 1  # ρ² is about n/dx = 1/64
+        # Whitened samples deviate by about 2√(dx/n) + dx/n = 0.83, samples of a decaying spectrum by less.
+        assert 0.15 < values["concentration/printed"] < 0.5

@@ -9,6 +9,7 @@ from experiment_records import records
 from layerwise.experiments import features_networks as networks
 from layerwise.experiments.claims import HELD, NOT_HELD, judge
 from layerwise.foundations.errors import InputError
+from layerwise.studies.feature_learning.networks import Learned
 
 EXPERIMENT = networks.EXPERIMENT
 
@@ -61,6 +62,26 @@ def test_every_claim_of_large_presets_reads_what_is_recorded(preset, smoke):
     assert all(judge(dataclasses.replace(claim, seeds=1), found).status == NOT_HELD for claim in ratios)
 
 
+def test_the_rate_is_that_of_the_least_held_out_loss(monkeypatch):
+    """Not of the least distance or loss; the least distance over rates is recorded beside."""
+    runs = iter(
+        Learned(steps=[0, 40], dist=[1.0, dist], loss=[7.0, loss], score=score, transfer=dist)
+        for dist, loss, score in [(0.1, 0.9, 0.5), (0.4, 0.8, 0.2), (0.3, 0.1, 0.6), (0.9, 0.7, 0.9)]
+    )
+    monkeypatch.setattr(networks, "learn", lambda *a, **k: next(runs))
+    config = dataclasses.replace(EXPERIMENT.preset("smoke"), members=("kfac",))
+    (row,) = EXPERIMENT.run(config, EXPERIMENT.cells_of(config)[0], [0])
+    assert (row.values["kfac/dist"], row.values["kfac/loss"], row.values["kfac/transfer"]) == (0.4, 0.8, 0.4)
+    assert (row.values["kfac/least"], row.values["start"]) == (0.1, 7.0)
+    assert row.values["kfac/rate"] == networks.MEMBERS["kfac"].rates[1]
+
+
+def test_claims_are_of_members_that_run(smoke):
+    config = dataclasses.replace(EXPERIMENT.preset("laptop"), members=("sgd", "kfac"))
+    assert {claim.name.split("/")[1].split("-")[0] for claim in EXPERIMENT.claims(config)} == {"sgd", "kfac"}
+    assert EXPERIMENT.claims(dataclasses.replace(config, members=("sgd", "adam"))) == []
+
+
 def test_figures_show_every_member(smoke):
     config = EXPERIMENT.preset("smoke")
     (figure,) = EXPERIMENT.figures(config, smoke)
@@ -70,7 +91,13 @@ def test_figures_show_every_member(smoke):
 
 
 @pytest.mark.parametrize(
-    ("options", "says"), [({"cells": ("gausian-2",)}, "gaussian"), ({"members": ("kfca",)}, "kfac")]
+    ("options", "says"),
+    [
+        ({"cells": ("gausian-2",)}, "gaussian"),
+        ({"members": ("kfca",)}, "kfac"),
+        ({"members": ()}, "some members"),
+        ({"every": 0}, "every=0"),
+    ],
 )
 def test_unknown_names_are_refused(options, says):
     with pytest.raises(InputError, match=says):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from layerwise.experiments.figures import Curve, Figure, Panel
+from layerwise.experiments.over_seeds import bars
 from layerwise.report.drawing import draw, style
 from layerwise.report.palette import HUES, looks
 from layerwise.report.pictures import picture, save
@@ -193,3 +194,22 @@ def test_bars_at_numbers_keep_their_numbers():
     bars = [Curve(label=name, x=[10, 20], y=[1.0, 2.0], style="bars") for name in ("KFAC", "SGD")]
     axes, _ = drawn(panel(*bars))
     assert "KFAC" not in words_along_x(axes)
+
+
+def test_a_bar_that_is_missing_takes_no_names_away():
+    values = {"KFAC": 1.0, "SGD": math.inf, "Adam": 2.0}
+    records = [{"cell": "a", "seed": 0, "values": values, "series": {}}]
+    axes, notes = drawn(panel(*bars(records, "a", {name: name for name in values})))
+    assert words_along_x(axes) == ["KFAC", "SGD", "Adam"]
+    assert any("SGD" in note for note in notes)
+
+
+def test_whiskers_stand_on_their_bars():
+    curves = [
+        Curve(label=name, x=[0, 1], y=[1.0, 2.0], low=[0.5, 1.5], high=[1.5, 2.5], style="bars")
+        for name in ("KFAC", "SGD")
+    ]
+    axes, _ = drawn(panel(*curves))
+    middles = sorted(bar.get_x() + bar.get_width() / 2 for bar in axes.patches)
+    whiskers = sorted(segment[0][0] for lines in axes.collections for segment in lines.get_segments())
+    assert whiskers == pytest.approx(middles)

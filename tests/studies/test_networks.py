@@ -9,7 +9,7 @@ from torch import nn
 
 from layerwise.foundations.errors import InputError
 from layerwise.foundations.random import stream
-from layerwise.studies.feature_learning import teacher
+from layerwise.studies.feature_learning import networks, teacher
 from layerwise.studies.feature_learning.features import feature_distance, gradient_outer_product
 from layerwise.studies.feature_learning.members import MEMBERS, member, members
 from layerwise.studies.feature_learning.networks import learn, transfer
@@ -88,8 +88,65 @@ def test_same_seed_same_numbers():
 
 def test_training_that_breaks_off_counts_as_lost():
     lost = learn(SMALL, member("sgd"), 1e9, steps=60, seed=0, every=10)
-    assert (lost.steps[-1], lost.dist[-1], lost.loss[-1]) == (60, 1.0, math.inf)
+    assert lost.steps == list(range(0, 61, 10))  # as long as a sound one
+    assert (lost.dist[-1], lost.loss[-1]) == (1.0, math.inf)
     assert lost.score == lost.transfer == math.inf
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "soap", "foof", "kfac", "ekfac", "mahalanobis"])
+def test_measuring_does_not_train(name, monkeypatch):
+    """Test inputs must not reach the statistics of an optimizer that watches its model."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    often, once = (learn(SMALL, member(name), 0.03, steps=12, seed=3, every=every) for every in (1, 12))
+    assert often.loss[-1] == once.loss[-1]
+    assert often.dist[-1] == once.dist[-1]
+
+
+def test_what_is_reported_is_what_is_said(monkeypatch):
+    """Loss, score and transfer of a student that is the teacher, up to what they leave."""
+    task = draw_task(SMALL, 0)
+
+    def exact(self, seed):
+        model = Network(dx=8, k=2, dy=3, dh=2)._student()
+        with torch.no_grad():
+            model[0].weight.copy_(task.G)
+            model[2].weight.copy_(task.F)
+        return model
+
+    monkeypatch.setattr(Network, "student", exact)
+    found = learn(SMALL, member("sgd"), 1e-12, steps=1, seed=0, every=1)
+    assert found.loss[-1] < 1e-12
+    assert found.score == pytest.approx(3 * 0.1**2 / 2, rel=0.1)  # the noise's half
+    assert found.transfer < 1e-3
+
+
+def test_loss_is_half_the_square():
+    task = draw_task(SMALL, 0)
+    x = task.inputs(4000, stream(0, "networks", "test"))
+    with torch.no_grad():
+        expected = (SMALL.student(0)(x) - task.clean(x)).square().sum(1).mean() / 2
+    assert learn(SMALL, member("sgd"), 0.1, steps=1, seed=0).loss[0] == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_transfer_is_to_another_task(monkeypatch):
+    seen = []
+    monkeypatch.setattr(networks, "transfer", lambda model, task, seed: seen.append(task) or 0.5)
+    assert learn(SMALL, member("sgd"), 0.1, steps=1, seed=0).transfer == 0.5
+    assert torch.equal(seen[0].root, other_task(draw_task(SMALL, 0), 0).root)
+
+
+def test_student_is_that_of_its_seed():
+    first, again, other = (SMALL.student(seed)[0].weight for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_clip_is_for_those_that_are_clipped_by_default():
+    clipped = {
+        name for name, each in members(clip=1e-5).items() if each.make(SMALL.student(0), 0.1)._clip.kind is not None
+    }
+    assert clipped == {"kfac", "ekfac", "mahalanobis", "ngd"}
+    assert not any(each.make(SMALL.student(0), 0.1)._clip.kind for each in members().values())
 
 
 @pytest.mark.parametrize(
@@ -99,6 +156,8 @@ def test_training_that_breaks_off_counts_as_lost():
         ({"k": 9}, "k=9"),
         ({"depth": 1}, "depth=1"),
         ({"condition": 0.5}, "condition=0.5"),
+        ({"condition": math.inf}, "condition=inf"),
+        ({"k": 3, "dx": 3}, "k < dx"),
         ({"noise": -1.0}, "noise=-1.0"),
     ],
 )

@@ -114,6 +114,7 @@ def test_random_matrices_of_2000_dimensions(n, eigenvalues):
         ([1.0], {"ridge": -1.0}, "ridge=-1.0"),
         ([1.0], {"ridge": float("nan")}, "ridge=nan"),
         ([1.0], {"ratio": -0.5}, "ratio=-0.5"),
+        ([1.0], {"ratio": float("inf")}, "ratio=inf"),
         ([1.0], {"ridge": 0.0, "ratio": 1.0}, "has an inverse"),
         ([0.0, 1.0], {"ridge": 0.0}, "has an inverse"),
         ([], {}, "eigenvalues of shape"),

@@ -127,5 +127,27 @@ def test_bad_input():
     with pytest.raises(InputError, match="tr"):
         needed(0.5, [3.0], 0.1)
     flat = HermiteConstants(c1=0.0, cs2=1.0, cperp2=1.0, variance=1.0)
+    assert samples_needed(0.5, flat, noise=1.0, eigenvalues=[1.0]) == math.inf
     with pytest.raises(InputError, match="linear part"):
-        samples_needed(0.5, flat, noise=1.0, eigenvalues=[1.0])
+        best_damping(flat, noise=1.0, ratio=0.1)
+    with pytest.raises(InputError, match="ratio=-1"):
+        best_damping(LINK, noise=1.0, ratio=-1.0)
+    with pytest.raises(InputError, match="damping=-inf"):
+        rho(0.1, -math.inf, [1.0])
+
+
+@pytest.mark.parametrize("spectrum", [[1.0], [1.9, 0.1]])
+@pytest.mark.parametrize("damping", [3e-3, 1e-2])
+def test_the_dip_near_as_many_samples_as_inputs_is_not_stepped_over(spectrum, damping):
+    """Targets just above the least correlation: the answer lies on the side of many samples."""
+    phis = np.geomspace(0.5, 3, 2000)
+    found = [rho(phi, damping, spectrum) for phi in phis]
+    target = min(found) + 1e-3
+    last = phis[next(i for i, value in enumerate(found) if value < target)]
+    assert needed(target, spectrum, damping) == pytest.approx(1 / last, rel=3e-2)
+
+
+def test_without_noise_the_best_damping_may_be_zero():
+    """c⊥ = noise = 0: y is linear in x, so n ≥ dx samples give everything and fewer the share ρ² = n/dx."""
+    exact = HermiteConstants(c1=1.0, cs2=1.0, cperp2=0.0, variance=1.0)
+    assert samples_needed(0.8, exact, noise=0.0, eigenvalues=[1.0]) == pytest.approx(0.64, rel=1e-3)

@@ -208,6 +208,31 @@ def test_single_index_correlation_refuses(method, options, says):
         theory.single_index_correlation(method, [0.5, 1.5], **({"n": 20, "link": target} | options))
 
 
+@pytest.mark.parametrize("ratio", [-0.18, -5.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("noise", [1.0])
+def test_ratios_that_are_none_are_refused(ratio, noise):
+    for function in (theory.correlation_sgd, lambda *a: theory.correlation_kfac(*a[:3], 0.1, *a[3:])):
+        with pytest.raises(InputError, match="ratio="):
+            function(CONSTANTS, noise, ratio, [1.0])
+
+
+def test_noise_variance_and_nodes_are_checked():
+    with pytest.raises(InputError, match="noise=-1"):
+        theory.correlation_sgd(CONSTANTS, -1.0, 0.1, [1.0])
+    with pytest.raises(InputError, match="variance=-1"):
+        theory.gaussian_mean(np.cos, -1.0)
+    with pytest.raises(InputError, match="nodes=0"):
+        theory.rank_one_coefficient(np.cos, 1.0, nodes=0)
+    flat = theory.HermiteConstants(c1=0.0, cs2=1.0, cperp2=1.0, variance=1.0)
+    with pytest.raises(InputError, match="linear part"):
+        theory.correlation_sgd(flat, 0.0, 0.0, [1.0])
+
+
+def test_a_mean_of_a_twentieth_is_refused():
+    with pytest.raises(InputError, match="subtract the mean"):
+        theory.hermite_constants(lambda z: np.sin(z) + 0.05, None, 1.0)
+
+
 def test_two_level_spectrum_stays_within_its_range():
     eigenvalues, weights = theory.two_level_spectrum(0.4)
     assert eigenvalues @ weights == 1

@@ -74,9 +74,9 @@ def run(argv: list[str]) -> int:
         text = HELP.format(names=", ".join(names) or "none", example=names[0] if names else "EXPERIMENT")
         print(text, end="", file=sys.stdout if argv else sys.stderr)
         return exits.OK if argv else exits.BAD_INPUT
+    if argv[0] == ALL:
+        return _run_all(parse(RunOptions, argv[1:], f"layerwise run {ALL}", ABOUT_ALL), argv)
     name, words = _name_first(argv)
-    if name == ALL:
-        return _run_all(parse(RunOptions, words, f"layerwise run {ALL}", ABOUT_ALL), argv)
     experiment = find(name)
     options, config = _parse(experiment, words)
     code, found = _run_one(experiment, config, options, argv)
@@ -113,13 +113,15 @@ def _run_one(
 
 def _run_all(options: RunOptions, argv: list[str]) -> int:
     """One after the other; what fails is said at the end and does not stop the others."""
+    configs = {name: experiment.preset(options.preset) for name, experiment in catalog.experiments().items()}
+    EngineOptions(name=options.engine, workers=options.workers, threads=options.threads, address=options.address)
     found, failed = [], {}
     for name, experiment in catalog.experiments().items():
         try:
-            code, one = _run_one(experiment, experiment.preset(options.preset), options, argv)
-        except LayerwiseError as error:
-            failed[name] = str(error)
-            note(f"{name}: {error}")
+            code, one = _run_one(experiment, configs[name], options, argv)
+        except Exception as error:  # of one experiment, whatever it is: the others go on
+            failed[name] = str(error) if isinstance(error, LayerwiseError) else f"{type(error).__name__}: {error}"
+            note(f"{name}: {failed[name]}")
             continue
         if code:
             return code
@@ -142,7 +144,7 @@ def _name_first(argv: list[str]) -> tuple[str, list[str]]:
     """The name of the experiment and the other words; the name comes first, but is found elsewhere too."""
     known = catalog.experiments()
     for k, word in enumerate(argv):
-        if not word.startswith("-") and (k == 0 or word in known or word == ALL or ":" in word):
+        if not word.startswith("-") and (k == 0 or word in known or ":" in word):
             return word, argv[:k] + argv[k + 1 :]
     raise InputError(
         describe(

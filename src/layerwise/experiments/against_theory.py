@@ -24,7 +24,9 @@ class Deviation:
     @property
     def score(self) -> float:
         """The difference in standard errors."""
-        return abs(self.difference) / self.error if self.error > 0 else math.inf * abs(self.difference)
+        if self.error > 0:
+            return abs(self.difference) / self.error
+        return math.inf if self.difference else 0.0
 
 
 def deviations(records: Sequence[Record], cell: str, names: Sequence[str]) -> list[Deviation]:
@@ -107,13 +109,13 @@ def in_groups(
     def scores(found: Sequence[Mapping]) -> list[float]:
         ordered = sorted(found, key=lambda record: record["seed"])
         parts = [ordered[i * TRIALS : (i + 1) * TRIALS] for i in range(len(ordered) // TRIALS)]
-        return [point.score for part in parts for point in deviations(part, cell, names)] or [math.nan]
+        return [point.score for part in parts for point in deviations(part, cell, names)]
 
     return [
         Claim(
             name=f"{cell}/groups-beyond-two-errors",
             statement=f"In {groups} groups of {TRIALS} trials at most a tenth of the points are two errors off.",
-            quantity=over_trials(cell, lambda found: sum(z > 2 for z in scores(found)) / len(scores(found))),
+            quantity=over_trials(cell, lambda found: _share_beyond(scores(found), 2)),
             relation="<=",
             target=0.1,
             expected=expected,
@@ -124,13 +126,17 @@ def in_groups(
         Claim(
             name=f"{cell}/groups-beyond-four-errors",
             statement=f"In {groups} groups of {TRIALS} trials no point is four errors off (largest difference).",
-            quantity=over_trials(cell, lambda found: max(scores(found))),
+            quantity=over_trials(cell, lambda found: max(scores(found), default=math.nan)),
             relation="<=",
             target=4.0,
             seeds=seeds,
             source=source,
         ),
     ]
+
+
+def _share_beyond(scores: Sequence[float], errors: float | int) -> float:
+    return sum(score > errors for score in scores) / len(scores) if scores else math.nan
 
 
 def over_trials(

@@ -36,6 +36,8 @@ def band(records: Sequence[Record], cell: str, x: str, y: str, label: str, style
 def bars(records: Sequence[Record], cell: str, names: Mapping[str, str]) -> list[Curve]:
     """A bar for each value of a cell, from its name to its label: the median over seeds, with least and largest.
 
+    A value that was not recorded, or not finite, keeps its place and has no bar.
+
     >>> records = [{"cell": "a", "seed": s, "values": {"kfac/loss": s}, "series": {}} for s in (1, 2, 3)]
     >>> (bar,) = bars(records, "a", {"kfac/loss": "KFAC"})
     >>> bar.label, bar.x, bar.y, bar.low, bar.high
@@ -43,9 +45,10 @@ def bars(records: Sequence[Record], cell: str, names: Mapping[str, str]) -> list
     """
     found = []
     for place, (name, label) in enumerate(names.items()):
-        held = [r for r in records if r["cell"] == cell and name in r["values"]]
-        shown: list[Record] = [{**r, "series": {"place": [place], name: [r["values"][name]]}} for r in held]
-        found.append(band(shown, cell, "place", name, label, "bars"))
+        values = [r["values"][name] for r in records if r["cell"] == cell and name in r["values"]]
+        finite = [v for v in values if math.isfinite(v)] or [math.nan]
+        middle = statistics.median(values) if values else math.nan  # not finite if half of the seeds are not
+        found.append(Curve(label=label, x=[place], y=[middle], low=[min(finite)], high=[max(finite)], style="bars"))
     return found
 
 

@@ -167,7 +167,7 @@ EXPERIMENT = Experiment(
     name="errata",
     title="Where the paper errs, and what holds instead",
     paper=PAPER,
-    figure="Proposition D.2, Lemmas 3.12 and E.2, eq. (16), Appendices D and F",
+    figure="Proposition D.2, Lemmas 3.7, 3.12 and E.2, eq. (16), Appendices D and F",
     summary=(
         "Eleven places where the paper's text is wrong or cannot be meant as it stands. Each is a pair of claims: "
         f"the printed one is expected to be refuted and the corrected one to hold. {ELSEWHERE}"

@@ -169,7 +169,8 @@ def _bars(axes: Any, curve: Curve, x: np.ndarray, y: np.ndarray, look: Look, pla
         label=curve.label,
     )
     if curve.low is not None and curve.high is not None:
-        axes.vlines(x + (place - (count - 1) / 2) * width, curve.low, curve.high, color=INK, linewidth=1.1)
+        low, high = _shown(curve.low, "linear"), _shown(curve.high, "linear")
+        axes.vlines(x + (place - (count - 1) / 2) * width, low, high, color=INK, linewidth=1.1)
 
 
 def bar_shade(look: Look) -> float:

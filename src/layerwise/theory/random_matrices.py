@@ -88,7 +88,7 @@ def resolvent(eigenvalues: Numbers, *, ratio: Number, ridge: Number = 0.0, weigh
     s = _root(lam, phi, t, w)
     d = t * s + lam
     m, a1 = float(w @ (1 / d)), float(w @ (t / d))
-    a2, b2, t2 = float(w @ (t / d**2)), float(w @ (1 / d**2)), float(w @ (t**2 / d**2))
+    a2, b2, t2 = float(w @ (t / d / d)), float(w @ (1 / d / d)), float(w @ ((t / d) ** 2))
     D = 1 + phi * lam * a2
     return Resolvent(
         s=s,
@@ -111,7 +111,7 @@ def _root(lam: float, phi: float, t: np.ndarray, w: np.ndarray) -> float:
     for _ in range(500):
         d = t * s + lam
         value = s - 1 + phi * float(w @ (t * s / d))
-        slope = 1 + phi * lam * float(w @ (t / d**2))
+        slope = 1 + phi * float(w @ ((t / d) * (lam / d)))
         following = min(1.0, s - value / slope)
         if following <= s * (1 + 4e-16):  # rounding is all that is left
             return max(s, following)

@@ -16,6 +16,8 @@ from layerwise.theory.single_index import HermiteConstants, correlation_kfac, co
 
 LEAST, MOST = 1e-9, 1e4
 """Ratios φ = dx/n between which is searched."""
+TINY = 1e-12
+"""Least λ, relative to the largest eigenvalue, where the best one is zero."""
 
 
 def one_step_correlation(
@@ -33,6 +35,7 @@ def one_step_correlation(
     >>> round(one_step_correlation(c, noise=1.0, ratio=0.18, damping=math.inf, eigenvalues=[1.5, 0.5]), 4)
     0.7474
     """
+    _check_damping(damping)
     if math.isinf(damping):
         return correlation_sgd(constants, noise, ratio, eigenvalues, weights)
     return correlation_kfac(constants, noise, ratio, damping, eigenvalues, weights)
@@ -41,14 +44,17 @@ def one_step_correlation(
 def best_damping(constants: HermiteConstants, *, noise: Number, ratio: Number) -> float:
     """λ⋆ = φ(c⊥² + noise²)/c₁², at which ρ of Lemma 3.12 is largest, whatever the spectrum of Σ.
 
-    β⋆ is isotropic and c⊥ acts as noise, so that the ridge estimator with λ⋆ is the posterior mean, and nothing
-    computed from the data has a larger cosine. There c₁²Ψ₂ + φ(c⊥² + noise²)Ψ₃ = c₁²(Ψ₂ + λ⋆Ψ₃) = c₁²Ψ₁, so ρ² = Ψ₁.
+    β⋆ is isotropic, and to estimators linear in y c⊥ acts as noise, so that the ridge estimator with λ⋆ is the best
+    of them (it is the posterior mean where c⊥ = 0; a nonlinear fit can use c⊥ as well). There
+    c₁²Ψ₂ + φ(c⊥² + noise²)Ψ₃ = c₁²(Ψ₂ + λ⋆Ψ₃) = c₁²Ψ₁, so ρ² = Ψ₁.
 
     >>> best_damping(HermiteConstants(c1=1.0, cs2=2.0, cperp2=1.0, variance=1.0), noise=1.0, ratio=0.25)
     0.5
     """
     if constants.c1 == 0:
         raise InputError(describe("a target with c₁ = 0", "a linear part", "one step learns nothing of this target"))
+    if not (ratio >= 0 and noise >= 0):
+        raise InputError(describe(f"ratio={ratio}, noise={noise}", "numbers ≥ 0", "leave the signs away"))
     return float(ratio) * (constants.cperp2 + float(noise) ** 2) / constants.c1**2
 
 
@@ -83,7 +89,8 @@ def samples_needed(
     """The least n/dx from which on ρ ≥ `correlation`: by Lemma 3.12 at a damping λ, by Lemma 3.10 (SGD) at λ = ∞.
 
     ``damping=None`` is KFAC at the best λ for each n (`best_damping`). ∞ where `correlation_limit` is below
-    `correlation`, or n/dx above 1e9. With r = 1/ρ² − 1, s₂ = noise² and H the spectrum of Σ, t₁ = ∫ t dH, t₂ = ∫ t² dH:
+    `correlation`, where c₁ = 0, or n/dx above 1e9; n/dx below 1e-4 is answered by 1e-4.
+    With r = 1/ρ² − 1, s₂ = noise² and H the spectrum of Σ, t₁ = ∫ t dH, t₂ = ∫ t² dH:
 
     - SGD: n/dx = (c⋆² + s₂) / (c₁² (t₁/ρ² − t₂/t₁)); ∞ if t₁²/t₂ ≤ ρ².
     - KFAC, λ → 0: n/dx = 1 + (c⊥² + s₂) ∫ dH/t / (c₁² r).
@@ -104,13 +111,15 @@ def samples_needed(
     if damping is not None:
         _check_damping(damping)
     t, w = spectrum(eigenvalues, weights)
-    if correlation >= correlation_limit(0 if damping is None else damping, t, w):
+    if constants.c1 == 0 or correlation >= correlation_limit(0 if damping is None else damping, t, w):
         return math.inf
 
     def enough(phi: float) -> bool:
-        if damping == 0 and phi >= 1:  # Sx has no inverse
+        at = best_damping(constants, noise=noise, ratio=phi) if damping is None else float(damping)
+        if damping is None:
+            at = max(at, TINY * float(t.max()))  # λ⋆ is 0 without noise, where Sx may have no inverse
+        if at == 0 and (phi >= 1 or t.min() == 0):  # Sx has no inverse
             return False
-        at = best_damping(constants, noise=noise, ratio=phi) if damping is None else damping
         common = {"noise": noise, "ratio": phi, "eigenvalues": t, "weights": w}
         return one_step_correlation(constants, damping=at, **common) >= float(correlation)
 
@@ -126,12 +135,13 @@ def _check_damping(damping: Number) -> None:
 def _last_enough(enough: Callable[[float], bool]) -> float:
     """The φ up to which all φ of a grid are enough, by bisection between it and the next; 0 if the least is not.
 
-    The grid has four points a decade and one at φ = 1, where small λ have their minimum.
+    At small λ the correlation dips between φ = 1 and 2. The grid is dense there, so as not to step over the dip.
 
     >>> round(_last_enough(lambda phi: phi <= 0.3), 12)
     0.3
     """
-    grid = np.geomspace(LEAST, MOST, 1 + 4 * round(math.log10(MOST / LEAST)))
+    coarse = np.geomspace(LEAST, MOST, 1 + 8 * round(math.log10(MOST / LEAST)))
+    grid = np.unique(np.concatenate([coarse, np.geomspace(0.3, 4, 500)]))
     first = next((i for i, phi in enumerate(grid) if not enough(float(phi))), None)
     if first is None:
         return MOST

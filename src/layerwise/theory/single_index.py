@@ -70,6 +70,9 @@ def gaussian_mean(function: Function, variance: Number, nodes: int = 128) -> flo
 
 
 def _normal(variance: Number, nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    if nodes < 1 or not (np.isfinite(variance) and variance >= 0):
+        given = f"variance={variance}, nodes={nodes}"
+        raise InputError(describe(given, "a variance ≥ 0 and at least one node", "pass the mean eigenvalue of Σ"))
     z, w = np.polynomial.hermite_e.hermegauss(nodes)
     return z * float(variance) ** 0.5, w / w.sum()
 
@@ -86,6 +89,7 @@ def correlation_sgd(
     0.7474
     """
     t, w = _matching(constants, eigenvalues, weights)
+    _check_law(ratio, noise, constants)
     phi, s2 = float(ratio), float(noise) ** 2
     t1, t2 = float(w @ t), float(w @ t**2)
     return abs(constants.c1) * t1 / ((constants.cs2 + s2) * phi * t1 + constants.c1**2 * t2) ** 0.5
@@ -109,6 +113,7 @@ def correlation_kfac(
     0.8169
     """
     t, w = _matching(constants, eigenvalues, weights)
+    _check_law(ratio, noise, constants)
     r = resolvent(t, ratio=ratio, ridge=damping, weights=w)
     spread = float(ratio) * (constants.cperp2 + float(noise) ** 2) * r.psi3
     return abs(constants.c1) * r.psi1 / (constants.c1**2 * r.psi2 + spread) ** 0.5
@@ -161,6 +166,16 @@ def single_index_correlation(
     return correlation_sgd(constants, noise, size / n, t, w)
 
 
+def _check_law(ratio: Number, noise: Number, constants: HermiteConstants) -> None:
+    """Refuse what is no ratio or no noise, and a target of which nothing linear can be learned."""
+    if not (np.isfinite(ratio) and ratio >= 0):
+        raise InputError(describe(f"ratio={ratio}", "dx/n, a finite number ≥ 0", "divide dimension by samples"))
+    if not (np.isfinite(noise) and noise >= 0):
+        raise InputError(describe(f"noise={noise}", "a standard deviation ≥ 0", "leave the sign away"))
+    if constants.c1 == 0:
+        raise InputError(describe("a target with c₁ = 0", "a linear part", "one step learns nothing of this target"))
+
+
 def _matching(
     constants: HermiteConstants, eigenvalues: Numbers, weights: Numbers | None
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -193,6 +208,7 @@ def two_level_correlations(constants: HermiteConstants, noise: Number, ratio: Nu
     """
     t, w = two_level_spectrum(e)
     _matching(constants, t, w)
+    _check_law(ratio, noise, constants)
     phi, s2, c1, e2 = float(ratio), float(noise) ** 2, abs(constants.c1), float(e) ** 2
     if not 0 <= phi < 1:
         raise InputError(describe(f"ratio={ratio}", "dx/n in [0, 1) without damping", "use correlation_kfac"))

@@ -2,6 +2,8 @@
 
 Every function draws a small instance and returns how far the printed and the corrected reading are from the truth,
 relative to the truth; the truth is computed without the formula in question (a least-squares solve, a drawn matrix, …).
+Some corrected readings are identities (the noise of a step is linear in η, 1 − ‖W − I‖ is below the least eigenvalue of
+W): they cannot fail but by a mistake here, and stand beside a printed one that does.
 """
 
 from collections.abc import Callable
@@ -10,8 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from layerwise.theory import (
-    correlation_kfac,
-    hermite_constants,
     resolvent,
     transfer_bound,
     two_level_spectrum,
@@ -124,19 +124,27 @@ def sign_of_the_derivative(random: np.random.Generator) -> Readings:
 
 
 def limit_of_the_ratio(random: np.random.Generator) -> Readings:
-    """ "KFAC's correlation tends to one as dx/n → ∞" (as printed), or → 0: 1 − ρ at 1000 and at 1/1000.
+    """ "KFAC's correlation tends to one as dx/n → ∞" (as printed), or → 0: 1 − ρ of samples with 64 and 1/800.
 
     >>> found = limit_of_the_ratio(np.random.default_rng(0))
-    >>> found.printed > 0.9, found.corrected < 0.01
+    >>> found.printed > 0.5, found.corrected < 0.02
     (True, True)
     """
-    constants = hermite_constants(lambda z: z + (z**2 - 1) / 2**0.5, None, 1.0)
     e = float(random.uniform(0.1, 0.8))
 
-    def missing(ratio: float) -> float:
-        return 1 - correlation_kfac(constants, 1.0, ratio, 1e-6, *two_level_spectrum(e))
+    def missing(dx: int, n: int) -> float:
+        eigenvalues = np.repeat(two_level_spectrum(e)[0], dx // 2)
+        X, beta = random.standard_normal((n, dx)) * np.sqrt(eigenvalues), random.standard_normal(dx) / dx**0.5
+        z = X @ beta
+        y = z + (z**2 - 1) / 2**0.5 + random.standard_normal(n)
+        # (XᵀX/n + λ)⁻¹Xᵀy/n = Xᵀ(XXᵀ/n + λ)⁻¹y/n: the smaller of the two systems
+        if n < dx:
+            found = X.T @ np.linalg.solve(X @ X.T / n + 1e-6 * np.eye(n), y)
+        else:
+            found = np.linalg.solve(X.T @ X / n + 1e-6 * np.eye(dx), X.T @ y)
+        return 1 - abs(float(found @ beta)) / float(np.linalg.norm(found) * np.linalg.norm(beta))
 
-    return Readings(printed=missing(1e3), corrected=missing(1e-3))
+    return Readings(printed=missing(1280, 20), corrected=missing(20, 16_000))
 
 
 def whitened_limit(random: np.random.Generator) -> Readings:
