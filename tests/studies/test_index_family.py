@@ -8,6 +8,7 @@ import torch
 from layerwise import feature_learning as fl
 from layerwise.foundations.errors import InputError
 from layerwise.foundations.random import stream
+from layerwise.studies.feature_learning import index_training
 from layerwise.studies.feature_learning.index_family import (
     INDEX_MEMBERS,
     member_step,
@@ -24,7 +25,7 @@ from layerwise.studies.feature_learning.index_training import (
     train_member,
 )
 from layerwise.studies.feature_learning.members import MEMBERS
-from layerwise.studies.feature_learning.single_index import draw_trial, one_step
+from layerwise.studies.feature_learning.single_index import draw_trial, hermite_link, one_step
 
 SETTING = fl.SingleIndex(dx=12, n=200, dh=20, anisotropy=0.8)
 DAMPING = 0.1
@@ -163,7 +164,7 @@ def test_predictions_are_those_of_the_lemmas():
 
 
 def test_gradients_of_a_network_that_knows_the_direction():
-    trial, held = split_trial(fl.SingleIndex(dx=6, n=50, dh=4, activation="relu"), 0, 100)
+    trial, held, _ = split_trial(fl.SingleIndex(dx=6, n=50, dh=4, activation="relu"), 0, 100)
     model = student(trial)
     with torch.no_grad():
         model[0].weight.copy_(torch.outer(torch.tensor([1.0, -1.0, 2.0, 0.5]).double(), trial.index))
@@ -171,13 +172,51 @@ def test_gradients_of_a_network_that_knows_the_direction():
 
 
 def test_training_reports_its_best_network():
-    trial, held = split_trial(fl.SingleIndex(dx=6, n=300, dh=12, activation="relu", anisotropy=0.5), 1, 400)
+    trial, held, fresh = split_trial(fl.SingleIndex(dx=6, n=300, dh=12, activation="relu", anisotropy=0.5), 1, 400)
     start = float(loss(student(trial), held).detach())
-    one = [train_member("kfac", trial, held, exponents=[e], steps=10) for e in (-3, -2, 3)]
-    both = train_member("kfac", trial, held, exponents=[-3, -2, 3], steps=10)
+    one = [train_member("kfac", trial, held, fresh, exponents=[e], steps=10) for e in (-3, -2, 3)]
+    both = train_member("kfac", trial, held, fresh, exponents=[-3, -2, 3], steps=10)
     assert both == min(one, key=lambda found: found.held_out)
     assert both.held_out < start
     assert (one[2].steps, one[2].held_out) == (0, start)  # diverged: where it began
+
+
+def test_samples_to_choose_by_and_to_report_are_others():
+    trial, held, fresh = split_trial(fl.SingleIndex(dx=6, n=50, dh=8), 0, 50)
+    for one, other in ((trial.sample, held), (trial.sample, fresh), (held, fresh)):
+        assert not torch.isclose(one.x, other.x).all(1).any()
+        assert not torch.allclose(one.y, other.y)
+    clean = hermite_link(held.x @ trial.index)
+    assert float((held.y - clean).var()) == pytest.approx(1, abs=0.5)  # of the same problem: what is left is noise
+
+
+def test_the_choice_is_by_held_out_samples_alone(monkeypatch):
+    def found(rate, held_out, train, fresh):
+        return index_training.Trained(rate=rate, steps=5, held_out=held_out, train=train, fresh=fresh, correlation=0.5)
+
+    runs = {0.1: [found(0.1, 0.6, 0.1, 0.1)], 1.0: [found(1.0, 0.5, 0.9, 0.9)]}
+    monkeypatch.setattr(index_training, "_run", lambda name, trial, others, rate, steps, every: runs[rate])
+    trial, held, fresh = split_trial(fl.SingleIndex(dx=6, n=50, dh=8), 0, 50)
+    assert train_member("kfac", trial, held, fresh, exponents=[-1, 0], steps=10).rate == 1.0
+
+
+def test_measuring_a_member_does_not_train_it():
+    trial, held, fresh = split_trial(fl.SingleIndex(dx=6, n=100, dh=8, activation="relu"), 0, 100)
+    often, once = (train_member("kfac", trial, held, fresh, exponents=[-2], steps=10, every=every) for every in (1, 10))
+    assert once.steps == 10
+    last = index_training._run("kfac", trial, (held, fresh), 0.01, 10, 1)[-1]
+    assert last == once
+    assert often.held_out <= once.held_out
+
+
+def test_large_noise_leaves_the_start():
+    trial, held, fresh = split_trial(fl.SingleIndex(dx=6, n=50, dh=8, noise=60.0, activation="relu"), 0, 50)
+    assert train_member("sgd", trial, held, fresh, exponents=[9], steps=5).steps == 0
+
+
+def test_sign_factor_of_a_linear_student_has_no_noise():
+    setting = fl.SingleIndex(dx=100, n=200, dh=20, activation="identity")
+    assert sign_factor(setting) == pytest.approx(math.sqrt(2 / math.pi), abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +224,8 @@ def test_training_reports_its_best_network():
     [
         lambda trial: member_step("kfak", trial, 0.1),
         lambda trial: member_step("kfac", trial, 0.0),
-        lambda trial: train_member("kfac", trial, trial.sample, exponents=[], steps=10),
-        lambda trial: train_member("kfac", trial, trial.sample, exponents=[0], steps=3),
+        lambda trial: train_member("kfac", trial, trial.sample, trial.sample, exponents=[], steps=10),
+        lambda trial: train_member("kfac", trial, trial.sample, trial.sample, exponents=[0], steps=3),
     ],
 )
 def test_what_cannot_be_run_is_refused(call, trial):

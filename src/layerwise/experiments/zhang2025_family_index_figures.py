@@ -27,9 +27,9 @@ def first_steps(records: Sequence[Record], *, e: float, damping: float, dx: int)
         name="family-index",
         title=f"One step of every member, λ = {damping:g}",
         caption=(
-            "Dashed: Lemmas 3.10 (SGD) and 3.12 (FOOF), and SGD's times what signs lose. Muon's singular values are "
-            f"equal, so its top vector is an accident; the share (at e = {e:g}) is not. An equal share is "
-            f"{dx**-0.5:.2f}. LocoProp lies on FOOF, EKFAC on KFAC, Adam on Sign."
+            "Dashed: Lemmas 3.10 (SGD) and 3.12 (FOOF), and SGD's times what signs lose. The singular values of Muon, "
+            "Shampoo and SOAP are (nearly) equal, so that their top vectors are accidents; the share (at e = "
+            f"{e:g}) is not. An equal share is {dx**-0.5:.2f}. LocoProp lies on FOOF, EKFAC on KFAC, Adam on Sign."
         ),
         panels=[
             Panel(
