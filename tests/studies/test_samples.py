@@ -9,7 +9,9 @@ import torch
 
 from layerwise.foundations.errors import InputError
 from layerwise.studies.feature_learning import samples
+from layerwise.studies.feature_learning.measures import subspace_distance
 from layerwise.studies.feature_learning.members import MEMBERS, member
+from layerwise.studies.feature_learning.reduced_rank import least_squares_needed
 from layerwise.studies.feature_learning.samples import Recovery
 
 SMALL = {"dx": 8, "dy": 4, "k": 2, "batch": 32, "steps": 60, "stay": 4}
@@ -91,6 +93,31 @@ def test_what_does_not_arrive_is_said():
     assert (found.best.needed, found.place) == (math.inf, 1)  # the one that ends nearer
 
 
+@pytest.mark.usefixtures("untyped_for_speed")
+def test_a_run_that_diverged_is_not_the_nearest():
+    """At rate 10 the first step ends nearer than 60 small ones do, and the second loss is 100 times the first."""
+    setting, rates = Recovery(condition=1e4, steps=60), [0.003, 0.01, 3.0, 10.0]
+    wild = samples.descend(setting, member("sgd"), 10.0, 1)
+    assert wild.diverged
+    found = samples.search(setting, member("sgd"), 1, rates)
+    assert not found.best.diverged
+    assert wild.dist[-1] < found.best.dist[-1]
+    assert (found.rate, len(found.best.dist)) == (0.01, 61)
+    assert samples.search(setting, member("sgd"), 1, [10.0]).best.diverged  # if there is no other
+
+
+@pytest.mark.usefixtures("untyped_for_speed")
+def test_a_run_within_the_distance_is_not_given_up():
+    """Its first step inside came before the limit, so it may be the best, though it must still stay there."""
+    setting, rate = Recovery(**SMALL), samples.rates("kfac", 3)[1]
+    free = samples.descend(setting, member("kfac"), rate, 0)
+    assert 0 < free.needed < math.inf
+    for later in (0, setting.stay - 1):
+        limit = free.needed + later * setting.batch
+        assert samples.descend(setting, member("kfac"), rate, 0, limit).needed == free.needed
+    assert samples.descend(setting, member("kfac"), rate, 0, free.needed - setting.batch).needed == math.inf
+
+
 @pytest.mark.parametrize("name", MEMBERS)
 def test_every_member_runs_and_is_reproducible(name):
     setting = Recovery(condition=10.0, **SMALL | {"steps": 6})
@@ -107,17 +134,42 @@ def test_rates_are_as_many_for_each():
         rates = samples.rates(name, 5)
         assert len(rates) == 5
         assert rates[-1] / rates[0] == pytest.approx(100, rel=1e-3)
+        assert samples.rates(name, 1) == [rates[2]]
 
 
 @pytest.mark.usefixtures("untyped_for_speed")
 def test_least_squares_is_the_floor():
     """Without noise it is exact once n reaches dx; with noise it needs more where λ_min is small."""
     exact = Recovery(**SMALL | {"dx": 12}, noise=0.0)
-    assert samples.least_squares_needed(exact, 0) <= 12
-    needed = [samples.least_squares_needed(Recovery(condition=kappa, **SMALL), 0) for kappa in (1, 1e4)]
+    assert least_squares_needed(exact, 0) <= 12
+    needed = [least_squares_needed(Recovery(condition=kappa, **SMALL), 0) for kappa in (1, 1e4)]
     assert needed[0] < needed[1]
     assert needed[0] < samples.search(Recovery(**SMALL), member("kfac"), 0, samples.rates("kfac", 3)).best.needed
-    assert samples.least_squares_needed(Recovery(**SMALL | {"steps": 1}, condition=1e8), 0) == math.inf
+    assert least_squares_needed(Recovery(**SMALL | {"steps": 1}, condition=1e8), 0) == math.inf
+
+
+def by_decompositions(setting, seed, every=4):
+    """Reduced-rank least squares by a full least squares after every few samples."""
+    target, task = samples.draw_teacher(setting, seed)
+    xs, ys = (torch.cat(a) for a in zip(*(samples.batch(setting, task, seed, s) for s in range(1, 6)), strict=True))
+    first = -(-setting.dx // every)
+    dist = [1.0] * first
+    for n in range(first * every, len(xs) + 1, every):
+        A = torch.linalg.lstsq(xs[:n], ys[:n]).solution.mT
+        U = torch.linalg.svd(xs[:n] @ A.mT, full_matrices=False)[2][: setting.k]
+        dist.append(float(subspace_distance(U @ A, target)))
+    return samples.samples_needed(dist, Recovery(stay=setting.stay, batch=every, distance=setting.distance))
+
+
+@pytest.mark.usefixtures("untyped_for_speed")
+@pytest.mark.parametrize("kappa", [1, 10, 100])
+def test_accumulated_least_squares_is_least_squares(kappa):
+    """The same count as long as both grids are."""
+    for seed in range(4):
+        setting = Recovery(condition=kappa, **SMALL | {"batch": 30})
+        expected = by_decompositions(setting, seed)
+        assert 8 <= expected <= 120
+        assert least_squares_needed(setting, seed) == expected
 
 
 def test_growth_is_the_exponent():
@@ -126,7 +178,7 @@ def test_growth_is_the_exponent():
 
 
 def test_bad_input():
-    for wrong in ({"k": 9}, {"condition": 0.5}, {"distance": 1.0}, {"stay": 0}, {"condition": math.inf}):
+    for wrong in ({"k": 9}, {"dx": 2}, {"condition": 0.5}, {"distance": 1.0}, {"stay": 0}, {"condition": math.inf}):
         with pytest.raises(InputError):
             Recovery(**SMALL | wrong)
     with pytest.raises(InputError, match="no rates"):

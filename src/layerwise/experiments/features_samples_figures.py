@@ -21,7 +21,7 @@ def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
     names = [*config.members, "least-squares"]
     top, budget = config.conditions[-1], config.steps * config.batch
     limits = [band(records, LIMITS, "damping", f"steps@{n}", f"batch {n}") for n in config.batches]
-    paths = [band(records, STEPS, "samples", f"{name}/dist", member(name).label) for name in config.members]
+    paths = [_path(records, name) for name in config.members]
     return [
         Figure(
             name="samples",
@@ -45,14 +45,18 @@ def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
                     x_label="κ",
                     y_label="member",
                     x_scale="log",
-                    curves=[_share(config, records, place, name) for place, name in enumerate(config.members)],
+                    curves=[_reached(config, records, place, name) for place, name in enumerate(config.members)],
                 ),
             ],
         ),
         Figure(
             name="samples-paths",
             title=f"At condition number {top:g}",
-            caption="Left, each member at its best rate until it stays found. Right, KFAC at one rate.",
+            caption=(
+                "Medians over seeds; bands span all seeds. Left, each member at its best rate until its last seed is "
+                "done (it stays found, diverges or spends the budget); a seed that is done earlier keeps its last "
+                f"distance. Right, KFAC at the one rate {config.rate:g}, where every seed gets there."
+            ),
             panels=[
                 Panel(title="distance by samples", x_label="samples", y_label="dist", x_scale="log", curves=paths),
                 Panel(title="what limits KFAC", x_label="damping", y_label="steps", x_scale="log", curves=limits),
@@ -63,7 +67,8 @@ def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
             title=f"Samples for a correlation of {config.correlation:g} after one step",
             caption=(
                 "Dashed, the lemmas solved for n/dx: above its line a method has the correlation. SGD's line ends "
-                "where 1/√(1 + e²) is the target. Points: where the simulated mean correlation crosses the target."
+                "where 1/√(1 + e²) is the target. Points: where the mean correlation of the learned "
+                "direction in simulations crosses the target."
             ),
             panels=[
                 Panel(
@@ -101,8 +106,27 @@ def _needs(config: Config, records: Sequence[Record], name: str) -> Curve:
     )
 
 
-def _share(config: Config, records: Sequence[Record], place: int, name: str) -> Curve:
-    """A member's points at the κ up to which every seed finds the features; one row of the diagram for each member."""
+def _path(records: Sequence[Record], name: str) -> Curve:
+    """Distance by samples until the last seed is done; where an earlier one is done, its last distance goes on."""
+    key = f"{name}/dist"
+    found = [record for record in records if record["cell"] == STEPS and key in record["series"]]
+    runs = [[dist for dist in record["series"][key] if math.isfinite(dist)] for record in found]
+    longest = max(map(len, runs), default=0)
+    shown: list[Record] = [
+        {
+            **record,
+            "series": {
+                "samples": record["series"]["samples"][:longest],
+                key: [*run, *run[-1:] * (longest - len(run))],
+            },
+        }
+        for record, run in zip(found, runs, strict=True)
+    ]
+    return band(shown, STEPS, "samples", key, member(name).label)
+
+
+def _reached(config: Config, records: Sequence[Record], place: int, name: str) -> Curve:
+    """A member's row of the diagram: points at the κ at which every seed finds the features."""
     needed = {condition: _needed(records, name, condition) for condition in config.conditions}
     reached = [condition for condition, found in needed.items() if found and max(found) < math.inf]
     return Curve(label=member(name).label, x=reached, y=[place] * len(reached), style="points")
@@ -123,7 +147,7 @@ def _crossings(config: Config, records: Sequence[Record], method: str) -> Curve:
     for e in config.anisotropies if found else ():
         at = [i for i, value in enumerate(found[0]["e"]) if value == e]
         per = [found[0][f"{method}/n"][i] for i in at]
-        rho = [statistics.fmean(series[f"{method}/found"][i] for series in found) for i in at]
+        rho = [statistics.fmean(series[f"{method}/learned"][i] for series in found) for i in at]
         if rho == sorted(rho) and rho[0] <= config.correlation <= rho[-1]:
             x.append(e)
             y.append(math.exp(float(np.interp(config.correlation, rho, np.log(per)))))

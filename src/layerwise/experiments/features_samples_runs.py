@@ -3,12 +3,15 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from layerwise.experiments.experiment import Cell, Row
 from layerwise.experiments.progress import within_cell
+from layerwise.foundations.errors import InputError, describe
 from layerwise.studies import feature_learning as fl
 from layerwise.studies.feature_learning import samples
 from layerwise.studies.feature_learning.members import member
+from layerwise.studies.feature_learning.reduced_rank import least_squares_needed
 from layerwise.theory.sample_complexity import best_damping, samples_needed
 from layerwise.theory.single_index import HermiteConstants, two_level_spectrum
 
@@ -55,6 +58,25 @@ class Config:
     index_dx: int = 100
     dh: int = 100
 
+    def __post_init__(self) -> None:
+        for name in self.members:
+            member(name)  # refuses a name that is none
+        if self.conditions[:1] != (1,) or not _rising(self.conditions):
+            raise InputError(describe(f"conditions={self.conditions}", "1 and larger ones, rising", "pass 1 100 10000"))
+        for name in ("batches", "dampings", "factors"):
+            if len(set(getattr(self, name))) < 2:
+                given = f"{name}={getattr(self, name)}"
+                raise InputError(describe(given, "at least two, to be compared", "see the defaults of Config"))
+        if min(self.rates, self.trials, len(self.members), len(self.anisotropies)) < 1:
+            given = f"{self.rates} rates, {self.trials} trials, members {self.members}, e of {self.anisotropies}"
+            raise InputError(describe(given, "at least one of each", "see the defaults of Config"))
+        self.recovery(self.conditions[-1])  # refuses what is no problem
+
+    @property
+    def beyond(self) -> int:
+        """Samples that a member needs at least where it is recorded to need ∞."""
+        return self.recovery(1.0).beyond
+
     def recovery(self, condition: float, batch: int | None = None) -> samples.Recovery:
         """The linear problem at a condition number."""
         sizes = {"dx": self.dx, "batch": batch or self.batch, "steps": self.steps, "distance": self.distance}
@@ -65,6 +87,19 @@ class Config:
         levels, weights = two_level_spectrum(e)
         common = {"noise": 1.0, "eigenvalues": levels, "weights": weights}
         return samples_needed(self.correlation, LINK, damping=DAMPINGS[method], **common)
+
+
+def _rising(values: Sequence[float]) -> bool:
+    return len(values) > 1 and all(a < b for a, b in pairwise(values))
+
+
+def ratio(above: float | int, below: float | int) -> float:
+    """above/below of two needs; NaN where it says nothing: ∞/∞, or a need of no samples at all.
+
+    >>> ratio(6.0, 3.0), ratio(math.inf, 3.0), ratio(3.0, 0.0)
+    (2.0, inf, nan)
+    """
+    return above / below if below else math.nan
 
 
 def cells(config: Config) -> list[Cell]:
@@ -94,13 +129,13 @@ def _steps(config: Config, seed: int) -> Row:
             missing = len(used) - len(found.best.dist)
             series[f"{name}/dist"] = [*found.best.dist, *[math.nan] * missing]
     for condition in config.conditions:
-        values[f"least-squares@{condition:g}"] = samples.least_squares_needed(config.recovery(condition), seed)
+        values[f"least-squares@{condition:g}"] = least_squares_needed(config.recovery(condition), seed)
     for name in (*config.members, "least-squares"):
         needed = [values[f"{name}@{condition:g}"] for condition in config.conditions]
         late = [i for i, condition in enumerate(config.conditions) if condition >= 100]
         values[f"{name}/growth"] = samples.growth(config.conditions, needed)
         values[f"{name}/late"] = samples.growth([config.conditions[i] for i in late], [needed[i] for i in late])
-        values[f"{name}/factor"] = needed[-1] / needed[0]
+        values[f"{name}/factor"] = ratio(needed[-1], needed[0])
     return Row(seed=seed, values=values, series=series)
 
 

@@ -6,7 +6,7 @@ step takes a fresh batch, so that samples used are steps times the batch.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -49,8 +49,9 @@ class Recovery:
     """The budget: a run that has not found it then counts as one that never does."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.k <= min(self.dx, self.dy):
-            raise InputError(describe(f"k={self.k}, dx={self.dx}, dy={self.dy}", "1 ≤ k ≤ min(dx, dy)", "choose a k"))
+        if not (1 <= self.k < self.dx and self.k <= self.dy):
+            given = f"k={self.k}, dx={self.dx}, dy={self.dy}"
+            raise InputError(describe(given, "1 ≤ k ≤ dy and k < dx (else nothing is to be found)", "choose a k"))
         if not (self.condition >= 1 and math.isfinite(self.condition)):
             raise InputError(describe(f"condition={self.condition}", "λ_max/λ_min ≥ 1", "pass e.g. condition=100"))
         if not 0 < self.distance < 1 or min(self.stay, self.steps, self.batch) < 1:
@@ -63,6 +64,15 @@ class Recovery:
         values = float(self.condition) ** torch.linspace(0, 1, self.dx, dtype=torch.float64)
         return values / values.mean()
 
+    @property
+    def beyond(self) -> int:
+        """A bound from below for what a run needs that never counts as found: the last start of a row in the budget.
+
+        >>> Recovery(steps=100, stay=10, batch=128).beyond == 91 * 128
+        True
+        """
+        return max(0, self.steps + 1 - self.stay) * self.batch
+
 
 @dataclass(frozen=True, kw_only=True)
 class Descent:
@@ -71,11 +81,13 @@ class Descent:
     dist: tuple[float, ...]
     needed: float
     """Samples until the representation was found; ∞ if it was not."""
+    diverged: bool = False
+    """Whether the run was broken off because its loss had grown too large; its last distance then says nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """A member at its rates: the one that needs the fewest samples, or, if none finds it, ends nearest."""
+    """A member at its rates: the one that needs the fewest samples, or, if none finds it, ends nearest undiverged."""
 
     rate: float
     best: Descent
@@ -92,15 +104,10 @@ def draw_teacher(setting: Recovery, seed: int) -> tuple[Float[Tensor, "k dx"], T
     """
     generator = stream(seed, "samples", "teacher")
     G, F = haar(setting.k, setting.dx, generator), haar(setting.k, setting.dy, generator).mT
+    # As `log_spaced`, with the root from the same basis; its rounding is another, and SOAP's runs amplify rounding.
     basis, values = haar(setting.dx, setting.dx, generator), setting.eigenvalues
-    task = Task(
-        Sigma=(basis * values) @ basis.mT,
-        root=(basis * values.sqrt()) @ basis.mT,
-        map=F @ G,
-        deviation=float(setting.noise),
-        uniform=True,
-    )
-    return G, task
+    Sigma, root = ((basis * values**exponent) @ basis.mT for exponent in (1.0, 0.5))
+    return G, Task(Sigma=Sigma, root=root, map=F @ G, deviation=float(setting.noise), uniform=True)
 
 
 def student(setting: Recovery, seed: int) -> nn.Sequential:
@@ -122,10 +129,11 @@ def student(setting: Recovery, seed: int) -> nn.Sequential:
 def rates(name: str, count: int) -> list[float]:
     """The rates at which a member is tried: as many for each, equally spaced in logarithm over two decades.
 
-    >>> rates("kfac", 5)
-    [0.01, 0.03162, 0.1, 0.3162, 1.0]
+    >>> rates("kfac", 5), rates("kfac", 1)
+    ([0.01, 0.03162, 0.1, 0.3162, 1.0], [0.1])
     """
-    return [float(f"{10 ** (FIRST[name] + 2 * i / max(1, count - 1)):.4g}") for i in range(count)]
+    decades = [2 * i / (count - 1) for i in range(count)] if count > 1 else [1.0]
+    return [float(f"{10 ** (FIRST[name] + above):.4g}") for above in decades]
 
 
 def samples_needed(dist: Sequence[float], setting: Recovery) -> float:
@@ -161,12 +169,13 @@ def descend(setting: Recovery, member: Member, rate: float | int, seed: int, lim
     model = student(setting, seed)
     weight, optimizer = next(model.parameters()), member.make(model, float(rate))
     dist, within, largest = [float(subspace_distance(weight.detach(), target))], 0, math.inf
+    diverged = False
     for step in range(1, setting.steps + 1):
         x, y = batch(setting, task, seed, step)
         optimizer.zero_grad()
         loss = (y - model(x)).square().sum(1).mean() / 2
         loss.backward()
-        if not loss.item() <= largest:
+        if diverged := not loss.item() <= largest:
             break
         largest = min(largest, DIVERGED * loss.item()) if step == 1 else largest
         optimizer.step()
@@ -174,7 +183,7 @@ def descend(setting: Recovery, member: Member, rate: float | int, seed: int, lim
         within = within + 1 if dist[-1] <= setting.distance else 0
         if within >= setting.stay or (within == 0 and step * setting.batch >= limit):
             break
-    return Descent(dist=tuple(dist), needed=samples_needed(dist, setting))
+    return Descent(dist=tuple(dist), needed=samples_needed(dist, setting), diverged=diverged)
 
 
 def search(setting: Recovery, member: Member, seed: int, rates: Sequence[float | int]) -> Search:
@@ -194,34 +203,7 @@ def search(setting: Recovery, member: Member, seed: int, rates: Sequence[float |
         least = min((search.best.needed for search in found), default=math.inf)
         run = descend(setting, member, rates[place], seed, least)
         found.append(Search(rate=float(rates[place]), best=run, place=place))
-    return min(found, key=lambda search: (search.best.needed, search.best.dist[-1]))
-
-
-def least_squares_needed(setting: Recovery, seed: int, every: int = 4) -> float:
-    """Samples that reduced-rank least squares on all samples so far needs: what the data allow, whoever computes.
-
-    With Â the least squares of y on x, U the top k eigenvectors of ÂSxÂᵀ, the representation is the rows of UᵀÂ: the
-    maximum likelihood of rank k. It is computed after every few samples.
-
-    >>> least_squares_needed(Recovery(condition=1.0), 0) < least_squares_needed(Recovery(condition=1e4), 0)
-    True
-    """
-    target, task = draw_teacher(setting, seed)
-    dist = [1.0] * -(-setting.dx // every)
-    xs, ys = torch.empty(0, setting.dx).double(), torch.empty(0, setting.dy).double()
-    fine = replace(setting, batch=every)
-    for step in range(1, setting.steps + 1):
-        x, y = batch(setting, task, seed, step)
-        xs, ys = torch.cat([xs, x]), torch.cat([ys, y])
-        while len(dist) * every <= len(xs):
-            n = len(dist) * every
-            A = torch.linalg.lstsq(xs[:n], ys[:n]).solution.mT
-            fitted = xs[:n] @ A.mT
-            U = torch.linalg.eigh(fitted.mT @ fitted)[1][:, -setting.k :]
-            dist.append(float(subspace_distance(U.mT @ A, target)))
-            if (needed := samples_needed(dist[-setting.stay :], fine)) < math.inf:
-                return needed + (len(dist) - setting.stay) * every
-    return math.inf
+    return min(found, key=lambda search: (search.best.needed, search.best.diverged, search.best.dist[-1]))
 
 
 def damped_kfac(damping: float | int) -> Member:
@@ -243,3 +225,12 @@ def growth(conditions: Sequence[float | int], needed: Sequence[float]) -> float:
     if len({a for a, _ in kept}) < 2:
         return math.nan
     return float(np.polyfit([a for a, _ in kept], [b for _, b in kept], 1)[0])
+
+
+def ratio(above: float | int, below: float | int) -> float:
+    """above/below of two needs; NaN where it says nothing: 0/0, ∞/∞ or a need of no samples at all.
+
+    >>> ratio(6.0, 3.0), ratio(math.inf, 3.0), ratio(3.0, 0.0)
+    (2.0, inf, nan)
+    """
+    return above / below if below else math.nan
