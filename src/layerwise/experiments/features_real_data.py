@@ -22,18 +22,12 @@ from layerwise.experiments.zhang2025_head_to_head import PAPER
 from layerwise.foundations.errors import InputError, unknown
 from layerwise.studies.feature_learning import label_transfer, real_inputs
 from layerwise.studies.feature_learning.features import feature_distance
+from layerwise.studies.feature_learning.members import MEMBERS
 from layerwise.studies.feature_learning.real_inputs import hidden_weight
 
 LABELS = {
-    "sgd": "SGD",
-    "adam": "Adam",
-    "muon": "Muon",
-    "shampoo": "Shampoo",
-    "soap": "SOAP",
-    "foof": "FOOF",
-    "kfac": "KFAC",
-    "kfac-damped": "KFAC, damping 0.1",
-    "ekfac": "EKFAC",
+    name: MEMBERS[name].label if name in MEMBERS else f"KFAC, damping {real_inputs.DAMPED:g}"
+    for name in ("sgd", "adam", "muon", "shampoo", "soap", "foof", "kfac", "kfac-damped", "ekfac")
 }
 BASELINES = {"pixels": "pixels", "random": "untrained layer", "target": "Adam on the target itself"}
 PARTS = {"known": "pixels", "rotated": "rotated pixels", "labels": "labels 0–4"}
@@ -54,8 +48,10 @@ KNOWN = tuple(name for name in LABELS if name != "kfac-damped")
 ROTATED = ("sgd", "adam", "soap", "kfac")
 """Members that run on rotated pixels too: Adam, which knows the axes, and some which do not."""
 SOURCE, TARGET = range(5), range(5, 10)
-LEARNED = 100
-"""Steps with known features from which on a run is long enough for the claims about distances and accuracy."""
+LEARNED, LABELS_LEARNED, MOVED = 100, 50, 8
+"""Steps from which on a run is long enough for claims: about distances, about accuracy, about movement by labels."""
+CLAIMED = 10
+"""Examples of each target label at which accuracies are claimed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +95,10 @@ class Config:
 
 def cells(config: Config) -> list[Cell]:
     """One for each data and part."""
-    for part in config.parts:
-        if part not in PARTS:
-            raise InputError(unknown("part", part, PARTS))
+    for kind, given, known in (("part", config.parts, PARTS), ("data", config.data, real_inputs.DATA)):
+        for name in given:
+            if name not in known:
+                raise InputError(unknown(kind, name, known))
     return [
         Cell(key=f"{data}/{part}", options={"data": data, "part": part})
         for data in config.data
@@ -192,18 +189,24 @@ class _Movement:
 
 
 def claims(config: Config) -> list[Claim]:
-    """Movement at once; distances and accuracy where runs are long enough."""
+    """Of the parts that ran, each where its own steps were enough."""
     needed, found = min(config.seeds, 3), []
+    long = {
+        "known": config.steps >= LEARNED,
+        "rotated": config.steps >= LEARNED,
+        "labels": config.label_steps >= LABELS_LEARNED and CLAIMED in config.each,
+    }
+    parts = {part for part in config.parts if long[part]}
     for data in config.data:
         known, rotated, labels = (f"{data}/{part}" for part in PARTS)
-        long = config.steps >= LEARNED
-        if "labels" in config.parts:
+        if "labels" in config.parts and config.label_steps >= MOVED:
             found += movement_claims(labels, needed)
-        if "labels" in config.parts and long:
-            found += label_claims(labels, tuple(LABELS), 10, 0.97 if data == "digits" else 0.9, needed)
-        if "known" in config.parts and long:
+        if "labels" in parts:
+            least = 0.97 if data == "digits" else 0.9
+            found += label_claims(labels, tuple(LABELS), each=CLAIMED, least=least, width=config.width, seeds=needed)
+        if "known" in parts:
             found += known_claims(known, needed)
-        if {"known", "rotated"} <= set(config.parts) and long:
+        if {"known", "rotated"} <= parts:
             found += rotated_claims(rotated, known, needed)
     return found
 
@@ -218,7 +221,9 @@ def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
     found = [known_figure(records, of("known", "rotated"), LABELS)] if of("known", "rotated") else []
     if of("labels"):
         found.append(transfer_figure(records, of("labels"), LABELS, config.each, BASELINES))
-    return [*found, movement_figure(records, of("known", "labels"), with_truth)]
+    if of("known", "labels"):
+        found.append(movement_figure(records, of("known", "labels"), with_truth))
+    return found
 
 
 EXPERIMENT = Experiment(

@@ -8,30 +8,36 @@ from layerwise.experiments.over_seeds import bound, combined
 
 SUMMARY = (
     "Two-layer networks on real images, whose pixels are centred and divided by one number, so that their anisotropy "
-    "stays. First the labels are a teacher's, F⋆ tanh(G⋆x) + ε, and the features are read off the mean outer product "
-    "of the network's gradients. SGD misses them. Adam finds them, against the linear theory: much of the unevenness "
-    "lies along single pixels, and rotated pixels take Adam away from the features while SOAP, which finds its own "
-    "axes, stays near. KFAC's and EKFAC's distances depend on the teacher, although EKFAC's held-out loss is mostly "
-    "below Adam's. Second, real labels: a network learns 0–4, and a ridge head on its hidden layer learns 5–9 from few "
-    "examples. All learn the source. SGD's hidden weights move along the eigenvectors of large eigenvalues, KFAC's and "
-    "FOOF's along those of small ones, and none of these serves the other labels better than an untrained layer does; "
-    "SOAP's and Muon's serve best, and pixels better than all. (The layer has fewer units than there are pixels, so "
-    "the untrained layer is the fairer measure.) Rates are chosen by the least distance with known features, by the "
-    "held-out source loss with labels, never by the target."
+    "stays; mean and number are those of all images, held-out ones included. First the labels are a teacher's, "
+    "F⋆ tanh(G⋆x) + ε, and the features are read off the mean outer product of the network's gradients. SGD misses "
+    "them. Adam finds them, against the linear theory: much of the unevenness lies along single pixels, and rotated "
+    "pixels take Adam away from the features. SOAP, which finds its own axes, finds them in both bases. Between Adam "
+    "and the nearest of FOOF, KFAC and EKFAC, which invert the inputs' covariance, there is no clear order and none is "
+    "claimed: in preset paper Adam was nearer on three of three seeds of digits and on one of three of MNIST; EKFAC's "
+    "held-out loss is mostly below Adam's. Second, real labels: a network learns 0–4, and a ridge head on its hidden "
+    "layer learns 5–9 from few examples. All learn the source. SGD's hidden weights move along the eigenvectors of "
+    "large eigenvalues, KFAC's and FOOF's along those of small ones. SOAP's layer serves the other labels better than "
+    "KFAC's, and mostly Muon's does; more damping mostly helps KFAC, whose layer is mostly no better than an untrained "
+    "one. That SOAP's and Muon's are better than an untrained one is not claimed: each was so on all three seeds of "
+    "MNIST (preset paper), but on eight of twelve of digits (preset laptop, seeds 0, 1 and 5–14). Pixels serve better "
+    "than all. (The layers of the presets have 32 units, fewer than there are pixels, so the untrained layer is the "
+    "fairer measure.) Rates are chosen by the least distance with known features, by the held-out source loss with "
+    "labels, never by the target; a training that breaks off counts as distance 1 and loss ∞."
 )
 SOURCE = "beyond the paper"
 CHOSEN = "(Threshold set after seeds 0–2 of digits.)"
-AFTER_ALL = "(Declared after seeds 0–4 of digits: none was kept to test it.)"
-EXPECTED_BY_THEORY = (
-    "Expected from the linear theory, where Adam does not find the features and the inverse of the covariance does. "
-    "True on two of five seeds of digits, barely, and on two of three of MNIST (FOOF ran on one). Much unevenness "
-    "lies along single pixels, which Adam's scaling of single weights repairs; rotated pixels take that from it."
-)
 TEACHERS = "First declared for every seed, after seeds 0–2; of seeds 3 and 4, not used for that, it failed on seed 4."
-NOT_SEEN = (
-    "Expected if features that are found in all directions served other labels. With real labels the inverse of the "
-    "covariance sends most of the movement into directions of little variance; more damping gives some of it back."
+TESTED = "(Declared after seeds 0–2; held on seeds 5–8 of digits, not used before.)"
+MOSTLY = (
+    "First declared for every seed, after seeds 0–4 at most; it failed on one of the seeds 5–8 of digits. Declared "
+    "for most seeds instead, it held on {} of the six seeds 9–14, not used before."
 )
+NOT_SERVED = (
+    "The opposite would be expected if features that are found in all directions served other labels. KFAC's layer was "
+    "better after all on one seed of three both of digits and of MNIST (preset paper), on two of the seeds 5–8 of "
+    "digits and on one of the six seeds 9–14 (preset laptop)."
+)
+MOST = {"test": "share", "share": 0.6}
 
 
 def _common(seeds: int) -> dict[str, Any]:
@@ -59,26 +65,7 @@ def known_claims(cell: str, seeds: int) -> list[Claim]:
     return [
         bound(cell, "sgd/dist", ">=", 0.35, f"SGD misses the features at each of its rates. {CHOSEN}", **common),
         bound(cell, "adam/dist", "<=", 0.25, f"Adam finds the features. {CHOSEN}", **common),
-        Claim(
-            name=f"{cell}/soap-before-sgd",
-            statement=f"SOAP is nearer to the features than SGD. {AFTER_ALL}",
-            quantity=combined(cell, ["soap/dist", "sgd/dist"], lambda soap, sgd: soap / sgd),
-            relation="<",
-            target=1.0,
-            **common,
-        ),
-        Claim(
-            name=f"{cell}/inverse-before-adam",
-            statement="The nearest of FOOF, KFAC and EKFAC, which invert the inputs' covariance, is nearer than Adam.",
-            quantity=combined(
-                cell, [f"{name}/dist" for name in ("adam", "foof", "kfac", "ekfac")], lambda adam, *o: min(o) / adam
-            ),
-            relation="<",
-            target=1.0,
-            expected="refuted",
-            erratum=EXPECTED_BY_THEORY,
-            **common,
-        ),
+        bound(cell, "soap/dist", "<=", 0.25, f"SOAP finds the features. {TESTED}", **common),
         Claim(
             name=f"{cell}/ekfac-has-less-loss",
             statement="EKFAC's least held-out loss is below Adam's all the same, for most teachers.",
@@ -97,6 +84,7 @@ def rotated_claims(rotated: str, known: str, seeds: int) -> list[Claim]:
     """What the basis of pixels is worth."""
     common = _common(seeds)
     return [
+        bound(rotated, "soap/dist", "<=", 0.25, f"SOAP finds the features of rotated pixels. {TESTED}", **common),
         Claim(
             name=f"{rotated}/adam-needs-pixels",
             statement=f"Rotated pixels take Adam farther from the features. {CHOSEN}",
@@ -127,9 +115,17 @@ def movement_claims(cell: str, seeds: int) -> list[Claim]:
     ]
 
 
-def label_claims(cell: str, members: Sequence[str], each: int, least: float, seeds: int) -> list[Claim]:
+def label_claims(cell: str, members: Sequence[str], *, each: int, least: float, width: int, seeds: int) -> list[Claim]:
     """Whose hidden layer serves other labels, with `each` examples of every target label."""
     common, at = _common(seeds), f"target@{each}"
+
+    def gain(name: str, first: str, second: str, statement: str, **others: Any) -> Claim:
+        """The accuracy with the layer of one member less that with another."""
+        quantity = combined(cell, [f"{first}/{at}", f"{second}/{at}"], lambda a, b: a - b)
+        statement = f"{statement}: the gain in accuracy with {each} examples of each."
+        chosen = {"relation": ">", "target": 0.0} | common | others
+        return Claim(name=f"{cell}/{name}", statement=statement, quantity=quantity, **chosen)
+
     return [
         Claim(
             name=f"{cell}/source",
@@ -141,8 +137,8 @@ def label_claims(cell: str, members: Sequence[str], each: int, least: float, see
         ),
         Claim(
             name=f"{cell}/pixels-before-all",
-            statement=f"No member's hidden layer, which has fewer units than there are pixels, serves the other labels "
-            f"as well as pixels do ({each} examples each): the best accuracy less that of pixels.",
+            statement=f"No member's hidden layer, of {width} units, serves the other labels as well as pixels do "
+            f"({each} examples each): the best accuracy less that of pixels.",
             quantity=combined(
                 cell, [f"pixels/{at}", *(f"{name}/{at}" for name in members)], lambda pixels, *o: max(o) - pixels
             ),
@@ -150,32 +146,36 @@ def label_claims(cell: str, members: Sequence[str], each: int, least: float, see
             target=0.0,
             **common,
         ),
-        Claim(
-            name=f"{cell}/kfac-before-untrained",
-            statement=f"KFAC's hidden layer serves the other labels better than an untrained one ({each} examples "
-            "each): the gain in accuracy.",
-            quantity=combined(cell, [f"kfac/{at}", f"random/{at}"], lambda kfac, random: kfac - random),
-            relation=">",
-            target=0.0,
-            expected="refuted",
-            erratum=NOT_SEEN,
-            **common,
+        gain(
+            "kfac-not-before-untrained",
+            "kfac",
+            "random",
+            "KFAC's hidden layer serves the other labels no better than an untrained one, on most seeds",
+            relation="<=",
+            erratum=NOT_SERVED,
+            **MOST,
         ),
-        Claim(
-            name=f"{cell}/muon-before-kfac",
-            statement=f"Muon's hidden layer serves the other labels better than KFAC's ({each} examples each).",
-            quantity=combined(cell, [f"muon/{at}", f"kfac/{at}"], lambda muon, kfac: muon - kfac),
-            relation=">",
-            target=0.0,
-            **common,
+        gain(
+            "soap-before-kfac",
+            "soap",
+            "kfac",
+            "SOAP's hidden layer serves the other labels better than KFAC's (declared after seeds 0–2 and 5–8; held "
+            "on seeds 9–14 of digits, not used before)",
         ),
-        Claim(
-            name=f"{cell}/damping-helps",
-            statement="More damping makes KFAC's hidden layer serve the other labels better "
-            f"({each} examples each). {AFTER_ALL}",
-            quantity=combined(cell, [f"kfac-damped/{at}", f"kfac/{at}"], lambda damped, kfac: damped - kfac),
-            relation=">",
-            target=0.0,
-            **common,
+        gain(
+            "muon-before-kfac",
+            "muon",
+            "kfac",
+            "Muon's hidden layer serves the other labels better than KFAC's, on most seeds",
+            erratum=MOSTLY.format("five"),
+            **MOST,
+        ),
+        gain(
+            "damping-helps",
+            "kfac-damped",
+            "kfac",
+            "More damping makes KFAC's hidden layer serve the other labels better, on most seeds",
+            erratum=MOSTLY.format("six"),
+            **MOST,
         ),
     ]

@@ -38,7 +38,8 @@ def known_figure(records: Sequence[Record], cells: Mapping[str, str], labels: Ma
     return Figure(
         name="real-data-known",
         title="Features of a teacher, inputs that are images",
-        caption="Each member at the rate of its least distance. Median over seeds; the line spans all seeds.",
+        caption="Each member at the rate of its least distance. Median over seeds; the line spans all seeds. Between "
+        "Adam and those that invert the inputs' covariance (FOOF, KFAC, EKFAC) the order changes with the teacher.",
         panels=panels,
     )
 

@@ -44,12 +44,26 @@ def task(x: Float[Tensor, "N d"], y: Int64[Tensor, "N"], labels: Sequence[int], 
     >>> {split: len(x) for split, x in halves.x.items()}, int(halves.y["train"].max())
     ({'train': 30, 'held': 10, 'test': 10}, 4)
     """
+    missing = sorted(set(labels) - set(y.tolist()))
+    if missing:
+        raise InputError(
+            describe(f"no image with the label {missing[0]}", f"images of each of {list(labels)}", "pass more images")
+        )
     place = torch.full((int(y.max()) + 1,), -1)
     place[list(labels)] = torch.arange(len(labels))
     chosen = (place[y] >= 0).nonzero()[:, 0]
     chosen = chosen[torch.randperm(len(chosen), generator=stream(seed, "division", *labels))]
     sizes = [round(part * len(chosen)) for part in SPLITS.values()]
     parts = dict(zip(SPLITS, chosen.split([*sizes[:-1], len(chosen) - sum(sizes[:-1])]), strict=True))
+    seen = place[y[parts["train"]]].unique()
+    if len(seen) < len(labels) or not all(len(rows) for rows in parts.values()):
+        raise InputError(
+            describe(
+                f"{len(chosen)} images of {len(labels)} labels",
+                "every label among the 60 % to train on, and images left to choose and to test",
+                "pass more images",
+            )
+        )
     return Task(
         x={split: x[rows] for split, rows in parts.items()},
         y={split: place[y[rows]] for split, rows in parts.items()},
@@ -76,6 +90,8 @@ def few(y: Int64[Tensor, "N"], each: int, seed: int, draw: int) -> Int64[Tensor,
     >>> y[few(y, 2, seed=0, draw=0)]
     tensor([0, 0, 1, 1])
     """
+    if each < 1:
+        raise InputError(describe(f"{each} examples of a class", "at least 1", "pass e.g. each=5"))
     found = []
     for label in range(int(y.max()) + 1):
         rows = (y == label).nonzero()[:, 0]
@@ -131,6 +147,8 @@ def few_shot(target: Task, each: int, *, seed: int, draws: int, model: nn.Sequen
         draws: how many times examples are drawn.
         model: its hidden layer gives the features; None takes the pixels.
     """
+    if draws < 1:
+        raise InputError(describe(f"draws={draws}", "at least 1", "pass e.g. draws=10"))
     (x, t) = (target.x[split] if model is None else hidden(model, target.x[split]) for split in ("train", "test"))
     found = []
     for draw in range(draws):

@@ -42,13 +42,18 @@ def images(name: str, limit: int | None = None, pool: int = 1) -> Images:
     if name not in DATA:
         raise InputError(unknown("data", name, DATA))
     found = data.digits(limit) if name == "digits" else data.mnist("train", limit=limit)
+    side = min(found.x.shape[2:])
+    if not 1 <= pool <= side:
+        raise InputError(describe(f"pool={pool}", f"from 1 to the {side} pixels of a side", "pass e.g. pool=2"))
     return Images(nn.functional.avg_pool2d(found.x, pool), found.y)
 
 
 def scaled_pixels(x: Float[Tensor, "N d"], least: float | int = LEAST) -> Float[Tensor, "N m"]:
     """Centred pixels, all divided by one number so that the mean eigenvalue of their covariance is 1.
 
-    Anisotropy and the basis of pixels stay; (nearly) constant pixels are dropped, as `least` says.
+    Anisotropy and the basis of pixels stay; (nearly) constant pixels are dropped, as `least` says. Mean, scale and
+    dropped pixels are those of all the images passed: where some are held out later, their pixels took part in this
+    (their labels did not).
 
     >>> x = scaled_pixels(images("digits").flat())
     >>> values = torch.linalg.eigvalsh(x.mT @ x / len(x))
@@ -98,18 +103,22 @@ def optimizer_of(name: str, likelihood: str) -> Callable[[nn.Module, float], Opt
 def trained(problem: Problem, name: str, rate: float | int, *, seed: int, steps: int) -> nn.Sequential:
     """The problem's network trained by a member; the start and the batches depend on the seed alone.
 
-    A training whose loss overflows ends there.
+    A training that breaks off, because the loss of a batch is not finite, leaves weights that are not numbers: its
+    distance is 1, its loss infinite, its movement not a number and its predictions a guess, wherever it is measured.
     """
     make = optimizer_of(name, str(problem.likelihood))
     done = train(problem, lambda model: make(model, float(rate)), seed=seed, budget=Budget(steps=steps), measures=())
     assert isinstance(done.model, nn.Sequential)
+    if done.stopped != "budget":
+        for weight in done.model.parameters():
+            weight.detach().fill_(torch.nan)
     return done.model
 
 
 def mean_loss(problem: Problem, model: nn.Module, x: Float[Tensor, "N d"], y: Tensor) -> float:
-    """The problem's loss on examples; infinite where it is not a number, so that such a rate is never chosen."""
+    """The problem's loss on examples; infinite where it overflows or is not a number: such a rate is never chosen."""
     with torch.no_grad():
-        return float(problem.loss(model(x), y).nan_to_num(nan=torch.inf))
+        return float(problem.loss(model(x), y).nan_to_num(nan=torch.inf, posinf=torch.inf))
 
 
 # --- Known features -----------------------------------------------------------------------------------------
@@ -162,6 +171,11 @@ def known_features(
     >>> len(problem.x), len(problem.held_x), problem.G.shape
     (1438, 359, torch.Size([4, 53]))
     """
+    if not 1 <= k <= x.shape[1]:
+        raise InputError(describe(f"k={k} features", f"from 1 to the {x.shape[1]} pixels", "pass e.g. k=4"))
+    n = len(x) - round(held * len(x))
+    if not 1 <= n < len(x):
+        raise InputError(describe(f"held={held} of {len(x)} images", "some to train on and some held out", "change it"))
     x = x[torch.randperm(len(x), generator=stream(seed, "division"))]
     if rotated:
         x = x @ haar(x.shape[1], x.shape[1], stream(seed, "rotation")).to(x)
@@ -169,7 +183,6 @@ def known_features(
     F = torch.randn(dy, k, generator=stream(seed, "head"), dtype=torch.float64) / k**0.5
     clean = torch.tanh(x @ G.mT) @ F.mT
     noisy = clean + noise * torch.randn(clean.shape, generator=stream(seed, "noise"), dtype=torch.float64)
-    n = len(x) - round(held * len(x))
     return KnownFeatures(x=x[:n], y=noisy[:n], held_x=x[n:], held_y=clean[n:], G=G)
 
 
