@@ -77,4 +77,7 @@ def reference_to(experiment: Experiment) -> str | None:
         for name, value in list(vars(sys.modules.get(module or "", None) or object).items()):
             if value is experiment:
                 return f"{module}:{name}"
+    for module, loaded in list(sys.modules.items()):  # its functions may lie in modules of their own
+        if module != "__main__" and vars(loaded).get(ATTRIBUTE) is experiment:
+            return f"{module}:{ATTRIBUTE}"
     return None

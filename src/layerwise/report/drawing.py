@@ -104,7 +104,7 @@ def _one_bar_each(panel: Panel, shared: bool) -> bool:
 
 def _name_places(axes: Any, names: Sequence[str]) -> None:
     """Words in place of numbers along x, slanted so that long ones do not meet."""
-    axes.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor", fontsize=9)
+    axes.set_xticks(range(len(names)), names, rotation=40, ha="right", rotation_mode="anchor", fontsize=11)
     axes.set_xlim(-0.6, len(names) - 0.4)
     axes.grid(False, axis="x")
 
