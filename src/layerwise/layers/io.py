@@ -257,10 +257,16 @@ class RecordedIO(LayerIO):
         call, positions = self.calls[0], self.mask.shape[1]
         return self.mask if call.sharing(self.examples) == positions else None
 
+    def _moment_dtype(self, t: Tensor) -> torch.dtype:
+        """What a second moment's entries are multiplied in: tensor cores take half types as they are."""
+        return t.dtype if t.device.type == "cuda" and t.dtype in (torch.bfloat16, torch.float16) else self.dtype
+
     def _output_moment_of_call(self) -> Tensor:
         keep = self._keep()
         if keep is None:
-            g = self.calls[0].outgrads(self.examples, self.dtype)
+            dy = self.calls[0].dy
+            assert dy is not None
+            g = self.calls[0].outgrads(self.examples, self._moment_dtype(dy))
             k, o = g.shape[-2:]
             return gram(g.reshape(-1, o)).unsqueeze(0) if k == 1 else _grouped_gram(g.reshape(-1, k, o))
         g = self.calls[0].outgrads(self.examples, self.dtype)[:, keep]
@@ -283,7 +289,9 @@ class RecordedIO(LayerIO):
         """By the rule's own route where it has one, else through the standard form, in chunks."""
         total = sums = None
         count = 0
-        per_example = self.calls[0].x.numel() / self.examples * max(self.spec.form.taps, 1) * self.dtype.itemsize
+        x, taps = self.calls[0].x, max(self.spec.form.taps, 1)
+        as_it_is = taps == 1 and self._moment_dtype(x) == x.dtype  # then nothing is copied
+        per_example = 0 if as_it_is else x.numel() / self.examples * taps * self.dtype.itemsize
         for part in self.parts(per_example * 2):
             call = part.calls[0]
             found = None
@@ -300,12 +308,12 @@ class RecordedIO(LayerIO):
 
     def _plain_moment(self) -> tuple[Tensor, Tensor, int]:
         keep = self._keep()
-        a = self.calls[0].inputs(self.examples, self.dtype)
+        a = self.calls[0].inputs(self.examples, self._moment_dtype(self.calls[0].x))
         assert isinstance(a, Tensor)
         rows = a.flatten(0, 1) if keep is None else a[keep]
         k, i = rows.shape[-2:]
         moment = gram(rows.reshape(-1, i)).unsqueeze(0) if k == 1 else _grouped_gram(rows)
-        return moment, rows.sum(0), rows.shape[0]
+        return moment, rows.sum(0, dtype=moment.dtype), rows.shape[0]
 
 
 @dataclass(frozen=True)
@@ -339,8 +347,7 @@ class GradientIO(LayerIO):
 
 
 def _grouped_gram(rows: Float[Tensor, "M K P"]) -> Float[Tensor, "K P P"]:
-    by_group = rows.movedim(1, 0)
-    return by_group.mT @ by_group
+    return gram(rows.movedim(1, 0))
 
 
 def _bordered(total: Tensor, sums: Tensor, count: int) -> Tensor:

@@ -15,11 +15,12 @@ def update_mean(
     Groups that were not seen, or whose new value is not finite, keep what they have; `count` is t, ``[K]``.
     """
     finite = finite_moments(new)
-    take = finite if seen is None else finite & seen
-    everything = bool(take.all())
+    gate = None if health is None else health.gate
+    asked = seen if gate is None else gate.expand(len(finite)) if seen is None else seen & gate
+    take = finite if asked is None else finite & asked
+    everything = gate is None and bool(take.all())
     if health is not None and not everything:
-        asked = finite.numel() if seen is None else int(seen.sum())
-        health.skipped_statistics += asked - int(take.sum())
+        health.count("skipped_statistics", ((finite.numel() if asked is None else asked.sum()) - take.sum()))
     count += take.to(count.dtype)
     t = count.clamp_min(1).double()
     weight = ((1 - decay) / (1 - decay**t)) if decay > 0 else torch.ones_like(t)

@@ -43,11 +43,11 @@ def whole_spectrum(values: Float[Tensor, "k c"], inputs: int, bias: Float[Tensor
     return spread if bias is None else torch.cat([spread, bias.to(spread)], dim=-1)
 
 
-def mean_input_eigenvalue(state: State, groups: slice) -> Float[Tensor, "k"]:
-    """``tr Q / I``."""
+def mean_input_eigenvalue(state: State, groups: slice, size: int | None = None) -> Float[Tensor, "k"]:
+    """``tr Q / I``; `size` is I without padding, where there is some."""
     Q = state["Q"][groups]
     if "Q_taps" not in state:
-        return mean_eigenvalue(Q)
+        return mean_eigenvalue(Q, size)
     weights = state["Q_taps"][groups] * Q.shape[-1]
     total = weights * mean_eigenvalue(Q)
     if "Q_bias" not in state:

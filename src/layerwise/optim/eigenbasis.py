@@ -9,55 +9,71 @@ from torch import Tensor
 from layerwise.foundations.errors import NumericalError
 from layerwise.foundations.kronecker import split_spectrum
 from layerwise.foundations.linalg import gram, guarded_eigh
+from layerwise.foundations.linalg.basis_tracking import carried
 from layerwise.layers.one_hot import OneHot
 from layerwise.layers.standard import Standard
+from layerwise.optim import stored
 from layerwise.optim.averaging import finite_moments
+from layerwise.optim.bases import BASIS, rotate, track, unrotate
 from layerwise.optim.channels import times_inputs, whole_spectrum
+from layerwise.optim.elementwise import average_squares_
 from layerwise.optim.factors import Factors, check_side
 from layerwise.optim.rule import Context, Health, Observation, Shape, State
+from layerwise.optim.solver import method
 
 
 @dataclass
 class EigenFactors(Factors):
     """The basis ``U_P ⊗ U_Q`` of the factors; a factor that is left out, or diagonal, has the identity."""
 
-    refreshed = ("U_P", "s_P", "U_Q", "s_Q", "s", "V", "M")
+    refreshed = (*BASIS, "s", "V", "M")
+
+    def method(self, power: float, dtype: torch.dtype, device: torch.device) -> str:
+        """Of a basis, whatever the power."""
+        return method(self.solver, 0.0, dtype, device)
+
+    def _keep(self, state: State, side: str, shape: Shape, power: float) -> None:
+        """The basis; eigenvalues in the order of the weight's rows and columns."""
+        size = state[side].shape[-1]
+        by_products = self.method(power, shape.dtype, shape.device) == "newton" and not self.sua
+        stored.keep(state, f"U_{side}", shape.eye(size), by_products and shape.dtype == torch.float32)
+        state[f"s_{side}"] = shape.zeros(shape.outputs if side == "P" else shape.inputs)
 
     def init(self, shape: Shape) -> State:
         """Statistics, and identities in place of the basis."""
         state = super().init(shape)
-        state.pop("P_root", None)
-        state.pop("Q_root", None)
         state.pop("Q_bias_root", None)
-        if "P" in state:
-            state["U_P"], state["s_P"] = shape.eye(shape.outputs), shape.zeros(shape.outputs)
-        if "Q" in state:
+        if state.pop("Q_root", None) is not None:  # a diagonal factor is its own basis
             state["s_Q"] = shape.zeros(shape.inputs)
-            if state["Q"].ndim == 3:
-                state["U_Q"] = shape.eye(self.input_size(shape))
         return state
 
     def rotate(self, state: State, X: Tensor) -> Tensor:
         """``U_Pᵀ X U_Q``."""
-        X = state["U_P"].mT @ X if "U_P" in state else X
-        return times_inputs(X, state["U_Q"], state.get("Q_bias")) if "U_Q" in state else X  # that block is 1
+        return rotate(state, X)
 
     def unrotate(self, state: State, Y: Tensor) -> Tensor:
         """``U_P Y U_Qᵀ``."""
-        Y = state["U_P"] @ Y if "U_P" in state else Y
-        return times_inputs(Y, state["U_Q"].mT, state.get("Q_bias")) if "U_Q" in state else Y
+        return unrotate(state, Y)
 
     def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:
         """Eigenvectors of the factors."""
         for side in ("P", "Q"):
             if side in state:
-                self._refresh_side(state, side, groups, health)
+                self._refresh_side(state, side, groups, context, health)
         health.refreshes += 1
 
-    def _refresh_side(self, state: State, side: str, groups: slice, health: Health) -> None:
+    def tracked(self, state: State, side: str) -> bool:
+        """Whether the basis is kept up to date by products."""
+        M = state[side]
+        return f"U_{side}" in state and not self.sua and self.method(1.0, M.dtype, M.device) == "newton"
+
+    def _refresh_side(self, state: State, side: str, groups: slice, context: Context, health: Health) -> None:
         M = state[side][groups]
         if f"U_{side}" not in state:
             state[f"s_{side}"][groups] = M
+            return
+        if self.tracked(state, side):
+            track(state, side, groups, context, health)
             return
         try:
             values, vectors = guarded_eigh(M, name="factor")
@@ -69,6 +85,12 @@ class EigenFactors(Factors):
             values = whole_spectrum(values, state["s_Q"].shape[-1], bias)
         state[f"s_{side}"][groups] = values.to(M.dtype)
         state[f"U_{side}"][groups] = vectors.to(M.dtype)
+
+    def direction(
+        self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
+    ) -> Float[Tensor, "K O I"]:
+        """Each subclass has its own."""
+        raise NotImplementedError
 
 
 @dataclass
@@ -103,31 +125,43 @@ class CorrectedEigenvalues(EigenFactors):
         """Scalings in the present basis."""
         if self.scaling == "running":
             squares = context.examples * self.rotate(state, grad).square()
-            good = torch.isfinite(squares.flatten(1)).all(1).view(-1, 1, 1)
+            good = torch.isfinite(squares.flatten(1).sum(1)).view(-1, 1, 1)
+            good = good if context.gate is None else good & context.gate
             state["s"].copy_(torch.where(good, torch.lerp(squares, state["s"], self.scaling_decay), state["s"]))
         elif self.scaling == "batch" and seen is not None:
-            self._rescale_by_examples(state, seen)
+            self._rescale_by_examples(state, seen, context)
 
-    def _rescale_by_examples(self, state: State, seen: Observation) -> None:
+    def _rescale_by_examples(self, state: State, seen: Observation, context: Context) -> None:
         """Squares of per-example gradients in the basis, summed over examples (and processes)."""
         totals, start = torch.zeros_like(state["s"]), 0
         for calls, k in zip(seen.recorded, seen.groups, strict=True):
             groups = slice(start, start + k)
-            basis = {name: state[name][groups] for name in ("U_P", "U_Q", "Q_bias") if name in state}
+            basis = self._own_basis(state, groups, context.shape)
             for io, factor, _ in calls:
                 for chunk in io.chunks():
                     assert isinstance(chunk, Standard)
                     totals[groups] += factor**2 * self._squares(basis, chunk).to(totals)
             start += k
         s = seen.add_up([totals])[0] / seen.examples
-        good = torch.isfinite(s.flatten(1)).all(1)
+        good = torch.isfinite(s.flatten(1).sum(1))
         good = good if seen.seen is None else good & seen.seen
+        good = good if context.gate is None else good & context.gate
         state["s"].copy_(torch.where(good.view(-1, 1, 1), s, state["s"]))
+
+    @staticmethod
+    def _own_basis(state: State, groups: slice, shape: Shape | None) -> State:
+        """The basis of some groups, its rows without padding: recorded inputs and gradients have none."""
+        basis = {name: stored.value(state, name, groups) for name in ("U_P", "U_Q", "Q_bias") if name in state}
+        if shape is not None and any(shape.padding):
+            for name, own in (("U_P", shape.own_outputs), ("U_Q", shape.own_inputs)):
+                if name in basis:
+                    basis[name] = basis[name][:, :own]
+        return basis
 
     def _squares(self, basis: State, chunk: Standard) -> Float[Tensor, "K O I"]:
         """``Σ (U_Pᵀ (Σ_s g aᵀ) U_Q)²``; a basis on channels turns the gradients, or the inputs where they are fewer."""
         U_P, U_Q = basis["U_P"], basis.get("U_Q")
-        if U_Q is None or isinstance(chunk.a, OneHot) or chunk.a.shape[-1] == U_Q.shape[-1]:
+        if U_Q is None or isinstance(chunk.a, OneHot) or chunk.a.shape[-1] == U_Q.shape[-2]:
             return chunk.rotated_squared_sum(U_Q, U_P)
         if chunk.a.shape[1] < chunk.g.shape[-1]:
             a = times_inputs(chunk.a.transpose(1, 2), U_Q, basis.get("Q_bias")).transpose(1, 2)
@@ -145,11 +179,12 @@ class CorrectedEigenvalues(EigenFactors):
         if not context.relative:
             return s + split_spectrum(context.damping, self.split, state["s_Q"], state["s_P"])
         tiny = torch.finfo(s.dtype).tiny
+        O, I = s.shape[-2:] if context.shape is None else (context.shape.own_outputs, context.shape.own_inputs)
         if self.split == "exact":
-            mean = s.mean((-2, -1), keepdim=True)
+            mean = s.sum((-2, -1), keepdim=True) / (O * I)
             return s + torch.where(mean > 0, (context.damping * mean).clamp_min(tiny), 1.0)
         d, s_P, s_Q = context.damping**0.5, state["s_P"], state["s_Q"]
-        left, right = d * s_P.mean(-1, keepdim=True), d * s_Q.mean(-1, keepdim=True)
+        left, right = d * s_P.sum(-1, keepdim=True) / O, d * s_Q.sum(-1, keepdim=True) / I
         added = left.unsqueeze(-1) * s_Q.unsqueeze(-2) + s_P.unsqueeze(-1) * right.unsqueeze(-2)
         added = added + (left * right).unsqueeze(-1)
         known = (left * right).unsqueeze(-1) > 0
@@ -161,8 +196,11 @@ class CorrectedEigenvalues(EigenFactors):
 
     def conditions(self, state: State, context: Context) -> tuple[Tensor, Tensor] | None:
         """Of the damped scalings."""
-        damped = self._damped(state, context).flatten(1)
-        added = damped - state["s"].flatten(1)
+        damped, s = self._damped(state, context), state["s"]
+        if context.shape is not None:
+            O, I = context.shape.own_outputs, context.shape.own_inputs
+            damped, s = damped[:, :O, :I], s[:, :O, :I]
+        damped, added = damped.flatten(1), (damped - s).flatten(1)
         return damped.amax(1) / damped.amin(1), added.amax(1)
 
     def accepts(self, shape: Shape) -> str | None:
@@ -197,55 +235,79 @@ class RotatedAdam(EigenFactors):
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
     ) -> Float[Tensor, "K O I"]:
         """Adam's direction in the basis; the first step only sets the basis, as in the authors' code."""
-        first = state["begun"] == 0
-        if bool(first.any()):
+        if self._begins(state, context):
             self._begin(state, grad, context, health)
             if self.skip_first:
                 return torch.zeros_like(grad)
         b1, b2 = self.betas
-        state["steps"] += 1
+        state["steps"] += health.taken(1.0, grad)
         rotated = self.rotate(state, grad)
-        state["M"].lerp_(rotated, 1 - b1)
-        state["V"].mul_(b2).addcmul_(rotated, rotated, value=1 - b2)
-        t = state["steps"].view(-1, 1, 1)
+        state["M"].lerp_(rotated, health.taken(1 - b1, grad))
+        average_squares_(state["V"], rotated, health.taken(1 - b2, grad))
+        t = state["steps"].clamp_min(1).view(-1, 1, 1)
         step = (state["M"] / state["V"].sqrt().add_(self.eps)).mul_((1 - b2**t).sqrt() / (1 - b1**t))
         D = self.unrotate(state, step)
-        self._take_gradient(state, grad, b2)
+        if context.observes:
+            self._take_gradient(state, grad, b2, health)
         return D
 
+    @staticmethod
+    def _begins(state: State, context: Context) -> bool:
+        """Whether a group has no basis yet; the device is asked once, and after that the host remembers."""
+        if "begun" not in context.memory:
+            context.memory["begun"] = not bool((state["begun"] == 0).any())
+        return not context.memory["begun"]
+
     def _begin(self, state: State, grad: Tensor, context: Context, health: Health) -> None:
-        self._take_gradient(state, grad, self.betas[1])
-        super().refresh(state, slice(None), context, health)
+        self._take_gradient(state, grad, self.betas[1], health)
+        super().refresh(state, slice(0, len(grad)), context, health)
         state["begun"].fill_(1)
+        context.memory["begun"] = True
 
     def observe_gradient(self, state: State, grad: Float[Tensor, "K O I"], decay: float, health: Health) -> None:
         """Not before the direction: the paper updates its factors after the step."""
         return
 
-    def _take_gradient(self, state: State, grad: Tensor, decay: float) -> None:
+    def _take_gradient(self, state: State, grad: Tensor, decay: float, health: Health) -> None:
         """Plain averages from zero, as in the paper: no bias correction, which the basis does not feel."""
         for side in ("P", "Q"):
-            if side in state:
-                new = gram(grad.mT if side == "P" else grad)
-                good = finite_moments(new)
-                new = new if bool(good.all()) else torch.where(good.view(-1, 1, 1), new, state[side])
-                state[side].lerp_(new, 1 - decay)
-                state[f"{side}_count"] += good.to(state[f"{side}_count"].dtype)
+            if side not in state:
+                continue
+            new = gram(grad.mT if side == "P" else grad)
+            good = finite_moments(new)
+            good = good if health.gate is None else good & health.gate
+            if health.gate is not None or not bool(good.all()):
+                new = torch.where(good.view(-1, 1, 1), new, state[side])
+            state[side].lerp_(new, 1 - decay)
+            state[f"{side}_count"] += good.to(state[f"{side}_count"].dtype)
 
-    def _refresh_side(self, state: State, side: str, groups: slice, health: Health) -> None:
-        """One step of orthogonal iteration from the last basis, sorted, with V permuted along; eigh at the start."""
-        if bool((state["begun"][groups] == 0).any()):
-            super()._refresh_side(state, side, groups, health)
-            state[f"U_{side}"][groups] = state[f"U_{side}"][groups].flip(-1)  # largest first
+    def _refresh_side(self, state: State, side: str, groups: slice, context: Context, health: Health) -> None:
+        """One step of orthogonal iteration from the last basis, sorted, with V permuted along; eigh at the start.
+
+        Where the basis is kept up to date by products, momentum and second moments are turned with it.
+        """
+        if self._begins(state, context):
+            super()._refresh_side(state, side, groups, context, health)
+            U = stored.value(state, f"U_{side}", groups).flip(-1)  # largest first
+            stored.write(state, f"U_{side}", groups, U)
+            return
+        U_old = stored.value(state, f"U_{side}", groups).clone()
+        if self.tracked(state, side):
+            super()._refresh_side(state, side, groups, context, health)
+            U = stored.value(state, f"U_{side}", groups)
+            self._turn(state, side, groups, U_old, U)
+            state["V"][groups] = carried(state["V"][groups], U_old, U, "left" if side == "P" else "right")
             return
         M, U = state[side][groups], state[f"U_{side}"][groups]
-        MU, U_old = M @ U, U.clone()
+        MU = M @ U
         order = (U * MU).sum(-2).argsort(dim=-1, descending=True)
         Q, _ = torch.linalg.qr(MU.gather(-1, order.unsqueeze(-2).expand_as(MU)))
         good = torch.isfinite(Q.flatten(1)).all(1)
-        health.fallbacks += int((~good).sum())
-        if not bool(good.all()):
+        health.count("fallbacks", (~good).sum())
+        if health.gate is None and not bool(good.all()):
             return
+        Q = torch.where(good.view(-1, 1, 1), Q, U_old)
+        order = torch.where(good.unsqueeze(-1), order, torch.arange(order.shape[-1], device=order.device))
         state[f"U_{side}"][groups] = Q
         self._turn(state, side, groups, U_old, Q)
         V = state["V"][groups]
@@ -262,5 +324,8 @@ class RotatedAdam(EigenFactors):
 
     def conditions(self, state: State, context: Context) -> tuple[Tensor, Tensor] | None:
         """Of the second moments."""
-        V = state["V"].flatten(1)
+        V = state["V"]
+        if context.shape is not None:
+            V = V[:, : context.shape.own_outputs, : context.shape.own_inputs]
+        V = V.flatten(1)
         return (V.amax(1).sqrt() + self.eps) / (V.amin(1).sqrt() + self.eps), torch.full_like(V[:, 0], self.eps)

@@ -8,6 +8,14 @@ from torch import Tensor
 from layerwise.optim.rule import Context, Health, Shape, State, UpdateRule
 
 
+def average_squares_(v: Tensor, x: Tensor, weight: float | Tensor) -> None:
+    """``v ← v + weight (x² − v)``; a weight on the device costs a tensor more."""
+    if isinstance(weight, Tensor):
+        v.lerp_(x.square(), weight)
+    else:
+        v.mul_(1 - weight).addcmul_(x, x, value=weight)
+
+
 @dataclass
 class GradientDescent(UpdateRule):
     """``∇L``."""
@@ -48,10 +56,10 @@ class AdamRule(UpdateRule):
     ) -> Float[Tensor, "K O I"]:
         """Adam's direction."""
         b1, b2 = self.betas
-        state["steps"] += 1
-        state["m"].lerp_(grad, 1 - b1)
-        state["v"].mul_(b2).addcmul_(grad, grad, value=1 - b2)
-        t = state["steps"].view(-1, 1, 1)
+        state["steps"] += health.taken(1.0, grad)
+        state["m"].lerp_(grad, health.taken(1 - b1, grad))
+        average_squares_(state["v"], grad, health.taken(1 - b2, grad))
+        t = state["steps"].clamp_min(1).view(-1, 1, 1)  # 0 only if the very first step is left out
         denominator = (state["v"].sqrt() / (1 - b2**t).sqrt()).add_(self.eps)
         return state["m"] / (1 - b1**t) / denominator
 

@@ -24,7 +24,8 @@ from layerwise.optim.graft import Clip, Graft
 from layerwise.optim.observe import Collector, Sums
 from layerwise.optim.options import check_numbers, fallback_rule, known, parameter_groups, positive
 from layerwise.optim.report import headline, layer_row, measure, table
-from layerwise.optim.rule import Context, Health, UpdateRule
+from layerwise.optim.rule import Context, Health, Observation, UpdateRule
+from layerwise.optim.solver import SOLVERS
 from layerwise.optim.stack import Stack
 
 
@@ -74,6 +75,8 @@ class Layerwise(torch.optim.Optimizer):
         grad_scaler: the `torch.amp.GradScaler` of your loop.
         example_axis: axis of the examples in the input, where it is not the first.
         max_factor: a side longer than this has no factor.
+        solver: how inverses, roots and bases are found: "auto", "eigh", "cholesky" or "newton" (products alone,
+            warm-started and tested); see `layerwise.optim.solver`.
         seed: of sampled labels.
     """
 
@@ -111,10 +114,12 @@ class Layerwise(torch.optim.Optimizer):
         example_axis: int | None = None,
         max_factor: int = 8192,
         separate_bias: bool = False,
+        solver: str = "auto",
         seed: int | torch.Generator = 0,
     ) -> None:
         self.model = unwrap(model)
         self.rule = rule or _rule(left, right, power, basis, damping_split, max_factor)
+        self.rule.use_solver(known("solver", solver, SOLVERS))
         self.fallback = fallback_rule(update_fallback)
         self.fallback_lr = fallback_lr
         self._damping = Damping(damping, damping_scale)
@@ -144,7 +149,7 @@ class Layerwise(torch.optim.Optimizer):
         super().__init__(parameter_groups(self.model, self.table, overrides or {}, defaults), defaults)
         self.steps_taken = 0
         self.processes = Processes()
-        self._collector = Collector(self.rule, self.sharing)
+        self._collector = self._make_collector()
         self._capture = self._make_capture(example_axis, seed_of(seed))
 
     # --- construction ------------------------------------------------------------------------------------
@@ -152,6 +157,19 @@ class Layerwise(torch.optim.Optimizer):
     def _read_table(self) -> LayerTable:
         separate = (nn.Module,) if self.separate_bias else ()
         return LayerTable.from_model(self.model, separate_bias=separate)
+
+    def _make_collector(self) -> Collector:
+        found, taken = Collector(self.rule, self.sharing), {}
+
+        def takes(spec: LayerSpec) -> bool:
+            if spec.name not in taken:
+                name = spec.parameters[0]
+                group = next((g for g in self.param_groups if name in g.get("param_names", ())), None)
+                taken[spec.name] = group is not None and self.rule_for(spec, group) is self.rule
+            return taken[spec.name]
+
+        found.takes = takes
+        return found
 
     def _make_capture(self, example_axis: int | None, seed: int) -> Capture | None:
         rule = self.rule
@@ -237,7 +255,7 @@ class Layerwise(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._damping.before(None if loss is None else _number(loss))
+        self._damping.before(_number(loss) if loss is not None and self._damping.adaptive else None)
         self._step()
         if closure is not None and self._damping.wants_result(self.steps_taken):
             self._measure_again(closure)
@@ -284,10 +302,11 @@ class Layerwise(torch.optim.Optimizer):
             scale = self._scale.to_mean_gradient(counts.examples, counts.tokens)
             examples = counts.examples * self.processes.count
         plans = [self._prepare(stack, scale) for stack in self._stacks]
-        if not self._finite([grad for grad, _ in plans]):
+        if self._waits and not self._finite([grad for grad, _ in plans]):
             self._health.skipped_steps += 1
         else:
-            self._advance(plans, seen, examples)
+            self._advance(plans if self._waits else self._gated(plans), seen, examples)
+        self._health.gate = None
         if self._capture is not None:
             self._capture.due = self.steps_taken % self.factor_every == 0
 
@@ -330,6 +349,19 @@ class Layerwise(torch.optim.Optimizer):
                 )
             )
 
+    @property
+    def _waits(self) -> bool:
+        """Whether the host may ask whether gradients are finite. On a GPU it would wait for the whole backward."""
+        return self.param_groups[0]["params"][0].device.type == "cpu"
+
+    def _gated(self, plans: list[tuple[Tensor, list[bool]]]) -> list[tuple[Tensor, list[bool]]]:
+        """Set the gate of this step on the device; behind a gate that is shut, gradients are zero."""
+        sums = torch.stack([grad.sum().to(plans[0][0]) for grad, _ in plans])  # overflows only beyond 1e38
+        gate = torch.isfinite(sums).all()
+        self._health.gate = gate
+        self._health.count("skipped_steps", (~gate).to(torch.int64))
+        return [(torch.where(gate.to(grad.device), grad, 0.0), active) for grad, active in plans]
+
     def _prepare(self, stack: Stack, scale: float) -> tuple[Tensor, list[bool]]:
         grad = stack.gradient()
         return (grad if scale == 1.0 else grad * scale), stack.active()
@@ -343,12 +375,12 @@ class Layerwise(torch.optim.Optimizer):
         assert self._stacks is not None
         directions = self._directions(plans, seen, examples)
         # Before momentum: an average of former directions may have any sign beside the present gradient.
-        factor = self._clip.factor(self._stacks, directions, [grad for grad, _ in plans])
+        factor = self._clip.factor(self._stacks, directions, [grad for grad, _ in plans], self._waits)
         updates = []
         for stack, D, (_, active) in zip(self._stacks, directions, plans, strict=True):
-            updates.append(self._momentum(stack, D if factor == 1.0 else D * factor, active))
+            updates.append(self._momentum(stack, D, factor, active))
             lr = self._lr(stack)
-            stack.subtract(updates[-1], lr, active, lr * stack.group["weight_decay"])
+            stack.subtract(updates[-1], lr, active, lr * stack.group["weight_decay"], self._health.gate)
         self._damping.predict(self._stacks, updates, plans, self._lr)
 
     def _directions(self, plans: list[tuple[Tensor, list[bool]]], seen: dict[str, Sums], examples: int) -> list[Tensor]:
@@ -372,7 +404,16 @@ class Layerwise(torch.optim.Optimizer):
     def _context(self, stack: Stack, examples: int) -> Context:
         damping = self._damping.at(stack.group, max(self.steps_taken, 1))
         return Context(
-            self.steps_taken, self._lr(stack), damping, self._damping.relative, stack.group, examples=examples
+            self.steps_taken,
+            self._lr(stack),
+            damping,
+            self._damping.relative,
+            stack.group,
+            examples=examples,
+            observes=(self.steps_taken - 1) % self.factor_every == 0,
+            gate=self._health.gate,
+            shape=stack.shape,
+            memory=stack.memory,
         )
 
     def _direct(self, stack: Stack, number: int, grad: Tensor, seen: dict[str, Sums], examples: int) -> Tensor:
@@ -381,33 +422,44 @@ class Layerwise(torch.optim.Optimizer):
         observed = self._collector.observation(stack, seen, self.processes) if rule is self.rule else None
         if observed is not None:
             rule.observe(state, observed, group["factor_decay"], self._health)
-        if (self.steps_taken - 1) % self.factor_every == 0:
+            self._remember(stack, observed)
+        if context.observes:
             rule.observe_gradient(state, grad, group["factor_decay"], self._health)
         if rule.refreshes:
             self._refresh(stack, number, context)
         rule.rescale(state, observed, grad, context)
         D = rule.direction(state, grad, context, self._health)
-        return self._graft.apply(stack, grad, D)
+        return self._graft.apply(stack, grad, D, self._health)
+
+    @staticmethod
+    def _remember(stack: Stack, observed: Observation) -> None:
+        """Which groups have statistics, as far as the host can know."""
+        known = stack.memory.setdefault("observed", [False] * stack.groups)
+        stack.memory["observed"] = [old or new for old, new in zip(known, observed.known, strict=True)]
 
     def _refresh(self, stack: Stack, number: int, context: Context) -> None:
         """All groups at the first step and, while statistics are young, at its doublings; then each in its turn."""
         every, step = self.refresh_every, self.steps_taken
-        if "fresh" not in stack.state:
-            stack.state["fresh"] = torch.zeros(stack.groups, device=stack.shape.device)
+        fresh = self._fresh(stack)
         young = step < every and step & (step - 1) == 0  # 1, 2, 4, 8, …
-        fresh = stack.state["fresh"].tolist()
+        refused = stack.rule.overdue(context) if self.processes.count == 1 else set()
         due = [
             groups
             for place, (_, groups) in enumerate(stack.slices())
-            if young or not all(fresh[groups]) or (step - 1 - number - place) % every == 0
+            if young
+            or not all(fresh[groups])
+            or (step - 1 - number - place) % every == 0
+            or not refused.isdisjoint(range(groups.start, groups.stop))
         ]
         owners = self.processes.owners([float(groups.stop - groups.start) for groups in due])
         for groups, owner in zip(due, owners, strict=True):
-            if not stack.rule.ready(stack.state, groups):
+            if not self._ready(stack, groups):
                 continue
             if owner == self.processes.rank:
                 stack.rule.refresh(stack.state, groups, context, self._health)
-            stack.state["fresh"][groups] = 1
+            if not all(fresh[groups]):
+                stack.state["fresh"][groups] = 1
+                fresh[groups] = [True] * (groups.stop - groups.start)
         self.processes.share(
             [
                 (owner, stack.state[name][groups])
@@ -417,12 +469,35 @@ class Layerwise(torch.optim.Optimizer):
             ]
         )
 
-    def _momentum(self, stack: Stack, D: Tensor, active: list[bool]) -> Tensor:
+    @staticmethod
+    def _fresh(stack: Stack) -> list[bool]:
+        """Which groups were refreshed since they began; the host keeps a copy, so as not to ask the device."""
+        if "fresh" not in stack.state:
+            stack.state["fresh"] = torch.zeros(stack.groups, device=stack.shape.device)
+        if "fresh" not in stack.memory:
+            stack.memory["fresh"] = [bool(on) for on in stack.state["fresh"].tolist()]
+        return stack.memory["fresh"]
+
+    def _ready(self, stack: Stack, groups: slice) -> bool:
+        """Whether there is anything to decompose; on a GPU, as far as the host knows."""
+        if self._waits:
+            return stack.rule.ready(stack.state, groups)
+        if not (stack.rule.needs_inputs or stack.rule.needs_outgrads) or all(self._fresh(stack)[groups]):
+            return True
+        return all(stack.memory.get("observed", [False] * stack.groups)[groups])
+
+    def _momentum(self, stack: Stack, D: Tensor, factor: float | Tensor, active: list[bool]) -> Tensor:
+        """``μ · buffer + factor · D``, kept; with Nesterov's, one step ahead of it."""
         mu = stack.group["momentum"]
+        D = D if isinstance(factor, float) and factor == 1.0 else D * factor
         if not mu or (stack.rule is not self.rule and stack.rule.own_momentum):
             return D
         old = stack.state.get("momentum")
-        buffer = D.clone() if old is None else D + mu * old
+        if old is not None and self._health.gate is not None:  # 1 · old + 0 where the step is left out
+            kept = torch.where(self._health.gate.to(D.device), mu, 1.0)
+            buffer = torch.addcmul(D, old, kept.to(D))
+        else:
+            buffer = D.clone() if old is None else D + mu * old
         stack.state["momentum"] = buffer
         if not all(active):
             stack.restore({"momentum": torch.zeros_like(D) if old is None else old}, active)
@@ -511,7 +586,7 @@ class Layerwise(torch.optim.Optimizer):
             return
         recorded = state["_capture"]
         super().__setstate__({k: v for k, v in state.items() if k != "_capture"})
-        self._collector = Collector(self.rule, self.sharing)
+        self._collector = self._make_collector()
         self._capture = None
         if recorded is not None:
             self._capture = self._make_capture(recorded[0], recorded[1])
@@ -553,6 +628,7 @@ class Layerwise(torch.optim.Optimizer):
 
     def health(self) -> Health:
         """Refreshes, what was skipped or fell back, condition numbers and damping by layer."""
+        self._health.settle()
         for stack in self._stacks or []:
             measure(stack, self._context(stack, 1), self._health)
         return self._health

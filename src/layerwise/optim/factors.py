@@ -9,10 +9,14 @@ from torch import Tensor
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.kronecker import split_damping
 from layerwise.foundations.linalg import gram
+from layerwise.optim import stored
 from layerwise.optim.averaging import finite_moments, update_mean
+from layerwise.optim.bases import BASIS, rotate, track, unrotate
 from layerwise.optim.channels import block_state, mean_input_eigenvalue, times_inputs
 from layerwise.optim.roots import condition_numbers, guarded_root, mean_eigenvalue
+from layerwise.optim.refined import overdue, refine_inverse
 from layerwise.optim.rule import Context, Health, Observation, Shape, State, UpdateRule
+from layerwise.optim.solver import method
 
 LEFT = ("outgrads", "gradient", "identity")
 RIGHT = ("inputs", "gradient", "identity")
@@ -45,9 +49,25 @@ class Factors(UpdateRule):
     """Sum statistics instead of averaging them (Shampoo's own accumulator)."""
     sua: bool = field(default=False, kw_only=True)
     """Whether Q of a convolution acts on channels alone; see `layerwise.optim.channels`."""
-    refreshed = ("P_root", "Q_root", "Q_bias_root")
+    refreshed = ("P_root", "P_root_scale", "Q_root", "Q_root_scale", "Q_bias_root", *BASIS)
     name = "factors"
     formula = "P⁻ᵖ ∇L Q⁻ᑫ"
+
+    @property
+    def pads(self) -> bool:  # type: ignore[override]
+        """SUA's blocks are not padded."""
+        return not self.sua
+
+    def use_solver(self, solver: str) -> None:
+        """Cholesky is for inverses alone."""
+        super().use_solver(solver)
+        for side, power in zip((self.left, self.right), self.power, strict=True):
+            if side != "identity":
+                self.method(power, torch.float32, torch.device("cpu"))
+
+    def method(self, power: float, dtype: torch.dtype, device: torch.device) -> str:
+        """How a factor is solved."""
+        return method(self.solver, power, dtype, device)
 
     def __post_init__(self) -> None:
         check_side("left", self.left, LEFT)
@@ -83,24 +103,36 @@ class Factors(UpdateRule):
         return shape.channels if self.by_channel(shape) else shape.inputs
 
     def init(self, shape: Shape) -> State:
-        """Zero statistics, identities in place of their roots."""
+        """Zero statistics, identities in place of their roots (or of a basis, where that is kept up to date)."""
         left, right = self.sides(shape)
+        p, q = self.power
         state: State = {}
         if left:
             state |= {"P": shape.zeros(shape.outputs, shape.outputs), "P_count": shape.zeros()}
-            state["P_root"] = shape.eye(shape.outputs)
+            self._keep(state, "P", shape, p)
         if right and shape.one_hot:
             state |= {"Q": shape.zeros(shape.inputs), "Q_count": shape.zeros()}
             state["Q_root"] = torch.ones_like(state["Q"])
         elif right:
             size = self.input_size(shape)
             state |= {"Q": shape.zeros(size, size), "Q_count": shape.zeros()}
-            state["Q_root"] = shape.eye(size)
+            self._keep(state, "Q", shape, q)
         if right and self.by_channel(shape):
             state |= block_state(shape)
             if shape.bias:
                 state["Q_bias_root"] = torch.ones_like(state["Q_bias"])
         return state
+
+    def _keep(self, state: State, side: str, shape: Shape, power: float) -> None:
+        """A root; or a basis with its eigenvalues, where roots cannot be refined by products."""
+        size = state[side].shape[-1]
+        by_products = self.method(power, shape.dtype, shape.device) == "newton" and not self.sua
+        if by_products and power != 1:
+            stored.keep(state, f"U_{side}", shape.eye(size), as_pair=shape.dtype == torch.float32)
+            state[f"s_{side}"] = shape.zeros(size)
+        else:
+            as_pair = by_products and shape.dtype == torch.float32
+            stored.keep(state, f"{side}_root", shape.eye(size), as_pair)
 
     # --- statistics --------------------------------------------------------------------------------------
 
@@ -119,6 +151,7 @@ class Factors(UpdateRule):
             new = gram(grad.mT if side == "P" else grad)
             if self.accumulate:
                 good = finite_moments(new)
+                good = good if health.gate is None else good & health.gate
                 state[side] += torch.where(good.view(-1, 1, 1), new, 0.0)
                 state[f"{side}_count"] += good.to(state[f"{side}_count"].dtype)
             else:
@@ -135,13 +168,23 @@ class Factors(UpdateRule):
             # λ is relative to the mean eigenvalue of P ⊗ Q: each of two curvature factors takes its root.
             d = d**0.5 if self.is_curvature and P is not None and Q is not None else d
             floor = torch.finfo((P if P is not None else Q).dtype).tiny  # type: ignore[union-attr]
-            left = None if P is None else (d * mean_eigenvalue(P)).clamp_min(floor)
-            right = None if Q is None else (d * mean_input_eigenvalue(state, groups)).clamp_min(floor)
+            left = None if P is None else (d * self._mean_left(P, context)).clamp_min(floor)
+            right = None if Q is None else (d * self._mean_right(state, groups, context)).clamp_min(floor)
             return left, right
         if P is None or Q is None or not self.is_curvature:
             return _same_shift(P, d), _same_shift(Q, d)
-        left, right = split_damping(d, self.split, mean_input_eigenvalue(state, groups), mean_eigenvalue(P))
+        left, right = split_damping(
+            d, self.split, self._mean_right(state, groups, context), self._mean_left(P, context)
+        )
         return left, right
+
+    @staticmethod
+    def _mean_left(P: Tensor, context: Context) -> Tensor:
+        return mean_eigenvalue(P, None if context.shape is None else context.shape.own_outputs)
+
+    @staticmethod
+    def _mean_right(state: State, groups: slice, context: Context) -> Tensor:
+        return mean_input_eigenvalue(state, groups, None if context.shape is None else context.shape.own_inputs)
 
     def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:
         """Inverse roots of the damped factors."""
@@ -152,9 +195,20 @@ class Factors(UpdateRule):
         for side, shift, power in (("P", left, p), ("Q", right, q), ("Q_bias", right, q)):
             if shift is None or side not in state:
                 continue
-            M, root = state[side][groups], state[f"{side}_root"][groups]
-            root.copy_(guarded_root(M, shift, power, root, health))
+            M = state[side][groups]
+            if f"U_{side}" in state:
+                track(state, side, groups, context, health)
+            elif M.ndim == 3 and self.method(power, M.dtype, M.device) == "newton" and not self.sua:
+                refine_inverse(state, side, groups, shift, context, health)
+            else:
+                root = state[f"{side}_root"][groups]
+                exact = self.solver == "eigh"
+                root.copy_(guarded_root(M, shift, power, root, health, by_eigh=exact))
         health.refreshes += 1
+
+    def overdue(self, context: Context) -> set[int]:
+        """Groups with an inverse that was refused: one at a time, so that no step is slow."""
+        return overdue(context)
 
     def ready(self, state: State, groups: slice) -> bool:
         """Whether no factor is zero."""
@@ -177,8 +231,20 @@ class Factors(UpdateRule):
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
     ) -> Float[Tensor, "K O I"]:
         """``P⁻ᵖ ∇L Q⁻ᑫ``."""
-        D = state["P_root"] @ grad if "P_root" in state else grad
-        return times_inputs(D, state["Q_root"], state.get("Q_bias_root")) if "Q_root" in state else D
+        D = stored.times(stored.matrix(state, "P_root"), grad) if "P_root" in state else grad
+        if "Q_root" in state:
+            Q = stored.matrix(state, "Q_root")
+            D = times_inputs(D, Q, state.get("Q_bias_root")) if isinstance(Q, Tensor) else stored.times(D, Q)
+        return self._in_basis(state, D, context) if "U_P" in state or "U_Q" in state else D
+
+    def _in_basis(self, state: State, grad: Tensor, context: Context) -> Tensor:
+        """``U_P [(s_P + shift)⁻ᵖ (s_Q + shift)⁻ᑫ ⊙ U_Pᵀ ∇L U_Q] U_Qᵀ``: the same where a basis is kept, not roots."""
+        shifts = self.shifts(state, slice(None), context)
+        Y = rotate(state, grad)
+        for side, shift, power, axis in zip(("P", "Q"), shifts, self.power, (-1, -2), strict=True):
+            if f"U_{side}" in state and shift is not None:
+                Y = Y * (state[f"s_{side}"] + shift.unsqueeze(-1)).pow(-power).unsqueeze(axis)
+        return unrotate(state, Y)
 
     def quadratic(self, state: State, D: Float[Tensor, "K O I"]) -> Tensor | None:
         """``⟨D, P D Q⟩``."""

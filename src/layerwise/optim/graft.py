@@ -24,26 +24,34 @@ class Graft:
         if self.method not in (None, "gradient", "adam"):
             raise InputError(describe(f"graft={self.method!r}", 'None, "gradient" or "adam"', "choose one of them"))
 
-    def apply(self, stack: Stack, grad: Float[Tensor, "K O I"], D: Float[Tensor, "K O I"]) -> Float[Tensor, "K O I"]:
+    def apply(
+        self, stack: Stack, grad: Float[Tensor, "K O I"], D: Float[Tensor, "K O I"], health: Health
+    ) -> Float[Tensor, "K O I"]:
         """``D ‖G‖ / ‖D‖``, layer by layer."""
         if self.method is None or not stack.rule.matrix_only:
             return D
-        wanted = grad if self.method == "gradient" else self._adam(stack, grad)
-        norms = []
-        for _, groups in stack.slices():
-            size = D[groups].norm()
-            ratio = torch.where(size > 0, wanted[groups].norm() / size.clamp_min(torch.finfo(D.dtype).tiny), 1.0)
-            norms.append(ratio.expand(groups.stop - groups.start))
-        return D * torch.cat(norms).view(-1, 1, 1)
+        wanted = grad if self.method == "gradient" else self._adam(stack, grad, health)
+        size, target = _layer_norms(stack, D), _layer_norms(stack, wanted)
+        ratio = torch.where(size > 0, target / size.clamp_min(torch.finfo(D.dtype).tiny), 1.0)
+        return D * ratio.view(-1, 1, 1)
 
     @staticmethod
-    def _adam(stack: Stack, grad: Tensor) -> Tensor:
+    def _adam(stack: Stack, grad: Tensor, health: Health) -> Tensor:
         adam = AdamRule()
         names = ("m", "v", "steps")
         if "graft_m" not in stack.state:
             stack.state.update({f"graft_{k}": v for k, v in adam.init(stack.shape).items()})
         state = {name: stack.state[f"graft_{name}"] for name in names}
-        return adam.direction(state, grad, Context(0, 0.0, 0.0, False, {}), Health())
+        return adam.direction(state, grad, Context(0, 0.0, 0.0, False, {}), health)
+
+
+def _layer_norms(stack: Stack, X: Float[Tensor, "K O I"]) -> Float[Tensor, "K"]:
+    """The norm of each group's layer."""
+    of_groups = torch.linalg.vector_norm(X.flatten(1), dim=1)
+    if stack.groups == len(stack.specs):
+        return of_groups
+    whole = [of_groups[groups].norm().expand(groups.stop - groups.start) for _, groups in stack.slices()]
+    return torch.cat(whole)
 
 
 @dataclass(frozen=True)
@@ -73,16 +81,30 @@ class Clip:
         """For `print(opt)`."""
         return None if self.kind is None else f"{self.kind} {self.bound:g}"
 
-    def factor(self, stacks: Sequence[Stack], directions: Sequence[Tensor], grads: Sequence[Tensor]) -> float:
-        """What all directions are multiplied by, at most 1."""
+    def factor(
+        self, stacks: Sequence[Stack], directions: Sequence[Tensor], grads: Sequence[Tensor], waits: bool = True
+    ) -> float | Tensor:
+        """What all directions are multiplied by, at most 1; where nobody `waits` for the device, a tensor there."""
         if self.kind is None:
             return 1.0
         if self.kind == "norm":
-            norm = sum(float(D.square().sum()) for D in directions) ** 0.5
-            return min(1.0, self.bound / norm) if norm > 0 else 1.0
-        change = sum(
-            float(stack.group["lr"]) ** 2 * float((D * grad).sum())
-            for stack, D, grad in zip(stacks, directions, grads, strict=True)
-            if stack.rule.matrix_only
-        )
-        return min(1.0, (self.bound / change) ** 0.5) if change > 0 else 1.0
+            terms, bound = [(1.0, dot(D, D)) for D in directions], self.bound**2
+        else:
+            terms = [
+                (float(stack.group["lr"]) ** 2, dot(D, grad))
+                for stack, D, grad in zip(stacks, directions, grads, strict=True)
+                if stack.rule.matrix_only
+            ]
+            bound = self.bound
+        if waits:
+            change = sum(weight * float(term) for weight, term in terms)
+            return min(1.0, (bound / change) ** 0.5) if change > 0 else 1.0
+        if not terms:
+            return 1.0
+        total = torch.stack([weight * term.to(terms[0][1]) for weight, term in terms]).sum()
+        return torch.where(total > 0, (bound / total).sqrt().clamp(max=1.0), 1.0)
+
+
+def dot(X: Tensor, Y: Tensor) -> Tensor:
+    """``⟨X, Y⟩``; on a GPU in one pass."""
+    return (X * Y).sum() if X.device.type == "cpu" else torch.dot(X.reshape(-1), Y.reshape(-1))

@@ -1,6 +1,6 @@
 """From recorded layers to the means that rules observe."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,12 +33,16 @@ class Collector:
 
     def __init__(self, rule: UpdateRule, sharing: str) -> None:
         self.rule, self.sharing = rule, sharing
+        self.takes: Callable[[LayerSpec], bool] = lambda spec: True
+        """Which layers the rule treats: others, such as a head with the fallback's update, need no statistics."""
         self._sums: dict[str, Sums] = {}
 
     @torch.no_grad()
     def add(self, spec: LayerSpec, call: Recorded) -> None:
         """One layer of one forward and cotangent; inputs and examples are counted with the first cotangent."""
         if self.rule.kronecker_only and (not spec.form.kronecker or spec.form.weight is None):
+            return
+        if not self.takes(spec):
             return
         sums = self._sums.setdefault(spec.name, Sums())
         io, factor, (_, cotangent) = call
@@ -124,9 +128,10 @@ class Collector:
         return Observation(
             _means(stack, known, "A", "rows"),
             _means(stack, known, "G", "examples"),
-            torch.tensor(seen, device=stack.shape.device),
+            None if all(seen) else torch.tensor(seen, device=stack.shape.device),
             [[] if s is None else s.recorded for s in known],
             [spec.form.groups for spec in stack.specs],
+            seen,
             max(s.examples for s in known if s is not None),
             processes.add_up,
         )
@@ -139,16 +144,16 @@ def offset_mean(a: Float[Tensor, "N K I"], form: Form) -> Float[Tensor, "K c c"]
 
 
 def _means(stack: Stack, known: Sequence[Sums | None], factor: str, count: str) -> Tensor | None:
-    """One factor of all layers, each sum divided by its count; zero for a layer that was not seen."""
+    """One factor of all layers, each sum divided by its count; zero for a layer that was not seen, and in padding."""
     shape = stack.shape
     example = next((t for s in known if s is not None and (t := getattr(s, factor)) is not None), None)
     if example is None:
         return None
-    means = []
-    for spec, s in zip(stack.specs, known, strict=True):
+    own, padding = example.shape[1:], shape.padding[0 if factor == "G" else 1]
+    means = shape.zeros(*(size + padding for size in own))
+    for (_, groups), s in zip(stack.slices(), known, strict=True):
         value = None if s is None else getattr(s, factor)
-        if value is None:
-            means.append(torch.zeros(spec.form.groups, *example.shape[1:], dtype=shape.dtype, device=shape.device))
-        else:
-            means.append(value.to(shape.dtype) / max(getattr(s, count), 1))
-    return torch.cat(means)
+        if value is not None:
+            place = means[(groups, *(slice(size) for size in own))]
+            torch.div(value.to(shape.dtype), max(getattr(s, count), 1), out=place)
+    return means

@@ -9,14 +9,17 @@ from layerwise.foundations.linalg import guarded_cholesky, guarded_eigh
 from layerwise.optim.rule import Health
 
 
-def mean_eigenvalue(M: Tensor) -> Float[Tensor, "K"]:
-    """``tr M / n`` of each group, of a matrix or of a diagonal."""
-    return M.mean(-1) if M.ndim == 2 else M.diagonal(dim1=-2, dim2=-1).mean(-1)
+def mean_eigenvalue(M: Tensor, size: int | None = None) -> Float[Tensor, "K"]:
+    """``tr M / n`` of each group, of a matrix or of a diagonal; n is the size without padding, where given."""
+    diagonal = M if M.ndim == 2 else M.diagonal(dim1=-2, dim2=-1)
+    return diagonal.mean(-1) if size is None or size == M.shape[-1] else diagonal.sum(-1) / size
 
 
-def inverse_root(M: Float[Tensor, "K n n"], shift: Float[Tensor, "K"], power: float) -> Float[Tensor, "K n n"]:
-    """``(M + shift I)^(−power)``: by Cholesky for a power of 1, else through the eigenbasis."""
-    if power == 1:
+def inverse_root(
+    M: Float[Tensor, "K n n"], shift: Float[Tensor, "K"], power: float, by_eigh: bool = False
+) -> Float[Tensor, "K n n"]:
+    """``(M + shift I)^(−power)``: by Cholesky for a power of 1 (unless `by_eigh`), else through the eigenbasis."""
+    if power == 1 and not by_eigh:
         eye = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
         return torch.cholesky_inverse(guarded_cholesky(M + shift.view(-1, 1, 1) * eye, name="damped factor")).to(M)
     values, vectors = guarded_eigh(M, name="factor")
@@ -25,17 +28,17 @@ def inverse_root(M: Float[Tensor, "K n n"], shift: Float[Tensor, "K"], power: fl
     return (vectors * damped.pow(-power).unsqueeze(-2)) @ vectors.mT
 
 
-def guarded_root(M: Tensor, shift: Tensor, power: float, last: Tensor, health: Health) -> Tensor:
+def guarded_root(M: Tensor, shift: Tensor, power: float, last: Tensor, health: Health, by_eigh: bool = False) -> Tensor:
     """The same for a factor or its diagonal; what cannot be decomposed keeps `last`."""
     if M.ndim == 2:
         found = (M + shift.unsqueeze(-1)).pow(-power)
     else:
         try:
-            found = inverse_root(M, shift, power)
+            found = inverse_root(M, shift, power, by_eigh)
         except NumericalError:
             return _one_by_one(M, shift, power, last, health)
     good = torch.isfinite(found.flatten(1)).all(1)
-    health.fallbacks += int((~good).sum())
+    health.count("fallbacks", (~good).sum())
     return torch.where(good.view(-1, *[1] * (found.ndim - 1)), found, last)
 
 

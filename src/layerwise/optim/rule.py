@@ -43,11 +43,23 @@ class Shape:
     """Kernel offsets that one input channel covers."""
     bias: bool = False
     """Whether the last column is the bias."""
+    padding: tuple[int, int] = (0, 0)
+    """Rows and columns of zeros that were added to O and I, for the sake of a GPU's products."""
+
+    @property
+    def own_outputs(self) -> int:
+        """O without padding."""
+        return self.outputs - self.padding[0]
+
+    @property
+    def own_inputs(self) -> int:
+        """I without padding."""
+        return self.inputs - self.padding[1]
 
     @property
     def channels(self) -> int:
         """c: ``I = c · taps``, and one more for a bias."""
-        return (self.inputs - self.bias) // self.taps
+        return (self.own_inputs - self.bias) // self.taps
 
     def zeros(self, *axes: int) -> Tensor:
         """``[K, *axes]`` of zeros."""
@@ -68,11 +80,13 @@ class Observation:
     G: Tensor | None = None
     """``1/N Σ g gᵀ`` of the loss's (or the model's) output gradients, ``[K, O, O]``."""
     seen: Tensor | None = None
-    """Which groups were observed, ``[K]``; a layer that was not called keeps its statistics."""
+    """Which groups were observed, ``[K]``; a layer that was not called keeps its statistics. None: all."""
     recorded: list[list[Recorded]] = field(default_factory=list)
     """For rules that look at examples, per layer."""
     groups: list[int] = field(default_factory=list)
     """Groups of each layer."""
+    known: list[bool] = field(default_factory=list)
+    """`seen`, as the host has it."""
     examples: int = 0
     add_up: Callable[[Sequence[Tensor]], list[Tensor]] = list
     """Sums over the processes that train together."""
@@ -93,11 +107,23 @@ class Context:
     weight: Float[Tensor, "K O I"] | None = None
     examples: int = 1
     """Of this step's batch, where known."""
+    observes: bool = True
+    """Whether this step takes statistics of the gradient (`factor_every`)."""
+    gate: Tensor | None = None
+    """Whether the step is taken, where only the device knows; see `Health`."""
+    shape: Shape | None = None
+    """Of the stack."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What the host remembers of a stack from step to step; never saved."""
 
 
 @dataclass
 class Health:
-    """What went wrong and was caught, counted."""
+    """What went wrong and was caught, counted.
+
+    On a GPU nobody waits for an answer: whether the step's gradients are finite is a tensor there (`gate`), and counts
+    stay on the device until someone asks (`settle`).
+    """
 
     steps: int = 0
     skipped_steps: int = 0
@@ -107,10 +133,34 @@ class Health:
     refreshes: int = 0
     fallbacks: int = 0
     """Decompositions that failed and kept the last good one."""
+    refusals: int = 0
+    """Refinements by products that failed their test; the exact solution came two steps later."""
     condition: dict[str, float] = field(default_factory=dict)
     """Largest condition number of each layer's damped factors, at the last refresh."""
     damping: dict[str, float] = field(default_factory=dict)
     """What was added to each layer's factors (or spectrum), at the last refresh."""
+    gate: Tensor | None = field(default=None, repr=False, compare=False)
+    """Whether the present step is taken, where only the device knows; None: it is."""
+    _open: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def count(self, name: str, amount: int | Tensor) -> None:
+        """Add to a count; an amount that only the device knows stays there."""
+        if not isinstance(amount, Tensor):
+            setattr(self, name, getattr(self, name) + amount)
+        elif self.gate is None:
+            setattr(self, name, getattr(self, name) + int(amount))
+        else:
+            self._open[name] = self._open[name] + amount.to(self._open[name]) if name in self._open else amount
+
+    def settle(self) -> None:
+        """Fetch what was counted on the device."""
+        for name, amount in self._open.items():
+            setattr(self, name, getattr(self, name) + int(amount))
+        self._open.clear()
+
+    def taken(self, weight: float, like: Tensor) -> float | Tensor:
+        """The weight of something new in an average: as it is given, or 0 in a step that is left out."""
+        return weight if self.gate is None else self.gate.to(like) * weight
 
 
 class UpdateRule(ABC):
@@ -123,6 +173,10 @@ class UpdateRule(ABC):
     """Whether layer inputs must be recorded."""
     needs_outgrads: bool = False
     """Whether output gradients must be recorded."""
+    solver: str = "auto"
+    """How inverses, roots and bases are found: see `layerwise.optim.solver`."""
+    pads: bool = False
+    """Whether zeros may be added to a stack's rows and columns without a change of its step."""
     keeps_recorded: bool = False
     """Whether it looks at examples, so that a batch's inputs and gradients are kept until the step."""
     sua: bool = False
@@ -159,6 +213,14 @@ class UpdateRule(ABC):
     def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:
         """Recompute decompositions of some groups; dear. Nothing by default."""
         return
+
+    def use_solver(self, solver: str) -> None:
+        """Take a solver; a rule that cannot use it says so."""
+        self.solver = solver
+
+    def overdue(self, context: Context) -> set[int]:
+        """Groups that are to be refreshed before their turn. None by default."""
+        return set()
 
     def ready(self, state: State, groups: slice) -> bool:
         """Whether there is anything to decompose: a factor that is still zero has no inverse."""

@@ -122,7 +122,7 @@ class Orthogonalized(UpdateRule):
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
     ) -> Float[Tensor, "K O I"]:
         """``c · U Vᵀ``."""
-        state["M"].lerp_(grad, 1 - self.momentum)
+        state["M"].lerp_(grad, health.taken(1 - self.momentum, grad))
         update = grad.lerp(state["M"], self.momentum) if self.nesterov else state["M"]
         if self.orthogonalize == "polar":
             return self._ratio(grad) * polar(update)

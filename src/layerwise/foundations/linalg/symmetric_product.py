@@ -25,6 +25,9 @@ def gram(X: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch n n"]:
     n = X.shape[-1]
     if X.device.type != "cpu" and X.dtype == _result_dtype(X.dtype):
         return X.mT @ X  # symmetric to rounding: mirroring would cost more launches than the product
+    if X.device.type == "cuda" and X.ndim in (2, 3):  # half types: their products are exact in float32
+        multiply = torch.mm if X.ndim == 2 else torch.bmm
+        return multiply(X.mT, X, out_dtype=torch.float32)
     total = torch.empty(*X.shape[:-2], n, n, dtype=_result_dtype(X.dtype), device=X.device)
     return mirror_(accumulate_gram(total, X, beta=0.0))
 

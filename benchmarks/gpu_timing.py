@@ -1,0 +1,167 @@
+"""Time, state and host synchronisations of one optimizer, beside the same iteration without it."""
+
+import gc
+import statistics
+import traceback
+from pathlib import Path
+
+import torch
+from gpu_model import Iteration, Marks, Task, iterate, iterations
+from gpu_rows import EVERY, Made, Row
+from measure import reason
+from torch import Tensor
+
+WARM_UP = 21
+"""Steps before the first one that counts: refreshes come often while statistics are young."""
+BLOCK = 5
+"""Iterations without optimizer between two cycles."""
+SYNC_STEPS = 12
+
+
+def measure(task: Task, row: Row, cycles: int) -> dict:
+    """All numbers of a row; what fails is said in `note`."""
+    try:
+        if not row.available():
+            return {"name": row.name, "note": "not installed"}
+        return {"name": row.name, **_measure(task, row, cycles)}
+    except Exception as error:  # a peer may fail in any way at all; the table says how
+        return {"name": row.name, "note": f"fails: {reason(error)} at {place(error)}"}
+    finally:
+        gc.collect()
+        if task.cuda:
+            torch.cuda.empty_cache()
+
+
+def _measure(task: Task, row: Row, cycles: int) -> dict:
+    model = task.copy()
+    before = torch.cuda.memory_allocated() if task.cuda else 0
+    made = row.make(model)
+    start = Marks(task)
+    iterate(task, model, made, 1, start)
+    iterate(task, model, made, (row.steps or WARM_UP) - 1, Marks(task))
+    gc.collect()
+    bare, ours = [Marks(task)], []
+    iterate(task, task.model, None, BLOCK, bare[-1])
+    for _ in range(cycles):
+        ours.append(Marks(task))
+        iterate(task, model, made, EVERY, ours[-1])
+        bare.append(Marks(task))
+        iterate(task, task.model, None, BLOCK, bare[-1])
+    plain = [i for marks in bare for i in iterations(marks)]
+    found = summary(row, plain, [iterations(marks) for marks in ours])
+    found["first_ms"] = round(iterations(start)[0].whole, 1)
+    for q in (*task.model.parameters(), *model.parameters()):
+        q.grad = None
+    made.zero_grad()
+    found |= state(task, made, before)
+    found["synchronisations"] = synchronisations(task, model, made) if task.cuda else None
+    return found
+
+
+def summary(row: Row, plain: list[Iteration], cycles: list[list[Iteration]]) -> dict:
+    """Numbers in milliseconds.
+
+    `amortised`: mean iteration less the median one without optimizer. `label`: what the forward of a sampled member
+    takes longer, on average over a cycle; at most a plain backward for each statistics step, so that factor products
+    made there count as the step's. `slowest`: of the ten steps of a cycle, each taken at its median over cycles.
+    """
+    base = statistics.median(i.whole for i in plain)
+    forward, backward = (statistics.median(getattr(i, part) for i in plain) for part in ("forward", "backward"))
+    every = [i for cycle in cycles for i in cycle]
+    longer = statistics.mean(i.forward for i in every) - forward
+    label = max(0.0, min(longer, backward / row.factor_every)) if row.sampled else 0.0
+    wholes = [[i.whole for i in cycle] for cycle in cycles]
+    steps = [[i.step for i in cycle] for cycle in cycles]
+    found = {
+        "plain": base,
+        "plain_forward": forward,
+        "plain_backward": backward,
+        "mean": statistics.mean(i.whole for i in every),
+        "amortised": statistics.mean(i.whole for i in every) - base,
+        "label": label,
+        "median": statistics.median(i.whole for i in every),
+        "max": max(i.whole for i in every),
+        "slowest": _slowest(wholes),
+        "step_mean": statistics.mean(i.step for i in every),
+        "step_median": statistics.median(i.step for i in every),
+        "step_max": max(i.step for i in every),
+        "step_slowest": _slowest(steps),
+        "forward_more": longer,
+        "backward_more": statistics.mean(i.backward for i in every) - backward,
+        "profile": [round(statistics.median(c[k] for c in wholes), 3) for k in range(EVERY)],
+        "step_profile": [round(statistics.median(c[k] for c in steps), 3) for k in range(EVERY)],
+    }
+    found["ratio"] = found["slowest"] / found["median"]
+    found["step_ratio"] = found["step_slowest"] / max(found["step_median"], 1e-9)
+    return {name: round(v, 3) if isinstance(v, float) else v for name, v in found.items()}
+
+
+def _slowest(cycles: list[list[float]]) -> float:
+    return max(statistics.median(cycle[k] for cycle in cycles) for k in range(EVERY))
+
+
+# --- state -------------------------------------------------------------------------------------------------
+
+
+def state(task: Task, made: Made, before: int) -> dict:
+    """GiB of the tensors in `state_dict()`, and of all that is held since before the optimizer was made (on a GPU).
+
+    A state that is stored packed may be saved unpacked; then the second number is the smaller one.
+    """
+    held = None
+    if task.cuda:
+        gc.collect()
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated() - before
+    saved = sum(storage_bytes(opt.state_dict()["state"]) for opt in made.optimizers)
+    adamw = 8 * task.parameters
+    return {
+        "state_gib": round(saved / 2**30, 4),
+        "state_of_adamw": round(saved / adamw, 3),
+        "held_gib": None if held is None else round(held / 2**30, 4),
+        "held_of_adamw": None if held is None else round(held / adamw, 3),
+    }
+
+
+def storage_bytes(tree: object) -> int:
+    """Bytes behind all tensors, each storage once."""
+    found: dict[tuple, int] = {}
+
+    def visit(node: object) -> None:
+        if isinstance(node, Tensor):
+            storage = node.untyped_storage()
+            found[node.device, storage.data_ptr()] = storage.nbytes()
+        elif isinstance(node, dict):
+            for child in node.values():
+                visit(child)
+        elif isinstance(node, list | tuple):
+            for child in node:
+                visit(child)
+
+    visit(tree)
+    return sum(found.values())
+
+
+# --- synchronisations --------------------------------------------------------------------------------------
+
+
+def synchronisations(task: Task, model: torch.nn.Module, made: Made | None) -> str:
+    """ "0", or where a steady iteration first waits for the device."""
+    task.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        iterate(task, model, made, SYNC_STEPS, Marks(task))
+    except Exception as error:
+        return f"{reason(error)} at {place(error)}"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        task.synchronize()
+    return "0"
+
+
+def place(error: BaseException) -> str:
+    """The line of the library, else of any file, in which an exception came up."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if "layerwise" in Path(frame.filename).parts] or list(frames)
+    last = ours[-1]
+    return f"{Path(last.filename).name}:{last.lineno} ({last.line})"

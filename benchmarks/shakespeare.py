@@ -1,0 +1,125 @@
+"""Time to a validation loss on tiny Shakespeare: members of `lw.optim` beside torch's own, the same grid each.
+
+    LAYERWISE_DATA=… python benchmarks/shakespeare.py              # text/tinyshakespeare.txt in that folder
+    python benchmarks/shakespeare.py --members KFAC SOAP "torch AdamW" --rates 1 --budget 60
+    python benchmarks/shakespeare.py --tiny --device cpu           # seconds, to see that all runs
+
+A character GPT of 6 × 384 with biases and dropout 0.2, batches of 64 × 256, bf16 autocast on a GPU, gradients clipped
+to norm 1, 100 steps of warm-up, then a cosine to a tenth over 1500. The mean loss of 40 batches, the same for all, is
+taken every 100 steps, in eval mode, off the clock. Batches are made on the device and nothing is waited for between two
+evaluations, but for the first step, whose time is a column (`first`) and part of the seconds.
+
+Before the clock starts a few steps are taken so that kernels are loaded: by another copy of model and optimizer; with
+--compile, which is for all alike, by the same ones, and then taken back (weights, optimizer state, batches), so that
+compilation is not timed; nor is then the look that K-FAC takes at a model once.
+`rate` is a multiple of each member's own; embeddings, norm layers and the head have AdamW's rate under all members.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from shakespeare_members import MEMBERS
+from shakespeare_model import TINY, Size, Text
+from shakespeare_runs import Race, Run, run
+
+AIM_SECONDS, AIM_MEMBERS = 14.0, 2
+SAMPLE = "Shall I compare thee to a summer's day? Thou art more lovely and more temperate. " * 40
+"""For --tiny, where no data is at hand."""
+
+
+def print_head(target: float) -> None:
+    print(f"\n  {'':14s}{'rate':>10s}{'steps':>8s}{'seconds':>10s}{'first':>8s}{'ms/step':>9s}{'best':>8s}", end="")
+    print(f"{'fallbacks':>11s}{'skipped':>9s}  to {target}")
+
+
+def print_run(r: Run) -> None:
+    health = "".join(f"{'–' if n is None else n!s:>{w}s}" for n, w in ((r.fallbacks, 11), (r.skipped_steps, 9)))
+    ms = 1e3 * r.seconds / max(r.steps, 1)
+    times = f"{r.steps:8d}{r.seconds:10.2f}{r.startup:8.2f}{ms:9.2f}{r.best:8.4f}"
+    said = r.note or ("reached" if r.reached else "not reached")
+    print(f"  {r.member:14s}{r.rate:10.2e}{times}{health}  {said}", flush=True)
+
+
+def best(runs: list[Run]) -> list[Run]:
+    """Of each member: the fastest run that reached the loss, else the one that came nearest."""
+    members = dict.fromkeys(r.member for r in runs)
+    return [min((r for r in runs if r.member == m), key=_order) for m in members]
+
+
+def _order(r: Run) -> tuple[bool, float]:
+    return not r.reached, r.seconds if r.reached else r.best
+
+
+def aim(chosen: list[Run]) -> dict:
+    fast = [r.member for r in chosen if r.reached and r.seconds <= AIM_SECONDS]
+    bound = {"seconds": AIM_SECONDS, "members": AIM_MEMBERS}
+    return {"aim": "seconds to the loss", **bound, "by": fast, "held": len(fast) >= AIM_MEMBERS}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--members", nargs="+", choices=list(MEMBERS), default=list(MEMBERS))
+    parser.add_argument("--rates", nargs="+", type=float, default=[0.3, 1.0, 3.0], help="multiples of the own rate")
+    parser.add_argument("--target", type=float, default=1.5, help="validation loss")
+    parser.add_argument("--steps", type=int, help="at most; the schedule is stretched to it")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds of training for each run")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="a small model: a check, not a measurement")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="PATH", help="write the JSON line to a file too")
+    return parser.parse_args()
+
+
+def load(size: Size, device: str, tiny: bool) -> Text:
+    path = Path(os.environ.get("LAYERWISE_DATA", "")) / "text" / "tinyshakespeare.txt"
+    if not path.is_file() and tiny:
+        return Text(SAMPLE, size, device)
+    if not path.is_file():
+        sys.exit("no text/tinyshakespeare.txt in the folder that LAYERWISE_DATA names; set it: export LAYERWISE_DATA=…")
+    return Text.read(path, size, device)
+
+
+def main() -> int:
+    args = arguments()
+    warnings.simplefilter("ignore")  # of the compiler
+    size = TINY if args.tiny else Size()
+    if args.steps:
+        size = Size(**{**vars(size), "steps": args.steps})
+    race = Race(load(size, args.device, args.tiny), size, args.target, args.budget, args.compile, args.seed)
+    where = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
+    print(f"{where}, torch {torch.__version__}, {'compiled' if args.compile else 'eager'}")
+    print_head(args.target)
+    runs: list[Run] = []
+    for member in args.members:
+        for rate in args.rates:
+            runs.append(run(race, member, MEMBERS[member].rate * rate))
+            print_run(runs[-1])
+            if args.device.startswith("cuda"):
+                torch.cuda.empty_cache()
+    chosen = best(runs)
+    print("\nbest of each member")
+    for r in chosen:
+        print_run(r)
+    found = aim(chosen)
+    if not args.tiny:
+        held = "held" if found["held"] else "NOT HELD"
+        print(f"\naim: {args.target} in ≤ {AIM_SECONDS:g} s by {AIM_MEMBERS} members: {', '.join(found['by'])}  {held}")
+    settings = {"machine": where, "torch": torch.__version__, **{k: v for k, v in vars(args).items() if k != "json"}}
+    settings["budget"] = None if math.isinf(args.budget) else args.budget
+    results = {"runs": [r.record() for r in runs], "best": [r.record() for r in chosen], "aim": found}
+    line = json.dumps({"benchmark": "shakespeare", **settings, **results})
+    print(line)
+    if args.json:
+        Path(args.json).write_text(line + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

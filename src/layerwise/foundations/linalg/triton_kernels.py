@@ -1,0 +1,189 @@
+"""Triton kernels of `triton_products`: tiles of symmetric products and of products of half-precision pairs.
+
+Imported on first use only; without Triton the module can be imported, and has no kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, no_type_check
+
+try:
+    import triton  # pyright: ignore[reportMissingImports]
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
+except ImportError:
+    triton = tl = None
+
+
+def _jit(kernel: Any) -> Any:
+    return kernel if triton is None else triton.jit(kernel)
+
+
+# `no_type_check` keeps checkers that rewrite functions at import away from kernels, which Triton reads as text.
+
+
+@_jit
+@no_type_check
+def lower_tile(index):
+    """The tile (i, j ≤ i) with the given index, counting the lower triangle row by row."""
+    i = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    i = tl.where(i * (i + 1) // 2 > index, i - 1, i)  # the root is rounded: correct it by one either way
+    i = tl.where((i + 1) * (i + 2) // 2 <= index, i + 1, i)
+    return i, index - i * (i + 1) // 2
+
+
+@_jit
+@no_type_check
+def grouped_tile(index, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """The tile (i, j) with the given index, in groups of rows, so that programs near in time share operands."""
+    width = GROUP * tiles_n
+    first = (index // width) * GROUP
+    rows = tl.minimum(tiles_m - first, GROUP)
+    return first + (index % width) % rows, (index % width) // rows
+
+
+@_jit
+@no_type_check
+def store_update(total, stride, i, j, rows, columns, n, product, weight):
+    """total ← total + weight·(product − total) on one tile, and its mirror image when i ≠ j."""
+    inside = (rows[:, None] < n) & (columns[None, :] < n)
+    here = total + rows[:, None] * stride + columns[None, :]
+    former = tl.load(here, mask=inside, other=0.0)
+    # With weight 1 the former content is ignored, even if it is not finite.
+    updated = tl.where(weight == 1.0, product, former + weight * (product - former))
+    tl.store(here, updated, mask=inside)
+    if i != j:
+        tl.store(total + columns[None, :] * stride + rows[:, None], updated, mask=inside)
+
+
+@_jit
+@no_type_check
+def gram_kernel(
+    total, X, weight, alpha, partial, m, n, rows_each,
+    total_k, total_row, X_k, X_row,
+    LISTED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """One tile of alpha·XᵀX: written into the total (SPLIT 1), or the part of some rows into `partial`.
+
+    X is a tuple: one stack, or as many matrices of equal strides as there are totals.
+    """
+    index, part, k = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    w = tl.load(weight + k)
+    if w != 0.0:  # a weight of zero leaves the total alone, whatever X is, and costs nothing
+        i, j = lower_tile(index)
+        left = i * BLOCK + tl.arange(0, BLOCK)
+        right = j * BLOCK + tl.arange(0, BLOCK)
+        matrix = X[0]
+        for q in tl.static_range(1, LISTED):
+            matrix = tl.where(k == q, X[q], matrix)
+        matrix += k * X_k
+        start = part * rows_each
+        end = tl.minimum(start + rows_each, m)
+        rows = start + tl.arange(0, BLOCK_ROWS)
+        left_at = matrix + left[:, None] + rows[None, :].to(tl.int64) * X_row
+        right_at = matrix + rows[:, None].to(tl.int64) * X_row + right[None, :]
+        acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+        for row in range(start, end, BLOCK_ROWS):
+            inside = row + tl.arange(0, BLOCK_ROWS) < end
+            a = tl.load(left_at, mask=(left[:, None] < n) & inside[None, :], other=0.0)
+            b = tl.load(right_at, mask=inside[:, None] & (right[None, :] < n), other=0.0)
+            acc = tl.dot(a, b, acc)
+            left_at += BLOCK_ROWS * X_row
+            right_at += BLOCK_ROWS * X_row
+        acc *= alpha
+        if SPLIT == 1:
+            store_update(total + k * total_k, total_row, i, j, left, right, n, acc, w)
+        else:
+            tile = (part + SPLIT * k) * tl.num_programs(0) + index
+            line, column = tl.arange(0, BLOCK), tl.arange(0, BLOCK)
+            tl.store(partial + tile * BLOCK * BLOCK + line[:, None] * BLOCK + column[None, :], acc)
+
+
+@_jit
+@no_type_check
+def gram_finish_kernel(
+    total, weight, partial, n, total_k, total_row, SPLIT: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr
+):
+    """The sum of the parts that `gram_kernel` left, LINES lines of a tile at a time, written into the total."""
+    index, chunk, k = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    w = tl.load(weight + k)
+    if w != 0.0:
+        i, j = lower_tile(index)
+        line = chunk * LINES + tl.arange(0, LINES)
+        column = tl.arange(0, BLOCK)
+        acc = tl.zeros((LINES, BLOCK), dtype=tl.float32)
+        for part in range(SPLIT):
+            tile = (part + SPLIT * k) * tl.num_programs(0) + index
+            acc += tl.load(partial + tile * BLOCK * BLOCK + line[:, None] * BLOCK + column[None, :])
+        store_update(total + k * total_k, total_row, i, j, i * BLOCK + line, j * BLOCK + column, n, acc, w)
+
+
+@_jit
+@no_type_check
+def pair_product_kernel(
+    C, A_hi, A_lo, B_hi, B_lo, A_scale, B_scale, D, alpha, beta, m, n, depth,
+    A_k, A_row, A_column, B_k, B_row, B_column, C_k, C_row, D_k, D_row,
+    HAS_D: tl.constexpr, HAS_ALPHA: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_DEPTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DEPTH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One tile of beta·D + alpha·(A_lo B_hi + A_hi B_lo + A_hi B_hi)/(A_scale B_scale), in one accumulator."""
+    index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if SYMMETRIC:
+        i, j = lower_tile(index)
+    else:
+        i, j = grouped_tile(index, tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N), GROUP)
+    rows = i * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = j * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_DEPTH)
+    A_at = k * A_k + rows[:, None] * A_row + inner[None, :] * A_column
+    B_at = k * B_k + inner[:, None] * B_row + columns[None, :] * B_column
+    A_hi += A_at
+    A_lo += A_at
+    B_hi += B_at
+    B_lo += B_at
+    A_inside = rows[:, None] < m
+    B_inside = columns[None, :] < n
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, depth, BLOCK_DEPTH):
+        if EVEN_DEPTH:
+            A_mask, B_mask = A_inside, B_inside
+        else:
+            A_mask = A_inside & (inner[None, :] < depth - start)
+            B_mask = (inner[:, None] < depth - start) & B_inside
+        a_hi = tl.load(A_hi, mask=A_mask, other=0.0)
+        b_hi = tl.load(B_hi, mask=B_mask, other=0.0)
+        a_lo = tl.load(A_lo, mask=A_mask, other=0.0)
+        b_lo = tl.load(B_lo, mask=B_mask, other=0.0)
+        acc = tl.dot(a_lo, b_hi, acc)
+        acc = tl.dot(a_hi, b_lo, acc)
+        acc = tl.dot(a_hi, b_hi, acc)
+        A_hi += BLOCK_DEPTH * A_column
+        A_lo += BLOCK_DEPTH * A_column
+        B_hi += BLOCK_DEPTH * B_row
+        B_lo += BLOCK_DEPTH * B_row
+    # Reciprocals of powers of two are exact; their product may be subnormal, where that of the scales overflows.
+    acc *= (1.0 / tl.load(A_scale + k)) * (1.0 / tl.load(B_scale + k))
+    if HAS_ALPHA:
+        acc *= tl.load(alpha + k)
+    inside = A_inside & B_inside
+    if HAS_D:
+        b = tl.load(beta + k)
+        former = tl.load(D + k * D_k + rows[:, None] * D_row + columns[None, :], mask=inside, other=0.0)
+        acc = tl.where(b == 0.0, acc, b * former + acc)  # with beta 0 the matrix D is ignored, even if not finite
+    C += k * C_k
+    tl.store(C + rows[:, None] * C_row + columns[None, :], acc, mask=inside)
+    if SYMMETRIC:  # noqa: SIM102 (decided when compiled, the next when run)
+        if i != j:
+            tl.store(C + columns[None, :] * C_row + rows[:, None], acc, mask=inside)
+
+
+@_jit
+@no_type_check
+def split_kernel(hi, lo, X, scale, entries, BLOCK: tl.constexpr):
+    """hi and lo of scale·X in one pass over contiguous matrices of so many entries."""
+    k = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < entries
+    scaled = tl.load(X + k * entries + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale + k)
+    upper = scaled.to(tl.float16)
+    tl.store(hi + k * entries + at, upper, mask=inside)
+    tl.store(lo + k * entries + at, (scaled - upper.to(tl.float32)).to(tl.float16), mask=inside)

@@ -1,0 +1,241 @@
+"""Matrix products on a GPU that Triton makes cheaper: the symmetric half only, and pairs of float16 in one kernel.
+
+Each function does what a few calls of torch do as well (`symmetric_product.gram`, `half_pairs.product`), so ask
+`available` first and use those elsewhere. Triton is imported at the first use. Nothing here asks the device for a
+value. Rows that begin on 16 bytes (widths padded to a multiple of 16) load fastest; other widths are right, but slow.
+"""
+
+import importlib.util
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float16, Float32
+from torch import Tensor
+
+from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.linalg.half_pairs import HalfPair, pair_scale
+
+LEAST_CAPABILITY = (8, 0)  # asynchronous copies and bfloat16 in the tensor cores
+SPLIT_BLOCK = 4096
+FINISH_LINES = 32
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Shape of the tiles of a product: rows, columns and depth, then how Triton runs them."""
+
+    m: int = 128
+    n: int = 128
+    depth: int = 64
+    warps: int = 8
+    stages: int = 3
+    group: int = 8
+
+
+GRAM_TILES = Tiles(stages=4)
+PAIR_TILES = Tiles()
+
+
+@cache
+def available(device: torch.device) -> bool:
+    """Whether the kernels run on this device: Triton can be imported, and the GPU has capability 8.0 or more.
+
+    >>> available(torch.device("cpu"))
+    False
+    """
+    if device.type != "cuda" or torch.version.cuda is None or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+
+
+def gram_update_(
+    total: Float32[Tensor, "*K n n"],
+    X: Float[Tensor, "*K m n"] | Sequence[Float[Tensor, "m n"]],
+    weight: Float32[Tensor, "*K"],
+    alpha: int | float = 1.0,
+    *,
+    tiles: Tiles = GRAM_TILES,
+    parts: int | None = None,
+) -> Float32[Tensor, "*K n n"]:
+    """Move running means towards the products of half-precision matrices, in place.
+
+        total ← total + weight·(alpha·XᵀX − total)
+
+    Only tiles on and below the diagonal are read and computed; the result is symmetric. A weight of 0 leaves its
+    total unchanged whatever X is, a weight of 1 replaces it. `X` is one matrix, a stack, or a sequence of matrices
+    of one shape, type and row stride, one for each total (a kernel for every length is compiled); its last stride
+    is 1. `parts` splits the rows of X among more programs (chosen from the shape when None).
+    """
+    total_, matrices = _stack(total, "total"), (_stack(X, "X"),) if isinstance(X, Tensor) else tuple(X)
+    K, n = total_.shape[:2]
+    if K == 0 or n == 0:
+        return total
+    _check_gram(total_, matrices)
+    first, weight = matrices[0], weight.reshape(-1).contiguous()
+    m, X_k = first.shape[-2], first.stride(0) if first.ndim == 3 else 0
+    across = _ceil(n, tiles.n)
+    count = across * (across + 1) // 2
+    parts = _parts(count * K, m, tiles) if parts is None else parts
+    rows_each = _ceil(_ceil(m, parts), tiles.depth) * tiles.depth
+    shape = (parts, K, count, tiles.n, tiles.n) if parts > 1 else (1,)
+    partial = torch.empty(shape, dtype=torch.float32, device=total.device)
+    strides = total_.stride()[:2]
+    with _on(total.device):
+        _kernels().gram_kernel[(count, parts, K)](
+            total_, matrices, weight, float(alpha), partial, m, n, rows_each, *strides, X_k, first.stride(-2),
+            LISTED=len(matrices), SPLIT=parts, BLOCK=tiles.n, BLOCK_ROWS=tiles.depth,
+            num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+        if parts > 1:
+            lines = min(FINISH_LINES, tiles.n)
+            _kernels().gram_finish_kernel[(count, tiles.n // lines, K)](
+                total_, weight, partial, n, *strides, SPLIT=parts, BLOCK=tiles.n, LINES=lines, num_warps=4
+            )
+    return total
+
+
+def pair_product(
+    A: HalfPair,
+    B: HalfPair,
+    *,
+    symmetric: bool = False,
+    add: Float32[Tensor, "*K m n"] | None = None,
+    alpha: Float32[Tensor, "*K"] | None = None,
+    beta: Float32[Tensor, "*K"] | None = None,
+    out: Float32[Tensor, "*K m n"] | None = None,
+    tiles: Tiles = PAIR_TILES,
+) -> Float32[Tensor, "*K m n"]:
+    """The products ``beta·add + alpha·A B`` of pairs in float32, as one kernel; one matrix or a stack.
+
+    `alpha` and `beta` hold one number for each matrix, on the device, and are 1 when None. With `symmetric` the
+    result is known to be symmetric: tiles on and below the diagonal are computed and mirrored (`add` is read there
+    only). `out` may be `add`, but shares no memory with A or B.
+    """
+    A_hi, A_lo, A_scale = _parts_of(A)
+    B_hi, B_lo, B_scale = _parts_of(B)
+    K, m, depth = A_hi.shape
+    n = B_hi.shape[2]
+    if B_hi.shape[:2] != (K, depth) or (symmetric and m != n):
+        raise InputError(
+            describe(
+                f"a product of {tuple(A.shape)} with {tuple(B.shape)}",
+                "equal stacks [K, m, n] or two matrices, with fitting inner axes" + ", and m = n" * symmetric,
+                "check the axes, or transpose with `.mT`",
+            )
+        )
+    if symmetric and tiles.m != tiles.n:
+        raise InputError(describe(f"{tiles}", "square tiles for a symmetric product", "pass tiles with m = n"))
+    C = torch.empty(*A.shape[:-1], n, dtype=torch.float32, device=A.device) if out is None else out
+    if C.numel() == 0:
+        return C
+    C_, D_ = _stack(_adjacent(C, "out"), "out"), None if add is None else _stack(_adjacent(add, "add"), "add")
+    if D_ is not None and beta is None:
+        beta = torch.ones(K, dtype=torch.float32, device=A.device)
+    alpha, beta = (None if x is None else x.reshape(-1).contiguous() for x in (alpha, beta))
+    across = _ceil(n, tiles.n)
+    count = across * (across + 1) // 2 if symmetric else _ceil(m, tiles.m) * across
+    D_strides = (0, 0) if D_ is None else D_.stride()[:2]
+    with _on(A.device):
+        _kernels().pair_product_kernel[(count, K)](
+            C_, A_hi, A_lo, B_hi, B_lo, A_scale, B_scale, D_, alpha, beta, m, n, depth,
+            *A_hi.stride(), *B_hi.stride(), *C_.stride()[:2], *D_strides,
+            HAS_D=D_ is not None, HAS_ALPHA=alpha is not None, SYMMETRIC=symmetric,
+            EVEN_DEPTH=depth % tiles.depth == 0, BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_DEPTH=tiles.depth,
+            GROUP=tiles.group, num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+    return C
+
+
+def split(
+    X: Float[Tensor, "*K m n"], scale: Float32[Tensor, "*K"] | None = None, out: HalfPair | None = None
+) -> HalfPair:
+    """The same as `half_pairs.split` in one pass over X (two with the search for the scale), into `out` if given."""
+    scale = pair_scale(X) if scale is None else scale
+    X = X.contiguous()
+    entries = X.shape[-2] * X.shape[-1]
+    pair = HalfPair(torch.empty_like(X, dtype=torch.float16), torch.empty_like(X, dtype=torch.float16), scale)
+    if out is not None:
+        if not (out.hi.is_contiguous() and out.lo.is_contiguous() and out.shape == X.shape):
+            raise InputError(describe(f"out of shape {tuple(out.shape)}", "the shape of X, contiguous", "allocate it"))
+        out.scale.copy_(scale)
+        pair = out
+    if X.numel():
+        with _on(X.device):
+            _kernels().split_kernel[(_ceil(entries, SPLIT_BLOCK), X.numel() // entries)](
+                pair.hi, pair.lo, X, pair.scale.contiguous(), entries, BLOCK=SPLIT_BLOCK, num_warps=8
+            )
+    return pair
+
+
+def _check_gram(total: Tensor, matrices: tuple[Tensor, ...]) -> None:
+    first, K = matrices[0] if matrices else torch.empty(0, 0), total.shape[0]
+    alike = all((X.shape, X.stride(), X.dtype) == (first.shape, first.stride(), first.dtype) for X in matrices)
+    fitting = first.shape[-1] == total.shape[-1] and (first.shape[0] if first.ndim == 3 else len(matrices)) == K
+    half = first.dtype in (torch.float16, torch.bfloat16)
+    if not (alike and fitting and half and first.stride(-1) == 1 and total.stride(-1) == 1):
+        raise InputError(
+            describe(
+                f"{len(matrices)} × X of {first.dtype}, shape {tuple(first.shape)}, strides {first.stride()}, "
+                f"for {K} totals of strides {total.stride()}",
+                "matrices alike, of float16 or bfloat16, one for each total, with a last stride of 1",
+                "cast X, or call `.contiguous()`",
+            )
+        )
+
+
+def _parts(units: int, rows: int, tiles: Tiles) -> int:
+    """Into how many parts to cut the rows, so that few processors wait for the last tiles; by a model of the time.
+
+    A processor does a row of a tile in 7 ns; storing and adding the parts runs at 3 TB/s, after a launch of 2 µs.
+    """
+    processors, row, launch, byte = 132, 7e-9, 2e-6, 1 / 3e12
+
+    def seconds(parts: int) -> float:
+        waves = _ceil(units * parts, processors)
+        added = launch + units * parts * tiles.n**2 * 8 * byte if parts > 1 else 0.0
+        return waves * rows / parts * row * (tiles.n / 128) ** 2 + added
+
+    return min((p for p in range(1, 9) if p == 1 or rows // p >= 4 * tiles.depth), key=seconds)
+
+
+def _parts_of(pair: HalfPair) -> tuple[Float16[Tensor, "K m n"], Float16[Tensor, "K m n"], Float32[Tensor, "K"]]:
+    hi, lo = _stack(pair.hi, "a pair"), _stack(pair.lo, "a pair")
+    if hi.stride() != lo.stride():
+        hi, lo = hi.contiguous(), lo.contiguous()
+    return hi, lo, pair.scale.reshape(-1).contiguous()
+
+
+def _stack(M: Tensor, name: str) -> Tensor:
+    if M.ndim not in (2, 3):
+        raise InputError(
+            describe(f"{name} of shape {tuple(M.shape)}", "a matrix or a stack [K, m, n]", "flatten the batch axes")
+        )
+    return M if M.ndim == 3 else M[None]
+
+
+def _adjacent(M: Tensor, name: str) -> Tensor:
+    if M.stride(-1) != 1:
+        raise InputError(describe(f"{name} with strides {M.stride()}", "a last stride of 1", "call `.contiguous()`"))
+    return M
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@cache
+def _kernels() -> Any:
+    from layerwise.foundations.linalg import triton_kernels
+
+    if triton_kernels.triton is None:
+        raise InputError(describe("no Triton", "Triton, for these kernels", "ask `available(device)` first"))
+    return triton_kernels

@@ -1,0 +1,153 @@
+"""Products of half-precision pairs and symmetric products on a GPU: torch's calls and Triton's kernels agree."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerwise.foundations.linalg import half_pairs, triton_products
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run `make test-gpu` on one"),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # torch, at the first product of a thread
+]
+needs_kernels = pytest.mark.skipif(
+    not (torch.cuda.is_available() and triton_products.available(torch.device("cuda"))),
+    reason="needs triton and a GPU of capability 8.0",
+)
+SIZES = [769, 2304, 3073]
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.fixture
+def no_synchronisation():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def product_error(A: Tensor, B: Tensor, C: Tensor) -> float:
+    A, B = A.double(), B.double()
+    return float(((C.double() - A @ B).norm(dim=(-2, -1)) / (A.norm(dim=(-2, -1)) * B.norm(dim=(-2, -1)))).max())
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_torch_products_of_pairs(n: int):
+    A, B = 1e-9 * randn(2, 200, n), 1e7 * randn(2, n, 129, seed=1)
+    left, right = half_pairs.split(A), half_pairs.split(B.mT).mT
+    assert product_error(A, B, half_pairs.product(left, right)) < 1e-6
+    assert product_error(A[0], B[0], half_pairs.product(left[0], right[0])) < 1e-6
+    assert product_error(A, B[:1].expand_as(B), half_pairs.multiply(left, B[0])) < 1e-6
+    assert torch.equal(left.value().cpu(), half_pairs.split(A.cpu()).value())
+
+
+def test_scales_are_powers_of_two_on_the_device():
+    amax = torch.exp2(torch.arange(-126, 128, device="cuda").double()).float()
+    assert torch.equal(half_pairs.power_of_two_scale(amax).cpu(), half_pairs.power_of_two_scale(amax.cpu()))
+    bad = torch.tensor([0.0, torch.inf, torch.nan]).cuda()
+    assert half_pairs.power_of_two_scale(bad).isnan().tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("kernel", ["torch", pytest.param("triton", marks=needs_kernels)])
+@pytest.mark.parametrize("d", [768, 2304])
+def test_direction_of_ill_conditioned_factors(d: int, kernel: str):
+    """Condition number 1e6, damping 1e-3 of the mean eigenvalue, a gradient-like matrix: error below 1e-2."""
+    values = torch.logspace(0, -6, d, dtype=torch.float64, device="cuda")
+    values = values / values.mean()
+    U, V = (torch.linalg.qr(randn(d, d, seed=s).double()).Q for s in (1, 2))
+    G = ((U * values.sqrt()) @ U.mT @ randn(d, d, seed=3).double() @ (V * values.sqrt()) @ V.mT).float()
+    P_inverse, Q_inverse = (U / (values + 1e-3)) @ U.mT, (V / (values + 1e-3)) @ V.mT
+    left, right = half_pairs.split(P_inverse.float()), half_pairs.split(Q_inverse.float())
+    product = half_pairs.product if kernel == "torch" else triton_products.pair_product
+    found = product(half_pairs.split(product(left, half_pairs.split(G))), right)
+    assert relative(found, P_inverse @ G.double() @ Q_inverse) < 1e-2
+
+
+@needs_kernels
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("parts", [None, 1, 3])
+def test_gram_update(n: int, dtype: torch.dtype, parts: int | None):
+    X = randn(2, 700, n + 15).to(dtype)[..., 7 : n + 7]
+    total = randn(2, n, n, seed=1)
+    total += total.mT.clone()
+    weight = torch.tensor([0.25, 1.0], device="cuda")
+    expected = total.double().lerp(0.01 * X.double().mT @ X.double(), weight.double()[:, None, None])
+    triton_products.gram_update_(total, X, weight, 0.01, parts=parts)
+    assert relative(total, expected) < 1e-6
+    assert torch.equal(total, total.mT)
+
+
+@needs_kernels
+@pytest.mark.parametrize("n", [768, 769])
+def test_gram_update_of_separate_matrices(n: int):
+    X = [randn(600, n, seed=seed).bfloat16() for seed in range(5)]
+    total, weight = torch.ones(5, n, n, device="cuda"), randn(5).abs()
+    weight[2] = 0.0
+    expected = total.lerp(torch.stack([x.float().mT @ x.float() for x in X]), weight[:, None, None])
+    triton_products.gram_update_(total, X, weight)
+    assert relative(total, expected) < 1e-5
+
+
+@needs_kernels
+def test_gram_update_of_padded_columns_and_weight_zero():
+    X = torch.zeros(1000, 784, device="cuda", dtype=torch.bfloat16)
+    X[:, :769] = randn(1000, 769).bfloat16()
+    total = torch.zeros(784, 784, device="cuda")
+    triton_products.gram_update_(total, X, torch.ones((), device="cuda"))
+    assert relative(total, X.double().mT @ X.double()) < 1e-6
+    before = total.clone()
+    triton_products.gram_update_(total, X * torch.nan, torch.zeros((), device="cuda"))
+    assert torch.equal(total, before)
+
+
+@needs_kernels
+@pytest.mark.parametrize("n", SIZES)
+def test_pair_product(n: int):
+    A, B = 1e-9 * randn(2, 200, n), 1e7 * randn(2, n, 131, seed=1)
+    for left, right in (
+        (half_pairs.split(A), half_pairs.split(B)),
+        (half_pairs.split(A.mT.contiguous()).mT, half_pairs.split(B.mT.contiguous()).mT),
+    ):
+        C = triton_products.pair_product(left, right)
+        assert product_error(A, B, C) < 1e-6
+        assert relative(C, half_pairs.product(left, right)) < 1e-5
+    D, alpha, beta = randn(2, 200, 131, seed=2), randn(2, seed=3), randn(2, seed=4)
+    expected = beta[:, None, None] * D + alpha[:, None, None] * half_pairs.product(left, right)
+    assert relative(triton_products.pair_product(left, right, add=D, alpha=alpha, beta=beta), expected) < 1e-5
+
+
+@needs_kernels
+@pytest.mark.parametrize("n", SIZES)
+def test_symmetric_pair_product(n: int):
+    X = half_pairs.split(randn(2, 300, n))
+    C = triton_products.pair_product(X.mT, X, symmetric=True)
+    assert relative(C, half_pairs.product(X.mT, X)) < 1e-5
+    assert torch.equal(C, C.mT)
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(769, 3073), (3, 768, 784)])
+def test_split(shape: tuple[int, ...]):
+    X = 1e-4 * randn(*shape)
+    expected, found = half_pairs.split(X), triton_products.split(X)
+    assert torch.equal(found.hi, expected.hi)
+    assert torch.equal(found.lo, expected.lo)
+    assert torch.equal(found.scale, expected.scale)
+
+
+@needs_kernels
+def test_nothing_waits_for_the_device(no_synchronisation):
+    X, total = randn(256, 128), torch.zeros(128, 128, device="cuda")
+    pair = half_pairs.split(X)
+    half_pairs.product(pair.mT, pair)
+    triton_products.gram_update_(total, X.half(), torch.ones((), device="cuda"))
+    triton_products.pair_product(pair.mT, triton_products.split(X), symmetric=True, add=total)
