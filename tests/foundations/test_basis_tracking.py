@@ -14,6 +14,7 @@ from layerwise.foundations.linalg.basis_tracking import (
     rotation,
     tracked_basis,
 )
+from layerwise.foundations.linalg.products import HALF_PAIRS, TorchProducts
 
 N = 48
 
@@ -152,8 +153,19 @@ def test_corrections_may_be_rough():
     def rough(A, B):
         return A.bfloat16().float() @ B.bfloat16().float()
 
-    U, _, before = tracked_basis(M.float(), eigenbasis(last).float(), rough=rough)
+    U, _, before = tracked_basis(M.float(), eigenbasis(last).float(), products=TorchProducts(roughly=rough))
     assert left_in(M.float(), U) < before / 4
+    assert departure(U) < 1e-4
+
+
+def test_pairs_of_halves_follow_a_drift():
+    last, M = (X.float() for X in drifted(samples=0.25))
+    U, values, before = tracked_basis(M, eigenbasis(last), products=HALF_PAIRS)
+    expected = tracked_basis(M, eigenbasis(last))
+    assert torch.allclose(U, expected[0], atol=1e-3)
+    assert torch.allclose(values, expected[1], atol=1e-6)
+    assert before == pytest.approx(float(expected[2]), rel=1e-3)
+    assert left_in(M, U) < before / 4
     assert departure(U) < 1e-4
 
 
@@ -215,10 +227,10 @@ def test_products_are_counted():
 
     for sweeps, measured, count in [(1, False, 6), (3, False, 18), (1, True, 8), (0, True, 2)]:
         calls.clear()
-        tracked_basis(M, eigenbasis(last), sweeps, matmul, measured=measured)
+        tracked_basis(M, eigenbasis(last), sweeps, TorchProducts(matmul), measured=measured)
         assert len(calls) == count
     calls.clear()
-    drifted_root(M, eigenbasis(last), 4, matmul)
+    drifted_root(M, eigenbasis(last), 4, TorchProducts(matmul))
     assert len(calls) == 4
 
 

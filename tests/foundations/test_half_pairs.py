@@ -128,7 +128,19 @@ def test_products_of_views_and_of_broadcast_stacks():
     assert torch.allclose(G, G.mT, rtol=0, atol=1e-6 * float(G.abs().max()))
 
 
+def test_rough_products_keep_11_bits():
+    A, B = 1e-9 * randn(3, 20, 65), randn(3, 65, 33, seed=1)
+    C = half_pairs.rough_product(A, B)
+    assert 1e-6 < product_error(A, B, C) < 2.0**-11
+    pair = half_pairs.split(A)
+    assert torch.equal(half_pairs.rough_product(pair, half_pairs.halved(B)), C)
+    assert torch.equal(half_pairs.rough_product(B.mT, pair.half.mT), half_pairs.rough_product(B.mT, A.mT))
+    assert half_pairs.halved(A).device == A.device
+
+
 def test_axes_that_do_not_fit():
+    with pytest.raises(InputError, match="as many columns"):
+        half_pairs.rough_product(torch.ones(2, 3), torch.ones(2, 3))
     with pytest.raises(InputError, match="as many columns"):
         half_pairs.multiply(torch.ones(2, 3), torch.ones(2, 3))
 

@@ -15,6 +15,7 @@ from layerwise.foundations.linalg.inverses import (
     refined_inverse,
     triangular_inverse,
 )
+from layerwise.foundations.linalg.products import HALF_PAIRS, TorchProducts
 
 
 def generator(seed):
@@ -104,10 +105,10 @@ def larger_error(X, M, seed=3):
 
 def test_products_are_the_given_ones():
     M, calls = definite(130, 10), []
-    product_inverse(M, 64, counting(calls))
+    product_inverse(M, 64, TorchProducts(counting(calls)))
     assert len(calls) == 2 * 2 + 1  # two levels, and the last
     calls.clear()
-    refined_inverse(M, torch.linalg.inv(M), 3, counting(calls))
+    refined_inverse(M, torch.linalg.inv(M), 3, TorchProducts(counting(calls)))
     assert len(calls) == 2 * 3
 
 
@@ -139,9 +140,9 @@ def test_residual_counts_what_rounding_left():
     def rough(A, B):
         return A.bfloat16().float() @ B.bfloat16().float()
 
-    for products in ({"matmul": rough}, {"rough": rough}):
-        X, residual, _ = refined_inverse(M, torch.linalg.inv(M), 1, **products)
-        assert residual > (1e-2 if "matmul" in products else 0)
+    for products in (TorchProducts(rough), TorchProducts(roughly=rough), HALF_PAIRS):
+        X, residual, _ = refined_inverse(M, torch.linalg.inv(M), 1, products)
+        assert residual > (1e-2 if products == TorchProducts(rough) else 0)
         assert residual / 3 < larger_error(X.double(), M.double()) < 3 * residual
 
 

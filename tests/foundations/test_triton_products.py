@@ -12,6 +12,7 @@ from torch import Tensor
 
 from layerwise.foundations.errors import InputError
 from layerwise.foundations.linalg import half_pairs, triton_products
+from layerwise.foundations.linalg.half_pairs import HalfPair
 from layerwise.foundations.linalg.triton_products import Tiles
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -143,19 +144,95 @@ def test_symmetric_pair_product(n: int):
     torch.testing.assert_close(C, 3 * D + half_pairs.product(X.mT, X), rtol=0, atol=2e-5)
 
 
-@interpreted
-@pytest.mark.parametrize("shape", [(70, 90), (3, 5, 7)])
-def test_split(shape: tuple[int, ...]):
-    X = 1e-7 * randn(*shape)
-    expected, found = half_pairs.split(X), triton_products.split(X)
+def assert_same(found: HalfPair, expected: HalfPair) -> None:
     assert torch.equal(found.hi, expected.hi)
     assert torch.equal(found.lo, expected.lo)
     assert torch.equal(found.scale, expected.scale)
-    kept = half_pairs.split(torch.zeros_like(X))
-    assert triton_products.split(X.mT.contiguous().mT, out=kept) is kept
-    assert torch.equal(kept.value(), expected.value())
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(70, 90), (3, 5, 7), (2, 3, 4, 5), (2, 1, 9), (2, 9, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_split(shape: tuple[int, ...], dtype: torch.dtype):
+    X = (1e-3 * randn(*shape)).to(dtype)
+    expected = half_pairs.split(X)
+    assert_same(triton_products.split(X), expected)
+    assert_same(triton_products.split(X.mT.contiguous().mT), expected)
+    assert torch.equal(triton_products.halved(X).hi, expected.hi)
+    assert_same(triton_products.split(X, expected.scale / 2), half_pairs.split(X, expected.scale / 2))
+    amax = X.abs().amax((-2, -1))
+    assert_same(triton_products.split(X, amax=amax), expected)
+    assert_same(triton_products.split(X, bound=3.0), half_pairs.split(X, torch.full(shape[:-2], 2.0**13)))
     X[..., 0, 0] = torch.nan
     assert torch.isnan(triton_products.split(X).value()).all()
+
+
+@interpreted
+def test_split_of_a_part():
+    X = randn(5, 12, 20)
+    for part in (X[1:4], X[:, 2:7], X[:, :, 3:11], X[0], X[1:4, 2:9].mT, X[..., ::2], X[:1].expand(3, 12, 20)):
+        assert_same(triton_products.split(part), half_pairs.split(part))
+    transposed = triton_products.split(X.mT)
+    assert transposed.mT.hi.is_contiguous()
+
+
+@interpreted
+def test_split_into_what_is_kept():
+    X, kept = randn(4, 6, 8), torch.ones(4, 2, 6, 8).half()
+    scale, where = torch.full((4,), 3.0), torch.tensor([True, False, True, True])
+    out = HalfPair(kept[:, 0], kept[:, 1], scale)
+    for source in (X, X.mT.contiguous().mT):
+        assert triton_products.split(source, out=out, where=where) is out
+        expected = half_pairs.split(X)
+        assert torch.equal(out.value()[where], expected.value()[where])
+        assert scale[1] == 3
+        assert (kept[1] == 1).all()
+    triton_products.split(X, half_pairs.pair_scale(X), out=out)
+    assert_same(out, half_pairs.split(X))
+    with pytest.raises(InputError, match="contiguous matrices"):
+        triton_products.split(X, out=HalfPair(kept[:, 0, :, ::2], kept[:, 1, :, ::2], scale))
+    with pytest.raises(InputError, match="shape of X"):
+        triton_products.split(X[:, :3], out=out)
+
+
+@interpreted
+@pytest.mark.parametrize("amax", [0.0, 1e-42, 1.2e-38, 2.0**-100, 1.0, 1.9999999, 2.0, 3.3e38, torch.inf, torch.nan])
+def test_scale_in_the_kernel(amax: float):
+    found, expected = triton_products.split(torch.tensor([[amax]])), half_pairs.pair_scale(torch.tensor([[amax]]))
+    torch.testing.assert_close(found.scale, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@interpreted
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_rough_product(symmetric: bool):
+    X = half_pairs.split(1e-5 * randn(2, 21, 40))
+    D = torch.eye(40).expand(2, 40, 40)
+    expected = 2 * D - 0.5e9 * half_pairs.rough_product(X.mT, X) + 3 * torch.eye(40)
+    C = triton_products.pair_product(
+        X.half.mT, X, symmetric=symmetric, add=D, beta=2, alpha=-0.5e9, identity=3, tiles=SMALL
+    )
+    torch.testing.assert_close(C, expected, rtol=1e-5, atol=1e-5)
+    out = torch.empty(2, 40, 40).half()
+    triton_products.pair_product(X.half.mT, X.half, add=D.half(), alpha=1e9, symmetric=symmetric, out=out, tiles=SMALL)
+    torch.testing.assert_close(out.float(), D + 1e9 * half_pairs.rough_product(X.mT, X), rtol=1e-3, atol=1e-4)
+
+
+@interpreted
+def test_the_kernels_are_chosen(monkeypatch: pytest.MonkeyPatch):
+    X, Y = randn(2, 16, 24), randn(2, 24, 16, seed=1)
+    expected, rough = half_pairs.multiply(X, Y), half_pairs.rough_product(X, Y)
+    used = []
+    product = triton_products.pair_product
+    monkeypatch.setattr(triton_products, "available", lambda _: True)
+    monkeypatch.setattr(triton_products, "pair_product", lambda *a, **k: used.append(a) or product(*a, **k))
+    torch.testing.assert_close(half_pairs.multiply(X, Y), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(half_pairs.rough_product(X, Y.mT.contiguous().mT), rough, rtol=0, atol=1e-4)
+    assert len(used) == 2
+    half_pairs.multiply(X[..., :20].contiguous(), Y[:, :20])  # rows of 40 bytes
+    half_pairs.multiply(X, Y[0])
+    half_pairs.multiply(X[None], Y[None])
+    half_pairs.split(X.double())
+    assert len(used) == 2
 
 
 @interpreted

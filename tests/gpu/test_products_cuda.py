@@ -1,5 +1,7 @@
 """Products of half-precision pairs and symmetric products on a GPU: torch's calls and Triton's kernels agree."""
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
@@ -29,9 +31,13 @@ def relative(found: Tensor, expected: Tensor) -> float:
 @pytest.fixture
 def no_synchronisation():
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the mode does not see everything
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def product_error(A: Tensor, B: Tensor, C: Tensor) -> float:

@@ -1,9 +1,10 @@
 """Running means with bias correction, one count a group."""
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from layerwise.foundations.fused import ema_
 from layerwise.optim.rule import Health
 
 
@@ -22,12 +23,20 @@ def update_mean(
     if health is not None and not everything:
         health.count("skipped_statistics", ((finite.numel() if asked is None else asked.sum()) - take.sum()))
     count += take.to(count.dtype)
-    t = count.clamp_min(1).double()
-    weight = ((1 - decay) / (1 - decay**t)) if decay > 0 else torch.ones_like(t)
+    weight = running_weight(count, decay)
+    if gate is not None and mean.dtype == torch.float32:
+        ema_(mean, new, torch.where(take, weight, 0.0).to(mean.dtype))
+        return
     new = new.to(mean.dtype)
     if not everything:  # 0 · nan would still be nan
         weight, new = torch.where(take, weight, 0.0), torch.where(_like(take, new), new, mean)
     mean.lerp_(new, _like(weight.to(mean.dtype), mean))
+
+
+def running_weight(count: Tensor, decay: float) -> Float[Tensor, "K"]:
+    """``(1−ρ)/(1−ρᵗ)``, in float64."""
+    t = count.clamp_min(1).double()
+    return (1 - decay) / (1 - decay**t) if decay > 0 else torch.ones_like(t)
 
 
 def finite_moments(M: Tensor) -> Bool[Tensor, "K"]:

@@ -7,11 +7,13 @@ from torch import Tensor
 from layerwise.foundations.errors import NumericalError
 from layerwise.foundations.linalg import guarded_eigh
 from layerwise.foundations.linalg.basis_tracking import tracked_basis
-from layerwise.foundations.linalg.half_pairs import HalfPair, multiply, split
+from layerwise.foundations.linalg.half_pairs import HalfPair, rough_product
 from layerwise.optim import stored
 from layerwise.optim.channels import times_inputs
+from layerwise.optim.refined import own_size
 from layerwise.optim.rule import Context, Health, State
 from layerwise.optim.solver import Watch
+from layerwise.optim.stored import products_of
 
 BASIS = ("U_P", "U_P_scale", "s_P", "U_Q", "U_Q_scale", "s_Q")
 YOUNG_STEPS, YOUNG_SWEEPS = 16, 3
@@ -29,13 +31,13 @@ def rotate(state: State, X: Float[Tensor, "*B K O I"]) -> Float[Tensor, "*B K O 
 
 
 def unrotate(state: State, Y: Float[Tensor, "*B K O I"]) -> Float[Tensor, "*B K O I"]:
-    """``U_P Y U_Qᵀ``. Nothing magnifies its rounding: where the basis is kept in pairs, their first halves are enough."""
+    """``U_P Y U_Qᵀ``. Nothing magnifies its rounding: of a basis that is kept in pairs, the first halves are enough."""
     for name, left in (("U_P", True), ("U_Q", False)):
         if name not in state:
             continue
         U = stored.matrix(state, name)
         if isinstance(U, HalfPair):
-            Y = stored.times_roughly(U, split(Y)) if left else stored.times_roughly(split(Y), U.mT)
+            Y = rough_product(U, Y) if left else rough_product(Y, U.mT)
         else:
             Y = U @ Y if left else times_inputs(Y, U.mT, state.get("Q_bias"))
     return Y
@@ -46,23 +48,26 @@ def track(state: State, side: str, groups: slice, context: Context, health: Heal
     name, M = f"U_{side}", state[side][groups]
     watch = context.memory.setdefault(name, Watch([True] * len(state[side])))
     if watch.take_exact(context.step, groups):
-        begin(state, side, groups, health)
+        begin(state, side, groups, context, health)
         return
-    product = multiply if stored.is_paired(state, name) else torch.matmul
     sweeps = YOUNG_SWEEPS if context.step < YOUNG_STEPS else 1
-    U, values, _ = tracked_basis(M, stored.value(state, name, groups), sweeps=sweeps, matmul=product)
+    U, values, _ = tracked_basis(M, stored.value(state, name, groups), sweeps=sweeps, products=products_of(state, name))
     good = torch.isfinite(values).all(-1)
     health.count("fallbacks", (~good).sum())
     stored.write(state, name, groups, U, good)
     stored.write(state, f"s_{side}", groups, values.clamp_min(0), good)
 
 
-def begin(state: State, side: str, groups: slice, health: Health) -> None:
-    """By eigh; a factor that cannot be decomposed keeps its basis."""
+def begin(state: State, side: str, groups: slice, context: Context, health: Health) -> None:
+    """By eigh, largest last, padding apart; a factor that cannot be decomposed keeps its basis."""
+    M = state[side][groups]
+    own = own_size(side, context, M)
     try:
-        values, vectors = guarded_eigh(state[side][groups], name="factor")
+        values, vectors = guarded_eigh(M[:, :own, :own], name="factor")
     except NumericalError:
-        health.fallbacks += groups.stop - groups.start
+        health.fallbacks += len(M)
         return
-    stored.write(state, f"U_{side}", groups, vectors.to(state[side].dtype))
-    stored.write(state, f"s_{side}", groups, values.to(state[side].dtype))
+    U, s = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).repeat(len(M), 1, 1), torch.zeros_like(M[:, 0])
+    U[:, :own, :own], s[:, :own] = vectors.to(M.dtype), values.to(M.dtype)
+    stored.write(state, f"U_{side}", groups, U)
+    stored.write(state, f"s_{side}", groups, s)

@@ -1,5 +1,6 @@
 """Rules that step in an eigenbasis of the factors, with a second moment of their own for every entry there."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -7,8 +8,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.errors import NumericalError
+from layerwise.foundations.fused import ema_, rotated_adam_
 from layerwise.foundations.kronecker import split_spectrum
-from layerwise.foundations.linalg import gram, guarded_eigh
+from layerwise.foundations.linalg import guarded_eigh
 from layerwise.foundations.linalg.basis_tracking import carried
 from layerwise.layers.one_hot import OneHot
 from layerwise.layers.standard import Standard
@@ -17,9 +19,10 @@ from layerwise.optim.averaging import finite_moments
 from layerwise.optim.bases import BASIS, rotate, track, unrotate
 from layerwise.optim.channels import times_inputs, whole_spectrum
 from layerwise.optim.elementwise import average_squares_
-from layerwise.optim.factors import Factors, check_side
+from layerwise.optim.factors import Factors, check_side, gradient_moment
 from layerwise.optim.rule import Context, Health, Observation, Shape, State
 from layerwise.optim.solver import method
+from layerwise.optim.stored import products_of
 
 
 @dataclass
@@ -176,10 +179,13 @@ class CorrectedEigenvalues(EigenFactors):
 
     def _damped(self, state: State, context: Context) -> Tensor:
         s = state["s"]
-        if not context.relative:
-            return s + split_spectrum(context.damping, self.split, state["s_Q"], state["s_P"])
-        tiny = torch.finfo(s.dtype).tiny
         O, I = s.shape[-2:] if context.shape is None else (context.shape.own_outputs, context.shape.own_inputs)
+        if not context.relative:
+            s_P, s_Q = state["s_P"][..., :O], state["s_Q"][..., :I]
+            added = split_spectrum(context.damping, self.split, s_Q, s_P)
+            pad = (0, s.shape[-1] - I, 0, s.shape[-2] - O)
+            return s + (torch.nn.functional.pad(added, pad, value=1.0) if isinstance(added, Tensor) else added)
+        tiny = torch.finfo(s.dtype).tiny
         if self.split == "exact":
             mean = s.sum((-2, -1), keepdim=True) / (O * I)
             return s + torch.where(mean > 0, (context.damping * mean).clamp_min(tiny), 1.0)
@@ -242,6 +248,11 @@ class RotatedAdam(EigenFactors):
         b1, b2 = self.betas
         state["steps"] += health.taken(1.0, grad)
         rotated = self.rotate(state, grad)
+        if health.gate is not None and grad.dtype == torch.float32:
+            D = self.unrotate(state, self._fused_step(state, rotated, health))
+            if context.observes:
+                self._take_gradient(state, grad, b2, health)
+            return D
         state["M"].lerp_(rotated, health.taken(1 - b1, grad))
         average_squares_(state["V"], rotated, health.taken(1 - b2, grad))
         t = state["steps"].clamp_min(1).view(-1, 1, 1)
@@ -250,6 +261,22 @@ class RotatedAdam(EigenFactors):
         if context.observes:
             self._take_gradient(state, grad, b2, health)
         return D
+
+    def _fused_step(self, state: State, rotated: Tensor, health: Health) -> Tensor:
+        """The same in one pass."""
+        (b1, b2), t = self.betas, state["steps"].clamp_min(1)
+        return rotated_adam_(
+            state["M"],
+            state["V"],
+            rotated,
+            beta1=b1,
+            beta2=b2,
+            eps=self.eps,
+            correction1=1 - b1**t,
+            correction2=1 - b2**t,
+            gate=health.gate,
+            out=rotated,
+        )
 
     @staticmethod
     def _begins(state: State, context: Context) -> bool:
@@ -273,10 +300,14 @@ class RotatedAdam(EigenFactors):
         for side in ("P", "Q"):
             if side not in state:
                 continue
-            new = gram(grad.mT if side == "P" else grad)
+            new = gradient_moment(grad, side)
             good = finite_moments(new)
-            good = good if health.gate is None else good & health.gate
-            if health.gate is not None or not bool(good.all()):
+            if health.gate is not None and new.dtype == torch.float32:
+                good = good & health.gate
+                ema_(state[side], new, good * (1 - decay))
+                state[f"{side}_count"] += good.to(state[f"{side}_count"].dtype)
+                continue
+            if not bool(good.all()):
                 new = torch.where(good.view(-1, 1, 1), new, state[side])
             state[side].lerp_(new, 1 - decay)
             state[f"{side}_count"] += good.to(state[f"{side}_count"].dtype)
@@ -288,15 +319,16 @@ class RotatedAdam(EigenFactors):
         """
         if self._begins(state, context):
             super()._refresh_side(state, side, groups, context, health)
-            U = stored.value(state, f"U_{side}", groups).flip(-1)  # largest first
-            stored.write(state, f"U_{side}", groups, U)
+            if not self.tracked(state, side):  # the order of a tracked basis is of no account
+                state[f"U_{side}"][groups] = state[f"U_{side}"][groups].flip(-1)  # largest first
             return
         U_old = stored.value(state, f"U_{side}", groups).clone()
         if self.tracked(state, side):
             super()._refresh_side(state, side, groups, context, health)
             U = stored.value(state, f"U_{side}", groups)
-            self._turn(state, side, groups, U_old, U)
-            state["V"][groups] = carried(state["V"][groups], U_old, U, "left" if side == "P" else "right")
+            self._turn(state, side, groups, U_old, U, rough=products_of(state, f"U_{side}").rough)
+            left = "left" if side == "P" else "right"
+            state["V"][groups] = carried(state["V"][groups], U_old, U, left, products=products_of(state, f"U_{side}"))
             return
         M, U = state[side][groups], state[f"U_{side}"][groups]
         MU = M @ U
@@ -315,11 +347,18 @@ class RotatedAdam(EigenFactors):
         state["V"][groups] = V.gather(-2 if side == "P" else -1, index)
 
     @staticmethod
-    def _turn(state: State, side: str, groups: slice, U_old: Tensor, U_new: Tensor) -> None:
+    def _turn(
+        state: State,
+        side: str,
+        groups: slice,
+        U_old: Tensor,
+        U_new: Tensor,
+        rough: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
+    ) -> None:
         """The momentum in the new basis, ``U_newᵀ U_old M`` (left), by whichever order is cheaper."""
         M = state["M"][groups] if side == "P" else state["M"][groups].mT
         wide = M.shape[-1] > M.shape[-2]
-        turned = (U_new.mT @ U_old) @ M if wide else U_new.mT @ (U_old @ M)
+        turned = rough(rough(U_new.mT, U_old), M) if wide else rough(U_new.mT, rough(U_old, M))
         state["M"][groups] = turned if side == "P" else turned.mT
 
     def conditions(self, state: State, context: Context) -> tuple[Tensor, Tensor] | None:

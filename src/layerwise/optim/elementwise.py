@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from layerwise.foundations.fused import adam_
 from layerwise.optim.rule import Context, Health, Shape, State, UpdateRule
 
 
@@ -57,6 +59,12 @@ class AdamRule(UpdateRule):
         """Adam's direction."""
         b1, b2 = self.betas
         state["steps"] += health.taken(1.0, grad)
+        if health.gate is not None and grad.dtype == torch.float32:
+            t = state["steps"].clamp_min(1)
+            corrections = {"correction1": 1 - b1**t, "correction2": 1 - b2**t}
+            return adam_(
+                state["m"], state["v"], grad, beta1=b1, beta2=b2, eps=self.eps, gate=health.gate, **corrections
+            )
         state["m"].lerp_(grad, health.taken(1 - b1, grad))
         average_squares_(state["v"], grad, health.taken(1 - b2, grad))
         t = state["steps"].clamp_min(1).view(-1, 1, 1)  # 0 only if the very first step is left out

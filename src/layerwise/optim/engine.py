@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from layerwise.distributed.processes import Processes
 from layerwise.foundations import likelihoods
 from layerwise.foundations.errors import InputError, LayerwiseError, describe
+from layerwise.foundations.fused import finish_, finite_gate
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
 from layerwise.foundations.vectors import unwrap
@@ -27,6 +28,7 @@ from layerwise.optim.report import headline, layer_row, measure, table
 from layerwise.optim.rule import Context, Health, Observation, UpdateRule
 from layerwise.optim.solver import SOLVERS
 from layerwise.optim.stack import Stack
+from layerwise.optim.turns import balanced, decomposition_cost, one_by_one
 
 
 class Layerwise(torch.optim.Optimizer):
@@ -222,7 +224,19 @@ class Layerwise(torch.optim.Optimizer):
             stack = Stack(self.rule_for(specs[0], group), tuple(specs), group, {k: params[k] for k in names})
             stack.ensure_state(self._loaded)
             stacks.append(stack)
+        self._give_turns(stacks)
         return stacks
+
+    def _give_turns(self, stacks: list[Stack]) -> None:
+        """When each part of a stack is refreshed."""
+        layers = [[groups for _, groups in stack.slices()] for stack in stacks]
+        if self._waits:
+            turns = [one_by_one(number, of_stack, self.refresh_every) for number, of_stack in enumerate(layers)]
+        else:
+            costs = [decomposition_cost(s.shape, s.rule.refreshes, s.rule.refreshes) for s in stacks]
+            turns = balanced(list(zip(layers, costs, strict=True)), self.refresh_every)
+        for stack, found in zip(stacks, turns, strict=True):
+            stack.memory["turns"] = found
 
     def rule_for(self, spec: LayerSpec, group: Mapping[str, Any]) -> UpdateRule:
         """The rule that a layer gets: the optimizer's own, or the fallback's."""
@@ -301,11 +315,13 @@ class Layerwise(torch.optim.Optimizer):
         if counts is not None and counts.examples:
             scale = self._scale.to_mean_gradient(counts.examples, counts.tokens)
             examples = counts.examples * self.processes.count
+        if not self._waits:
+            self._set_gate()
         plans = [self._prepare(stack, scale) for stack in self._stacks]
         if self._waits and not self._finite([grad for grad, _ in plans]):
             self._health.skipped_steps += 1
         else:
-            self._advance(plans if self._waits else self._gated(plans), seen, examples)
+            self._advance(plans, seen, examples)
         self._health.gate = None
         if self._capture is not None:
             self._capture.due = self.steps_taken % self.factor_every == 0
@@ -354,17 +370,20 @@ class Layerwise(torch.optim.Optimizer):
         """Whether the host may ask whether gradients are finite. On a GPU it would wait for the whole backward."""
         return self.param_groups[0]["params"][0].device.type == "cpu"
 
-    def _gated(self, plans: list[tuple[Tensor, list[bool]]]) -> list[tuple[Tensor, list[bool]]]:
-        """Set the gate of this step on the device; behind a gate that is shut, gradients are zero."""
-        sums = torch.stack([grad.sum().to(plans[0][0]) for grad, _ in plans])  # overflows only beyond 1e38
-        gate = torch.isfinite(sums).all()
+    def _set_gate(self) -> None:
+        """Whether this step is taken, as the device sees it; behind a gate that is shut, gradients are zero."""
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for grad in dense:
+            by_device.setdefault(grad.device, []).append(grad)
+        flags = [finite_gate(of_device) for of_device in by_device.values()]
+        gate = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
         self._health.gate = gate
         self._health.count("skipped_steps", (~gate).to(torch.int64))
-        return [(torch.where(gate.to(grad.device), grad, 0.0), active) for grad, active in plans]
 
     def _prepare(self, stack: Stack, scale: float) -> tuple[Tensor, list[bool]]:
-        grad = stack.gradient()
-        return (grad if scale == 1.0 else grad * scale), stack.active()
+        return stack.gradient(scale, self._health.gate), stack.active()
 
     @staticmethod
     def _finite(grads: Iterable[Tensor]) -> bool:
@@ -376,12 +395,39 @@ class Layerwise(torch.optim.Optimizer):
         directions = self._directions(plans, seen, examples)
         # Before momentum: an average of former directions may have any sign beside the present gradient.
         factor = self._clip.factor(self._stacks, directions, [grad for grad, _ in plans], self._waits)
+        if not self._waits and not self._damping.adaptive:
+            for stack, D, (_, active) in zip(self._stacks, directions, plans, strict=True):
+                self._finish(stack, D, factor, active)
+            return
         updates = []
         for stack, D, (_, active) in zip(self._stacks, directions, plans, strict=True):
             updates.append(self._momentum(stack, D, factor, active))
             lr = self._lr(stack)
             stack.subtract(updates[-1], lr, active, lr * stack.group["weight_decay"], self._health.gate)
         self._damping.predict(self._stacks, updates, plans, self._lr)
+
+    def _finish(self, stack: Stack, D: Tensor, factor: float | Tensor, active: list[bool]) -> None:
+        """Momentum, decay and descent in one pass, where the stack's layers allow it."""
+        lr, group = self._lr(stack), stack.group
+        layers = stack.plain_layers() if all(active) else None
+        if layers is None:
+            update = self._momentum(stack, D.to(stack.shape.dtype), factor, active)
+            stack.subtract(update, lr, active, lr * group["weight_decay"], self._health.gate)
+            return
+        mu = 0.0 if stack.rule is not self.rule and stack.rule.own_momentum else group["momentum"]
+        if mu and "momentum" not in stack.state:
+            stack.state["momentum"] = stack.shape.zeros(stack.shape.outputs, stack.shape.inputs)
+        finish_(
+            *layers,
+            D,
+            stack.state["momentum"] if mu else None,
+            lr=lr,
+            decay=group["weight_decay"],
+            mu=mu,
+            nesterov=group["nesterov"],
+            factor=factor,
+            gate=self._health.gate,
+        )
 
     def _directions(self, plans: list[tuple[Tensor, list[bool]]], seen: dict[str, Sums], examples: int) -> list[Tensor]:
         """What each stack subtracts, before the learning rate."""
@@ -442,15 +488,11 @@ class Layerwise(torch.optim.Optimizer):
         every, step = self.refresh_every, self.steps_taken
         fresh = self._fresh(stack)
         young = step < every and step & (step - 1) == 0  # 1, 2, 4, 8, …
-        refused = stack.rule.overdue(context) if self.processes.count == 1 else set()
-        due = [
-            groups
-            for place, (_, groups) in enumerate(stack.slices())
-            if young
-            or not all(fresh[groups])
-            or (step - 1 - number - place) % every == 0
-            or not refused.isdisjoint(range(groups.start, groups.stop))
-        ]
+        turns = stack.memory["turns"]
+        due = [t.groups for t in turns if young or not all(fresh[t.groups]) or (step - 1 - t.slot) % every == 0]
+        if self.processes.count == 1:
+            refused = stack.rule.overdue(context) - {k for groups in due for k in range(groups.start, groups.stop)}
+            due += [g for _, g in stack.slices() if not refused.isdisjoint(range(g.start, g.stop))]
         owners = self.processes.owners([float(groups.stop - groups.start) for groups in due])
         for groups, owner in zip(due, owners, strict=True):
             if not self._ready(stack, groups):

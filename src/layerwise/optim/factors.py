@@ -9,12 +9,14 @@ from torch import Tensor
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.kronecker import split_damping
 from layerwise.foundations.linalg import gram
+from layerwise.foundations.linalg.half_pairs import product, split
 from layerwise.optim import stored
 from layerwise.optim.averaging import finite_moments, update_mean
 from layerwise.optim.bases import BASIS, rotate, track, unrotate
 from layerwise.optim.channels import block_state, mean_input_eigenvalue, times_inputs
-from layerwise.optim.roots import condition_numbers, guarded_root, mean_eigenvalue
 from layerwise.optim.refined import overdue, refine_inverse
+from layerwise.optim.roots import condition_numbers, guarded_root, mean_eigenvalue
+from layerwise.optim.rows import average_rows_
 from layerwise.optim.rule import Context, Health, Observation, Shape, State, UpdateRule
 from layerwise.optim.solver import method
 
@@ -26,6 +28,14 @@ def check_side(name: str, value: str, known: tuple[str, ...]) -> None:
     """A statistic by name."""
     if value not in known:
         raise InputError(describe(f"{name}={value!r}", " or ".join(f'"{k}"' for k in known), "choose one of them"))
+
+
+def gradient_moment(grad: Float[Tensor, "K O I"], side: str) -> Float[Tensor, "K n n"]:
+    """``∇L ∇Lᵀ`` (P) or ``∇Lᵀ ∇L`` (Q); on a GPU in pairs of float16, one triangle."""
+    if grad.device.type == "cuda" and grad.dtype == torch.float32:
+        pair = split(grad)
+        return product(pair, pair.mT, symmetric=True) if side == "P" else product(pair.mT, pair, symmetric=True)
+    return gram(grad.mT if side == "P" else grad)
 
 
 def _same_shift(M: Tensor | None, damping: float) -> Tensor | None:
@@ -52,11 +62,12 @@ class Factors(UpdateRule):
     refreshed = ("P_root", "P_root_scale", "Q_root", "Q_root_scale", "Q_bias_root", *BASIS)
     name = "factors"
     formula = "P⁻ᵖ ∇L Q⁻ᑫ"
+    takes_rows = True
 
-    @property
-    def pads(self) -> bool:  # type: ignore[override]
-        """SUA's blocks are not padded."""
-        return not self.sua
+    def pads(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Where factors are treated by products; SUA's blocks are not."""
+        sides = [p for side, p in zip((self.left, self.right), self.power, strict=True) if side != "identity"]
+        return not self.sua and all(self.method(p, dtype, device) == "newton" for p in sides)
 
     def use_solver(self, solver: str) -> None:
         """Cholesky is for inverses alone."""
@@ -138,17 +149,18 @@ class Factors(UpdateRule):
 
     def observe(self, state: State, seen: Observation, decay: float, health: Health) -> None:
         """Inputs and output gradients, as they come."""
-        if "P" in state and seen.G is not None:
-            update_mean(state["P"], state["P_count"], seen.G, decay, seen.seen, health)
-        if "Q" in state and seen.A is not None:
-            update_mean(state["Q"], state["Q_count"], seen.A, decay, seen.seen, health)
+        for side, moment, rows in (("P", seen.G, seen.outgrads), ("Q", seen.A, seen.inputs)):
+            if side in state and rows is not None:
+                average_rows_(state[side], state[f"{side}_count"], rows, decay, health)
+            elif side in state and moment is not None:
+                update_mean(state[side], state[f"{side}_count"], moment, decay, seen.seen, health)
 
     def observe_gradient(self, state: State, grad: Float[Tensor, "K O I"], decay: float, health: Health) -> None:
         """Second moments of the gradient itself."""
         for side, made in (("P", self.left == "gradient"), ("Q", self.right == "gradient")):
             if not made or side not in state:
                 continue
-            new = gram(grad.mT if side == "P" else grad)
+            new = gradient_moment(grad, side)
             if self.accumulate:
                 good = finite_moments(new)
                 good = good if health.gate is None else good & health.gate

@@ -12,6 +12,7 @@ from layerwise.foundations.linalg import gram
 from layerwise.layers.form import Form
 from layerwise.layers.io import RecordedIO
 from layerwise.layers.table import LayerSpec
+from layerwise.optim.rows import Rows, together, waits_for_step
 from layerwise.optim.rule import Observation, Recorded, UpdateRule
 from layerwise.optim.stack import Stack
 
@@ -26,6 +27,17 @@ class Sums:
     G: Tensor | None = None
     examples: int = 0
     recorded: list[Recorded] = field(default_factory=list)
+    inputs: Rows | None = None
+    """What A is to be made of, where that waits for the step; likewise for G."""
+    outgrads: Rows | None = None
+
+    def settle(self) -> None:
+        """Make moments of what waits."""
+        for rows, name in ((self.inputs, "A"), (self.outgrads, "G")):
+            if rows is not None:
+                moment, old = rows.moment(), getattr(self, name)
+                setattr(self, name, moment if old is None else old + moment)
+        self.inputs = self.outgrads = None
 
 
 class Collector:
@@ -56,12 +68,32 @@ class Collector:
         if self.sharing == "reduce" and not spec.form.one_hot:
             self._add_reduced(sums, io, factor, first)
             return
+        if first and self._defer(sums, io, factor):
+            return
+        sums.settle()
         if self.rule.needs_inputs and first:
             A, rows = io.channel_moment() if self._by_channel(spec) else io.input_moment()
             sums.A, sums.rows = A if sums.A is None else sums.A + A, sums.rows + rows
         if self.rule.needs_outgrads:
             G = io.output_moment() * factor**2
             sums.G = G if sums.G is None else sums.G + G
+
+    def _defer(self, sums: Sums, io: RecordedIO, factor: float) -> bool:
+        """Keep the layer's rows for the step, where one kernel then averages the moments of a whole stack."""
+        if (
+            not self.rule.takes_rows
+            or not waits_for_step(io)
+            or sums.rows
+            or sums.G is not None
+            or sums.outgrads is not None
+        ):
+            return False
+        if self.rule.needs_inputs:
+            sums.inputs = Rows.of_inputs(io)
+            sums.rows += len(sums.inputs.X)
+        if self.rule.needs_outgrads:
+            sums.outgrads = Rows.of_outgrads(io, factor)
+        return True
 
     def _add_reduced(self, sums: Sums, io: RecordedIO, factor: float, first: bool) -> None:
         """Mean of inputs and sum of gradients over positions, then as for single positions."""
@@ -86,6 +118,8 @@ class Collector:
         own = self.take()
         if processes.count == 1:
             return own
+        for sums in own.values():
+            sums.settle()
         present = torch.tensor([float(spec.name in own) for spec in specs], dtype=torch.float64)
         present = processes.add_up([present.to(device)])[0]
         known = [spec for spec, p in zip(specs, present, strict=True) if p > 0]
@@ -125,6 +159,13 @@ class Collector:
         if not any(s is not None for s in known):
             return None
         seen = [s is not None for s, spec in zip(known, stack.specs, strict=True) for _ in range(spec.form.groups)]
+        inputs = together([None if s is None else s.inputs for s in known], [s.rows if s else 0 for s in known])
+        outgrads = together([None if s is None else s.outgrads for s in known], [s.examples if s else 0 for s in known])
+        for s in known:
+            if s is not None:
+                s.inputs = None if inputs is not None else s.inputs
+                s.outgrads = None if outgrads is not None else s.outgrads
+                s.settle()
         return Observation(
             _means(stack, known, "A", "rows"),
             _means(stack, known, "G", "examples"),
@@ -134,6 +175,8 @@ class Collector:
             seen,
             max(s.examples for s in known if s is not None),
             processes.add_up,
+            inputs,
+            outgrads,
         )
 
 

@@ -90,6 +90,9 @@ class Observation:
     examples: int = 0
     add_up: Callable[[Sequence[Tensor]], list[Tensor]] = list
     """Sums over the processes that train together."""
+    inputs: Any = None
+    """In place of A, where its moment was not made: `layerwise.optim.rows.RowsOfStack`; likewise for G."""
+    outgrads: Any = None
 
 
 @dataclass
@@ -175,8 +178,8 @@ class UpdateRule(ABC):
     """Whether output gradients must be recorded."""
     solver: str = "auto"
     """How inverses, roots and bases are found: see `layerwise.optim.solver`."""
-    pads: bool = False
-    """Whether zeros may be added to a stack's rows and columns without a change of its step."""
+    takes_rows: bool = False
+    """Whether it can observe rows in place of moments; see `Observation.inputs`."""
     keeps_recorded: bool = False
     """Whether it looks at examples, so that a batch's inputs and gradients are kept until the step."""
     sua: bool = False
@@ -213,6 +216,10 @@ class UpdateRule(ABC):
     def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:
         """Recompute decompositions of some groups; dear. Nothing by default."""
         return
+
+    def pads(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether zeros may be added to a stack's rows and columns without a change of its step. No by default."""
+        return False
 
     def use_solver(self, solver: str) -> None:
         """Take a solver; a rule that cannot use it says so."""

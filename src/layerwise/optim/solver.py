@@ -27,7 +27,8 @@ LAG = 2
 def method(solver: str, power: float, dtype: torch.dtype, device: torch.device) -> str:
     """ "eigh", "cholesky" or "newton" for one factor.
 
-    >>> method("auto", 1.0, torch.float32, torch.device("cpu")), method("auto", 0.25, torch.float32, torch.device("cuda"))
+    >>> cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    >>> method("auto", 1.0, torch.float32, cpu), method("auto", 0.25, torch.float32, gpu)
     ('cholesky', 'newton')
     """
     if solver == "cholesky" and power != 1:

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from layerwise.foundations.fused import momentum_half_
 from layerwise.foundations.linalg import gram
 from layerwise.optim.factors import Factors
 from layerwise.optim.rule import Context, Health, Shape, State, UpdateRule
@@ -122,11 +123,27 @@ class Orthogonalized(UpdateRule):
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
     ) -> Float[Tensor, "K O I"]:
         """``c · U Vᵀ``."""
+        by_kernel = self.orthogonalize == "newton_schulz" and grad.device.type == "cuda"
+        if health.gate is not None and grad.dtype == torch.float32 and by_kernel:
+            half, squares = momentum_half_(state["M"], grad, self.momentum, self.nesterov, health.gate)
+            return self._iterated(half, squares)
         state["M"].lerp_(grad, health.taken(1 - self.momentum, grad))
         update = grad.lerp(state["M"], self.momentum) if self.nesterov else state["M"]
         if self.orthogonalize == "polar":
             return self._ratio(grad) * polar(update)
         return self._ratio(grad) * newton_schulz(update, self.steps, self.coefficients, self.eps)
+
+    def _iterated(self, Y: Tensor, squares: Tensor) -> Tensor:
+        """`newton_schulz` of what is in bfloat16 and measured already; the ratio is part of the last step."""
+        ratio, tall = self._ratio(Y), Y.shape[-2] > Y.shape[-1]
+        Y = Y.mT if tall else Y
+        a, b, c = self.coefficients
+        norm = squares.sqrt().clamp_min(self.eps).view(-1, 1, 1)
+        Y = Y / norm.to(Y.dtype)
+        for left in reversed(range(self.steps)):
+            S, last = Y @ Y.mT, ratio if left == 0 else 1.0
+            Y = torch.baddbmm(Y, torch.baddbmm(S, S, S, beta=b, alpha=c), Y, beta=a * last, alpha=last)
+        return Y.mT if tall else Y
 
     def _ratio(self, grad: Tensor) -> float:
         O, I = grad.shape[-2:]

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from layerwise.foundations.errors import LayerwiseError, describe
+from layerwise.foundations.fused import gather_
 from layerwise.foundations.types import statistics_dtype
 from layerwise.layers.table import LayerSpec
 from layerwise.optim import stored
@@ -50,13 +51,13 @@ class Stack:
         form, first = self.specs[0].form, self.params[self.specs[0].parameters[0]]
         dtype = statistics_dtype(first.dtype)
         O, I = form.outputs, form.inputs
-        rows, columns = self._padding(O, I, first.device)
+        rows, columns = self._padding(O, I, dtype, first.device)
         size = (self.groups, O + rows, I + columns)
         return Shape(*size, dtype, first.device, form.one_hot, form.taps, form.bias is not None, (rows, columns))
 
-    def _padding(self, O: int, I: int, device: torch.device) -> tuple[int, int]:
+    def _padding(self, O: int, I: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
         """Zeros up to multiples of `PAD_TO`: a bias column makes 769 of 768, at which products are six times slower."""
-        unit = PAD_TO.get(device.type, 1) if self.rule.pads else 1
+        unit = PAD_TO.get(device.type, 1) if self.rule.pads(dtype, device) else 1
         return -O % unit, 0 if self.specs[0].form.one_hot else -I % unit
 
     @property
@@ -77,9 +78,35 @@ class Stack:
         """Which layers have a gradient this step."""
         return [any(self.params[name].grad is not None for name in spec.parameters) for spec in self.specs]
 
-    def gradient(self) -> Float[Tensor, "K O I"]:
-        """All gradients; zero where there is none."""
-        return self._join({name: p.grad for name, p in self.params.items()})
+    def gradient(self, scale: float = 1.0, gate: Tensor | None = None) -> Float[Tensor, "K O I"]:
+        """All gradients times a number; zero where there is none, and all zero where the gate is shut."""
+        layers = None if gate is None else self.plain_layers(gradients=True)
+        if layers is not None:
+            shape = self.shape
+            out = torch.empty(self.groups, shape.outputs, shape.inputs, dtype=shape.dtype, device=shape.device)
+            return gather_(out, *layers, scale, gate)
+        grad = self._join({name: p.grad for name, p in self.params.items()})
+        grad = grad if scale == 1.0 else grad * scale
+        return grad if gate is None else torch.where(gate.to(grad.device), grad, 0.0).contiguous()
+
+    def plain_layers(self, gradients: bool = False) -> tuple[list[Tensor], list[Tensor] | None] | None:
+        """Weights (or their gradients) and biases, if every layer is one matrix ``[O, I]`` as it is stored."""
+        form = self.specs[0].form
+        if form.groups != 1 or form.transposed or form.weight is None or self.shape.dtype != torch.float32:
+            return None
+        found: list[list[Tensor]] = []
+        for part in (form.weight, form.bias):
+            if part is not None:
+                found.append([])
+                for spec in self.specs:
+                    own = spec.form.weight if part is form.weight else spec.form.bias
+                    assert own is not None
+                    p = self.params[own.name]
+                    t = p.grad if gradients else p.detach()
+                    if own.rows is not None or t is None or t.is_sparse or t.ndim != (2 if part is form.weight else 1):
+                        return None
+                    found[-1].append(t)
+        return found[0], found[1] if form.bias is not None else None
 
     def weight(self) -> Float[Tensor, "K O I"]:
         """All parameters."""

@@ -1,6 +1,6 @@
 """Matrices that every step multiplies by: float32, or pairs of float16 where a GPU's tensor cores multiply them.
 
-A matrix that is kept as a pair has the state ``name`` ``[K, 2, n, n]`` (hi and lo) and beside it ``name_scale`` ``[K]``.
+A matrix that is kept as a pair has the state ``name`` ``[K, 2, n, n]`` (hi, lo) and beside it ``name_scale`` ``[K]``.
 What is saved is float32 without padding, so that a checkpoint does not depend on the device.
 """
 
@@ -9,7 +9,9 @@ import re
 import torch
 from torch import Tensor
 
+from layerwise.foundations.linalg import triton_products
 from layerwise.foundations.linalg.half_pairs import HalfPair, product, split
+from layerwise.foundations.linalg.products import HALF_PAIRS, TORCH, Products
 from layerwise.optim.rule import Shape, State
 
 ALL = slice(None)
@@ -49,10 +51,19 @@ def write(state: State, name: str, groups: slice, X: Tensor, good: Tensor | None
         old = state[name][groups]
         old.copy_(X if good is None else torch.where(good.view(-1, *[1] * (X.ndim - 1)), X, old))
         return
-    pair, halves, scale = split(X), state[name][groups], state[f"{name}_scale"][groups]
+    halves, scale = state[name][groups], state[f"{name}_scale"][groups]
+    if triton_products.available(X.device):
+        triton_products.split(X, out=HalfPair(halves[:, 0], halves[:, 1], scale), where=good)
+        return
+    pair = split(X)
     for place, half in enumerate((pair.hi, pair.lo)):
         halves[:, place] = half if good is None else torch.where(good.view(-1, 1, 1), half, halves[:, place])
     scale.copy_(pair.scale if good is None else torch.where(good, pair.scale, scale))
+
+
+def products_of(state: State, name: str) -> Products:
+    """How a matrix is multiplied while it is refined: as it is kept."""
+    return HALF_PAIRS if is_paired(state, name) else TORCH
 
 
 def times(A: Tensor | HalfPair, B: Tensor | HalfPair) -> Tensor:
@@ -60,13 +71,6 @@ def times(A: Tensor | HalfPair, B: Tensor | HalfPair) -> Tensor:
     if isinstance(A, Tensor) and isinstance(B, Tensor):
         return A @ B
     return product(A if isinstance(A, HalfPair) else split(A), B if isinstance(B, HalfPair) else split(B))
-
-
-def times_roughly(A: HalfPair, B: HalfPair) -> Tensor:
-    """``A B`` with 11 bits of each: for products whose result nothing magnifies."""
-    on_gpu = A.device.type == "cuda"
-    C = torch.bmm(A.hi, B.hi, out_dtype=torch.float32) if on_gpu else A.hi.float() @ B.hi.float()
-    return C.mul_((A.scale.reciprocal() * B.scale.reciprocal()).view(-1, 1, 1))
 
 
 # --- what is saved -----------------------------------------------------------------------------------------

@@ -4,20 +4,25 @@ U is nearly an eigenbasis of M: that of an earlier M, or one rounded to half pre
 diagonal, and says how to turn U. Nothing here waits for the device; columns keep their places and are not sorted.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
-from layerwise.foundations.linalg.inverses import Product, probe_columns
+from layerwise.foundations.linalg import triton_products
+from layerwise.foundations.linalg.inverses import probe_columns
+from layerwise.foundations.linalg.products import TORCH, HalfPairProducts, Products
 
 COUPLING_LIMIT = 0.025
 """Times the root: up to this `coupling`, `drifted_root` errs by 1e-2 at most (the worst of 1500 random drifts).
 
 Its errors are ``(2 coupling/root)²``, mostly up to a factor of two; without the correction, ``1.3 coupling/root``.
 """
+
+FUSED_SIZE = 64
+"""Smaller matrices are not worth kernels of their own."""
 
 STILL = 0.05
 """Vectors whose eigenvalues, shift included, differ by less than this part hardly turn: no root would notice."""
@@ -27,18 +32,17 @@ def tracked_basis(
     M: Float[Tensor, "*batch n n"],
     U: Float[Tensor, "*batch n n"],
     sweeps: int = 1,
-    matmul: Product = torch.matmul,
+    products: Products = TORCH,
     *,
     damping: int | float = 1e-3,
     still: int | float = STILL,
     measured: bool = False,
-    rough: Product | None = None,
 ) -> tuple[Float[Tensor, "*batch n n"], Float[Tensor, "*batch n"], Float[Tensor, "*batch"]]:
     """The basis after some sweeps, the eigenvalues, and the `coupling` that was left *before* the last sweep.
 
     A sweep is six products: two for S, two for ``V = U (I + E + E²/2)``, where E is the `rotation`, and two for a step
     of Newton and Schulz, ``V + V (I − Vᵀ V)/2``, which makes V orthogonal again, rounding of U included. Three of them
-    only correct (E², ``U E``, ``V (I − Vᵀ V)``) and are made by `rough`, if given: half precision does. A sweep about
+    only correct (E², ``U E``, ``V (I − Vᵀ V)``) and may be rough: half precision does. A sweep about
     squares a small coupling; from an unrelated basis it converges too, in some twenty sweeps. Eigenvalues are those of
     S to second order; `measured` spends two products more on eigenvalues and coupling of the basis that is returned.
     `damping`, relative to the mean eigenvalue, is the shift of `coupling`; with ``still=0`` and ``damping=0`` sweeps
@@ -53,25 +57,61 @@ def tracked_basis(
     """
     if sweeps < 0 or sweeps + measured < 1:
         raise InputError(describe(f"sweeps={sweeps}", "a number ≥ 1, or 0 with measured=True", "pass e.g. sweeps=1"))
-    V, values, left = U, M.diagonal(dim1=-2, dim2=-1), M.new_full(M.shape[:-2], torch.inf)
+    fused, M_ = _takes(products, M, U), products.prepared(M, definite=True)
+    U = U.contiguous() if fused else U
+    V, values, left = U, M.diagonal(dim1=-2, dim2=-1), M.new_empty(M.shape[:-2])
     for _ in range(sweeps):
-        S, scale = _seen_from(M, V, matmul)
-        left = coupling(S, damping)
-        E = rotation(S, damping, still)
-        values = scale * _second_order(S, E)
-        V = _turned(V, E, matmul, rough or matmul)
+        V, values, left = (_fused if fused else _sweep)(M_, V, damping, still, products)
     if measured:
-        S, scale = _seen_from(M, V, matmul)
+        S, scale = _seen_from(M_, products.prepared(V), products)
         values, left = scale * S.diagonal(dim1=-2, dim2=-1), coupling(S, damping)
-    good = torch.isfinite(V.sum((-2, -1))) & torch.isfinite(left)
-    return torch.where(good[..., None, None], V, U), values, torch.where(good, left, torch.inf)
+    return _restored(V, U, left, fused), values, left
+
+
+def _sweep(
+    M: Any, U: Tensor, damping: int | float, still: int | float, products: Products
+) -> tuple[Tensor, Tensor, Tensor]:
+    U_ = products.prepared(U)
+    S, scale = _seen_from(M, U_, products)
+    E = rotation(S, damping, still)
+    E_ = products.prepared(E)
+    V = products.rough(U_, products.rough(E_, E_, add=E, alpha=0.5), add=U)
+    V_ = products.prepared(V)
+    V = products.rough(V_, products.precise(V_.mT, V_, alpha=-1, identity=1, symmetric=True), add=V, alpha=0.5)
+    # What is not finite in V, or in I − VᵀV, is in every row by now.
+    left = _or_infinite(coupling(S, damping) + 0 * V[..., 0, :].sum(-1))
+    return V, scale * _second_order(S, E), left
+
+
+def _takes(products: Products, M: Tensor, U: Tensor) -> bool:
+    """Whether `triton_sweeps` takes these."""
+    if not isinstance(products, HalfPairProducts) or not triton_products.available(M.device):
+        return False
+    stacks = M.ndim == 3 and M.dtype == U.dtype == torch.float32
+    return stacks and M.shape[-1] >= FUSED_SIZE and M.shape[-1] % triton_products.ALIGNED == 0
+
+
+def _fused(M: Any, U: Tensor, damping: int | float, still: int | float, _: Products) -> tuple[Tensor, Tensor, Tensor]:
+    from layerwise.foundations.linalg import triton_sweeps
+
+    return triton_sweeps.sweep(M, U, damping, still)
+
+
+def _restored(V: Tensor, U: Tensor, left: Tensor, fused: bool) -> Tensor:
+    """U where the coupling is infinite."""
+    if V is U or not fused:
+        return V if V is U else torch.where(torch.isfinite(left)[..., None, None], V, U)
+    from layerwise.foundations.linalg import triton_sweeps
+
+    triton_sweeps.restore_(V, U, left)
+    return V
 
 
 def drifted_root(
     M: Float[Tensor, "*batch n n"],
     U: Float[Tensor, "*batch n n"],
     root: int,
-    matmul: Product = torch.matmul,
+    products: Products = TORCH,
     *,
     damping: int | float = 1e-3,
 ) -> tuple[Float[Tensor, "*batch n n"], Float[Tensor, "*batch"]]:
@@ -85,10 +125,11 @@ def drifted_root(
     >>> bool((X @ X @ M - torch.eye(2)).norm() < 0.01), round(float(left), 3)
     (True, 0.071)
     """
-    S, scale = _seen_from(M, U, matmul)
+    U_ = products.prepared(U)
+    S, scale = _seen_from(products.prepared(M, definite=True), U_, products)
     inner = near_diagonal_root(S + damping * torch.eye(S.shape[-1], dtype=S.dtype, device=S.device), root)
-    X = matmul(matmul(U, inner), U.mT) * scale[..., None].pow(-1 / root)
-    return (X + X.mT) / 2, coupling(S, damping)
+    X = products.precise(products.precise(U_, inner), U_.mT, symmetric=True)
+    return X * scale[..., None].pow(-1 / root), coupling(S, damping)
 
 
 def near_diagonal_root(S: Float[Tensor, "*batch n n"], root: int) -> Float[Tensor, "*batch n n"]:
@@ -122,7 +163,7 @@ def coupling(S: Float[Tensor, "*batch n n"], damping: int | float = 1e-3) -> Flo
     D = diagonal.clamp(min=0) + damping * diagonal.mean(-1, keepdim=True)
     weight = D.clamp(min=torch.finfo(S.dtype).tiny ** 0.5).rsqrt()
     squares = (weight[..., :, None] * S * weight[..., None, :]).square().masked_fill(_on_diagonal(S), 0)
-    return squares.sum((-2, -1)).div(S.shape[-1]).sqrt().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return _or_infinite(squares.sum((-2, -1)).div(S.shape[-1]).sqrt())
 
 
 def rotation(
@@ -152,7 +193,7 @@ def carried(
     U_old: Float[Tensor, "K n n"],
     U_new: Float[Tensor, "K n n"],
     side: Literal["left", "right"],
-    matmul: Product = torch.matmul,
+    products: Products = TORCH,
 ) -> Float[Tensor, "K O I"]:
     """Second moments seen from a new basis on one side, coordinates taken as uncorrelated. Two products.
 
@@ -165,16 +206,16 @@ def carried(
     """
     if side not in ("left", "right"):
         raise InputError(describe(f"side={side!r}", "'left' or 'right'", "name the side of V that U acts on"))
-    W = matmul(U_new.mT, U_old).square()
+    W = products.precise(U_new.mT, U_old).square()
     W = W / W.sum(-1, keepdim=True)
-    return matmul(W, V) if side == "left" else matmul(V, W.mT)
+    return products.precise(W, V) if side == "left" else products.precise(V, W.mT)
 
 
-def _seen_from(M: Tensor, U: Tensor, matmul: Product) -> tuple[Tensor, Tensor]:
+def _seen_from(M: Any, U: Any, products: Products) -> tuple[Tensor, Tensor]:
     """``Uᵀ M U`` over its mean eigenvalue, and that ``[*batch, 1]``: squares of small numbers must not underflow."""
-    S = matmul(U.mT, matmul(M, U))
+    S = products.precise(U.mT, products.precise(M, U), symmetric=True)
     scale = S.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True).clamp(min=torch.finfo(S.dtype).tiny)
-    return (S + S.mT) / (2 * scale[..., None]), scale
+    return S / scale[..., None], scale
 
 
 def _second_order(S: Tensor, E: Tensor) -> Tensor:
@@ -184,20 +225,17 @@ def _second_order(S: Tensor, E: Tensor) -> Tensor:
     return (diagonal + (E * (2 * S - E * gap)).sum(-2)).clamp(min=0)
 
 
-def _turned(U: Tensor, E: Tensor, matmul: Product, rough: Product) -> Tensor:
-    """Each product but ``Vᵀ V`` is a small correction."""
-    V = U + rough(U, E + rough(E, E) / 2)
-    identity = torch.eye(E.shape[-1], dtype=E.dtype, device=E.device)
-    return V + rough(V, identity - matmul(V.mT, V)) / 2
-
-
-def _spectral_norm(E: Tensor, applications: int = 4) -> Tensor:
+def _spectral_norm(E: Tensor, applications: int = 2) -> Tensor:
     """An estimate from below, by the power method on a few columns."""
-    v = probe_columns(E.shape[-1], like=E)
+    v = probe_columns(E.shape[-1], 16, like=E)
     for _ in range(applications):
         v = v / v.norm(dim=-2, keepdim=True).clamp(min=torch.finfo(E.dtype).tiny)
         v = E @ v
     return v.norm(dim=-2).amax(-1)
+
+
+def _or_infinite(x: Tensor) -> Tensor:
+    return x.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def _on_diagonal(S: Tensor) -> Tensor:

@@ -16,64 +16,18 @@ the largest singular values of G are the most damped, so 11 bits of G leave an e
 Nothing here asks the device for a value: no host synchronisation.
 """
 
-from dataclasses import dataclass
-from types import EllipsisType
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
-from jaxtyping import Float, Float16, Float32
+from jaxtyping import Float, Float32
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.linalg.halves import Half, HalfPair
 
 TOP_EXPONENT = 14  # of the largest scaled entry: one below fp16's last, so that rounding up stays finite
 LARGEST_EXPONENT = 120  # of a scale: it and its reciprocal stay normal float32
 MANTISSA_BITS, EXPONENT_BIAS = 23, 127  # of float32
-
-
-@dataclass(frozen=True)
-class HalfPair:
-    """A stack of matrices held as ``(hi + lo) / scale``; made by `split`.
-
-    >>> pair = split(torch.tensor([[1.0, 3.0]]))
-    >>> pair.scale.item(), pair.value().tolist(), pair.mT.shape
-    (8192.0, [[1.0, 3.0]], torch.Size([2, 1]))
-    """
-
-    hi: Float16[Tensor, "*batch m n"]
-    lo: Float16[Tensor, "*batch m n"]
-    scale: Float32[Tensor, "*batch"]
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape ``[*batch, m, n]``."""
-        return self.hi.shape
-
-    @property
-    def device(self) -> torch.device:
-        """Where the pair lies."""
-        return self.hi.device
-
-    @property
-    def mT(self) -> "HalfPair":
-        """The transposed matrices, as views."""
-        return HalfPair(self.hi.mT, self.lo.mT, self.scale)
-
-    def __getitem__(self, index: "int | slice | EllipsisType") -> "HalfPair":
-        """A part of the stack, along its first batch axis, as views."""
-        if self.hi.ndim < 3:
-            raise InputError(
-                describe(
-                    f"an index into one matrix of shape {tuple(self.shape)}",
-                    "a stack of matrices [K, ..., m, n]",
-                    "index `hi` and `lo` for a part of a matrix",
-                )
-            )
-        return HalfPair(self.hi[index], self.lo[index], self.scale[index])
-
-    def value(self) -> Float32[Tensor, "*batch m n"]:
-        """The matrices in float32; NaN throughout where the matrix that was split had an entry not finite."""
-        return (self.hi.float() + self.lo.float()) / self.scale[..., None, None]
 
 
 def split(X: Float[Tensor, "*batch m n"], scale: Float32[Tensor, "*batch"] | None = None) -> HalfPair:
@@ -86,11 +40,30 @@ def split(X: Float[Tensor, "*batch m n"], scale: Float32[Tensor, "*batch"] | Non
     >>> f"{pair.value()[0, 1].item():.6e}"
     '1.000000e-22'
     """
+    if _on_kernels(X):
+        return _triton().split(X, scale)
     if scale is None:
         scale = pair_scale(X)
     scaled = X * scale[..., None, None] if X.dtype == torch.float64 else X.float() * scale[..., None, None]
     hi = scaled.half()
     return HalfPair(hi, scaled.sub_(hi).half(), scale)
+
+
+def halved(X: Float[Tensor, "..."] | HalfPair | Half) -> Half:
+    """The first halves alone: 11 bits, for products that only correct.
+
+    >>> half = halved(torch.tensor([[1.0, 1 / 3]]))
+    >>> (half.hi / half.scale).tolist()
+    [[1.0, 0.333251953125]]
+    """
+    if isinstance(X, Half):
+        return X
+    if isinstance(X, HalfPair):
+        return X.half
+    if _on_kernels(X):
+        return _triton().halved(X)
+    scale = pair_scale(X)
+    return Half((X * scale[..., None, None]).half(), scale)
 
 
 def pair_scale(X: Float[Tensor, "*batch m n"]) -> Float32[Tensor, "*batch"]:
@@ -121,14 +94,17 @@ def power_of_two_scale(amax: Float32[Tensor, "*batch"]) -> Float32[Tensor, "*bat
 
 
 @overload
-def product(A: HalfPair, B: HalfPair, out_scaled: Literal[False] = False) -> Tensor: ...
+def product(A: HalfPair, B: HalfPair, out_scaled: Literal[False] = False, *, symmetric: bool = False) -> Tensor: ...
 @overload
 def product(A: HalfPair, B: HalfPair, out_scaled: Literal[True]) -> tuple[Tensor, Tensor]: ...
-def product(A: HalfPair, B: HalfPair, out_scaled: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+def product(
+    A: HalfPair, B: HalfPair, out_scaled: bool = False, *, symmetric: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
     """The products ``A B`` in float32, batch axes broadcast; with `out_scaled` the pair ``(C, scale)``, A B = C/scale.
 
     The unscaled form saves a pass over C where the caller scales it anyway; its scale overflows when both
-    matrices are smaller than about 2⁻⁵⁰. Products below about 2⁻¹¹⁹ become zero in either form.
+    matrices are smaller than about 2⁻⁵⁰. Products below about 2⁻¹¹⁹ become zero in either form. Say `symmetric` where
+    the product is known to be: a GPU may then compute half of it.
 
     >>> A = split(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     >>> product(A, A.mT).tolist()
@@ -137,6 +113,42 @@ def product(A: HalfPair, B: HalfPair, out_scaled: bool = False) -> Tensor | tupl
     >>> (C / scale).tolist()
     [[7.0, 10.0], [15.0, 22.0]]
     """
+    _check_axes(A, B)
+    if not out_scaled and _triton().takes(A, B):
+        return _triton().pair_product(A, B, symmetric=symmetric)
+    C = _summed([(A.lo, B.hi), (A.hi, B.lo), (A.hi, B.hi)])
+    return (C, A.scale * B.scale) if out_scaled else _unscaled(C, A, B)
+
+
+def multiply(
+    A: Float[Tensor, "..."] | HalfPair, B: Float[Tensor, "..."] | HalfPair, *, symmetric: bool = False
+) -> Tensor:
+    """The products ``A B`` in float32 of matrices or pairs, splitting what is not split.
+
+    >>> multiply(torch.eye(2), torch.tensor([[1.0], [2.0]])).tolist()
+    [[1.0], [2.0]]
+    """
+    left = A if isinstance(A, HalfPair) else split(A)
+    right = B if isinstance(B, HalfPair) else split(B)
+    return product(left, right, symmetric=symmetric)
+
+
+def rough_product(
+    A: Float[Tensor, "..."] | HalfPair | Half, B: Float[Tensor, "..."] | HalfPair | Half, *, symmetric: bool = False
+) -> Tensor:
+    """The products ``A B`` of first halves, 11 bits each, summed in float32: a third of the work of `multiply`.
+
+    >>> rough_product(torch.eye(2), torch.tensor([[1.0], [1 / 3]])).tolist()
+    [[1.0], [0.333251953125]]
+    """
+    left, right = halved(A), halved(B)
+    _check_axes(left, right)
+    if _triton().takes(left, right):
+        return _triton().pair_product(left, right, symmetric=symmetric)
+    return _unscaled(_summed([(left.hi, right.hi)]), left, right)
+
+
+def _check_axes(A: HalfPair | Half, B: HalfPair | Half) -> None:
     if A.shape[-1] != B.shape[-2]:
         raise InputError(
             describe(
@@ -145,38 +157,39 @@ def product(A: HalfPair, B: HalfPair, out_scaled: bool = False) -> Tensor | tupl
                 "check the axes, or transpose with `.mT`",
             )
         )
-    C = _three_products(A, B)
-    if out_scaled:
-        return C, A.scale * B.scale
+
+
+def _unscaled(C: Tensor, A: HalfPair | Half, B: HalfPair | Half) -> Tensor:
     # The reciprocals are exact, and their product may be subnormal, where scale_A·scale_B would be infinite.
     return C.mul_((A.scale.reciprocal() * B.scale.reciprocal())[..., None, None])
 
 
-def multiply(A: Float[Tensor, "..."] | HalfPair, B: Float[Tensor, "..."] | HalfPair) -> Tensor:
-    """The products ``A B`` in float32 of matrices or pairs, splitting what is not split.
-
-    >>> multiply(torch.eye(2), torch.tensor([[1.0], [2.0]])).tolist()
-    [[1.0], [2.0]]
-    """
-    left = A if isinstance(A, HalfPair) else split(A)
-    right = B if isinstance(B, HalfPair) else split(B)
-    return product(left, right)
-
-
-def _three_products(A: HalfPair, B: HalfPair) -> Tensor:
-    """The three products without the scales, the small ones first."""
+def _summed(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The sum of products of halves in float32: small ones come first."""
+    (A, B), *rest = pairs
     if A.device.type != "cuda":  # the same rounded operands, so that the error is the one of the GPU
-        hi, right = A.hi.float(), B.hi.float()
-        return (A.lo.float() @ right).add_(hi @ B.lo.float()).add_(hi @ right)
+        C = A.float() @ B.float()
+        for A, B in rest:
+            C += A.float() @ B.float()
+        return C
     batch = torch.broadcast_shapes(A.shape[:-2], B.shape[:-2])
-    A_hi, A_lo = _stacked(A.hi, batch), _stacked(A.lo, batch)
-    B_hi, B_lo = _stacked(B.hi, batch), _stacked(B.lo, batch)
-    C = torch.bmm(A_lo, B_hi, out_dtype=torch.float32)
-    torch.baddbmm(C, A_hi, B_lo, out_dtype=torch.float32, out=C)
-    torch.baddbmm(C, A_hi, B_hi, out_dtype=torch.float32, out=C)
+    C = torch.bmm(_stacked(A, batch), _stacked(B, batch), out_dtype=torch.float32)
+    for left, right in rest:
+        torch.baddbmm(C, _stacked(left, batch), _stacked(right, batch), out_dtype=torch.float32, out=C)
     return C.reshape(*batch, A.shape[-2], B.shape[-1])
 
 
 def _stacked(part: Tensor, batch: torch.Size) -> Tensor:
     """A stack [K, m, n] of the broadcast matrices."""
     return part.expand(*batch, *part.shape[-2:]).reshape(-1, *part.shape[-2:])
+
+
+def _on_kernels(X: Tensor) -> bool:
+    return X.dtype != torch.float64 and _triton().available(X.device)
+
+
+def _triton() -> Any:
+    """Imported late, because it imports this module."""
+    from layerwise.foundations.linalg import triton_products
+
+    return triton_products

@@ -5,15 +5,15 @@ Nothing here waits for the device: what went wrong is said by a tensor, one entr
 """
 
 import math
-from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
-
-Product = Callable[[Tensor, Tensor], Tensor]
+from layerwise.foundations.linalg.halves import HalfPair
+from layerwise.foundations.linalg.products import TORCH, Products
 
 LEAF = 64
 """Triangles up to this size are inverted by substitution, all at once."""
@@ -26,7 +26,7 @@ RADIUS_LIMIT = 0.25
 
 
 def triangular_inverse(
-    L: Float[Tensor, "*batch n n"], leaf: int = LEAF, matmul: Product = torch.matmul
+    L: Float[Tensor, "*batch n n"], leaf: int = LEAF, products: Products = TORCH
 ) -> Float[Tensor, "*batch n n"]:
     """The inverse of lower triangular matrices, by halves:
 
@@ -47,7 +47,7 @@ def triangular_inverse(
     X = torch.linalg.solve_triangular(D, torch.eye(size, dtype=L.dtype, device=L.device).expand_as(D), upper=False)
     for _ in range(levels):
         A, C = X[..., 0::2, :, :], X[..., 1::2, :, :]
-        low = -matmul(C, matmul(_blocks(L, size, row=1, column=0, of=2), A))
+        low = products.precise(C, products.precise(_blocks(L, size, row=1, column=0, of=2), A), alpha=-1)
         X = torch.cat([torch.cat([A, torch.zeros_like(A)], -1), torch.cat([low, C], -1)], -2)
         size *= 2
     return X[..., 0, :n, :n]
@@ -72,7 +72,7 @@ def _blocks(L: Tensor, size: int, *, row: int, column: int, of: int) -> Tensor:
 
 
 def product_inverse(
-    M: Float[Tensor, "*batch n n"], leaf: int = LEAF, matmul: Product = torch.matmul
+    M: Float[Tensor, "*batch n n"], leaf: int = LEAF, products: Products = TORCH
 ) -> tuple[Float[Tensor, "*batch n n"], Bool[Tensor, "*batch"]]:
     """``M⁻¹ = L⁻ᵀ L⁻¹`` by Cholesky and `triangular_inverse`, and for which matrices it is right.
 
@@ -81,26 +81,24 @@ def product_inverse(
     ([0.25, 0.5], [True, False])
     """
     L, info = torch.linalg.cholesky_ex(M)
-    inverse = triangular_inverse(L, leaf, matmul)
-    X = matmul(inverse.mT, inverse)
+    inverse = products.prepared(triangular_inverse(L, leaf, products))
+    X = products.precise(inverse.mT, inverse, symmetric=True)
     return X, (info == 0) & torch.isfinite(X).all(-1).all(-1)
 
 
 def refined_inverse(
     M: Float[Tensor, "*batch n n"],
-    guess: Float[Tensor, "*batch n n"],
+    guess: Float[Tensor, "*batch n n"] | HalfPair,
     steps: int = 1,
-    matmul: Product = torch.matmul,
+    products: Products = TORCH,
     probes: Float[Tensor, "n k"] | None = None,
-    rough: Product | None = None,
 ) -> tuple[Float[Tensor, "*batch n n"], Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
     """``M⁻¹`` from a symmetric guess by Newton's iteration, with the residual and the radius of `inverse_errors`.
 
     A step is ``R = I − X M, X ← X + R X``: two products, after which ``I − X M`` is R². It converges where the spectral
     radius of R is below one, and diverges elsewhere: use the result only where `accepted`. The product ``R X`` only
-    corrects, and is made by `rough`, if given. There is no such function
-    for roots: ``X ← X + (I − Xᵖ M) X/p`` magnifies what does not commute with M once eigenvalues differ by more than
-    3ᵖ, so that only a multiple of I may be its guess.
+    corrects, and may be rough. There is no such function for roots: ``X ← X + (I − Xᵖ M) X/p`` magnifies what does not
+    commute with M once eigenvalues differ by more than 3ᵖ, so that only a multiple of I may be its guess.
 
     >>> M = torch.diag(torch.tensor([4.0, 16.0]))
     >>> X, residual, radius = refined_inverse(M, torch.diag(torch.tensor([0.24, 0.06])))
@@ -109,17 +107,19 @@ def refined_inverse(
     """
     if steps < 0:
         raise InputError(describe(f"steps={steps}", "a number ≥ 0", "pass e.g. steps=1"))
-    X, identity = guess, torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
+    X = guess.value() if isinstance(guess, HalfPair) else guess
+    operand, damped = guess, products.prepared(M, definite=True)
     for _ in range(steps):
-        X = X + (rough or matmul)(identity - matmul(X, M), X)
-        X = (X + X.mT) / 2  # rounding would grow in the antisymmetric part
+        X_ = products.prepared(operand, definite=True)
+        R = products.precise(X_, damped, alpha=-1, identity=1)
+        X = operand = products.rough(R, X_, add=X, symmetric=True)  # rounding would grow in the antisymmetric part
     return X, *inverse_errors(M, X, probes)
 
 
 def inverse_errors(
     M: Float[Tensor, "*batch n n"], X: Float[Tensor, "*batch n n"], probes: Float[Tensor, "n k"] | None = None
 ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
-    """How far X is from ``M⁻¹``, in six products with a few columns v: the residual and the radius.
+    """How far X is from ``M⁻¹``, in four products with a few columns, v among them: the residual and the radius.
 
     With ``u = X v`` and ``r = v − M u`` the error of u is ``M⁻¹ r = e + T e + T² e + …``, ``e = X r``, ``T = I − X M``.
     The radius estimates the spectral radius of T, by ``‖Tᵀ r‖/‖r‖``. Of the relative errors of X on random vectors and
@@ -133,22 +133,17 @@ def inverse_errors(
     (0.1111, 0.1)
     """
     v = probe_columns(M.shape[-1], like=M) if probes is None else probes.to(M)
-    u = X @ v
-    r = v - M @ u
-    e = X @ r
-    radius = _or_infinite(_ratio(r - M @ e, r).amax(-1))
-    on_random, on_images = _mean_ratio(e, u), _mean_ratio(v - X @ (M @ v), v)
+    u, v = X @ v, v.expand(*M.shape[:-2], *v.shape)
+    M_u, M_v = (M @ torch.cat([u, v], -1)).tensor_split(2, -1)
+    r = v - M_u
+    e, XM_v = (X @ torch.cat([r, M_v], -1)).tensor_split(2, -1)
+    norms = torch.cat([r - M @ e, v - XM_v, e, r, v, u], -1).norm(dim=-2).unflatten(-1, (6, -1))
+    # Nothing over nothing is zero.
+    ratios = norms[..., :3, :] / norms[..., 3:, :].clamp(min=torch.finfo(M.dtype).tiny)
+    radius = _or_infinite(ratios[..., 0, :].amax(-1))
+    on_images, on_random = ratios[..., 1:, :].square().mean(-1).sqrt().unbind(-1)
     residual = torch.maximum(on_random, (on_random * on_images).sqrt() / 2) / (1 - radius).clamp(min=0)
     return _or_infinite(residual), radius
-
-
-def _mean_ratio(top: Tensor, bottom: Tensor) -> Tensor:
-    return _ratio(top, bottom).square().mean(-1).sqrt()
-
-
-def _ratio(top: Tensor, bottom: Tensor) -> Tensor:
-    """Of the norms of columns; nothing over nothing is zero."""
-    return top.norm(dim=-2) / bottom.norm(dim=-2).clamp(min=torch.finfo(top.dtype).tiny)
 
 
 def _or_infinite(x: Tensor) -> Tensor:
@@ -156,15 +151,27 @@ def _or_infinite(x: Tensor) -> Tensor:
 
 
 def probe_columns(n: int, columns: int = 8, *, like: Tensor) -> Float[Tensor, "n k"]:
-    """±1 without a pattern, the same at every call: a hash of the position, made where `like` lies.
-
-    Up to twice as many rows as columns, the columns of I, which miss nothing.
+    """`signs`, kept from call to call; up to twice as many rows as columns, the columns of I, which miss nothing.
 
     >>> probe_columns(3, 1, like=torch.zeros(())).tolist(), probe_columns(2, 1, like=torch.zeros(())).tolist()
     ([[-1.0], [-1.0], [1.0]], [[1.0, 0.0], [0.0, 1.0]])
     """
-    if n <= 2 * columns:
-        return torch.eye(n, dtype=like.dtype, device=like.device)
+    return _kept_columns(n, columns, like.dtype, like.device)
+
+
+@lru_cache(maxsize=64)
+def _kept_columns(n: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        like = torch.empty(0, dtype=dtype, device=device)
+        return torch.eye(n, dtype=dtype, device=device) if n <= 2 * columns else signs(n, columns, like)
+
+
+def signs(n: int, columns: int, like: Tensor) -> Float[Tensor, "n k"]:
+    """±1 without a pattern, the same at every call: a hash of the position, made where `like` lies.
+
+    >>> signs(3, 2, torch.zeros(())).tolist()
+    [[-1.0, -1.0], [1.0, 1.0], [1.0, -1.0]]
+    """
     x = torch.arange(1, n * columns + 1, device=like.device)
     for _ in range(2):  # multiply and fold, modulo 2³²
         x = (x * 0x45D9F3B) & 0xFFFFFFFF

@@ -120,12 +120,16 @@ def gram_finish_kernel(
 @_jit
 @no_type_check
 def pair_product_kernel(
-    C, A_hi, A_lo, B_hi, B_lo, A_scale, B_scale, D, alpha, beta, m, n, depth,
+    C, A_hi, A_lo, B_hi, B_lo, A_scale, B_scale, D, alpha, beta, alpha_number, beta_number, identity, m, n, depth,
     A_k, A_row, A_column, B_k, B_row, B_column, C_k, C_row, D_k, D_row,
-    HAS_D: tl.constexpr, HAS_ALPHA: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_DEPTH: tl.constexpr,
+    ROUGH: tl.constexpr, HAS_D: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr,
+    HAS_IDENTITY: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_DEPTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of beta·D + alpha·(A_lo B_hi + A_hi B_lo + A_hi B_hi)/(A_scale B_scale), in one accumulator."""
+    """One tile of identity·I + beta·D + alpha·(A_lo B_hi + A_hi B_lo + A_hi B_hi)/(A_scale B_scale).
+
+    All in one accumulator; with ROUGH the last product only. Numbers that hold for all matrices come by value.
+    """
     index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if SYMMETRIC:
         i, j = lower_tile(index)
@@ -151,39 +155,35 @@ def pair_product_kernel(
             B_mask = (inner[:, None] < depth - start) & B_inside
         a_hi = tl.load(A_hi, mask=A_mask, other=0.0)
         b_hi = tl.load(B_hi, mask=B_mask, other=0.0)
-        a_lo = tl.load(A_lo, mask=A_mask, other=0.0)
-        b_lo = tl.load(B_lo, mask=B_mask, other=0.0)
-        acc = tl.dot(a_lo, b_hi, acc)
-        acc = tl.dot(a_hi, b_lo, acc)
+        if not ROUGH:
+            a_lo = tl.load(A_lo, mask=A_mask, other=0.0)
+            b_lo = tl.load(B_lo, mask=B_mask, other=0.0)
+            acc = tl.dot(a_lo, b_hi, acc)
+            acc = tl.dot(a_hi, b_lo, acc)
+            A_lo += BLOCK_DEPTH * A_column
+            B_lo += BLOCK_DEPTH * B_row
         acc = tl.dot(a_hi, b_hi, acc)
         A_hi += BLOCK_DEPTH * A_column
-        A_lo += BLOCK_DEPTH * A_column
         B_hi += BLOCK_DEPTH * B_row
-        B_lo += BLOCK_DEPTH * B_row
     # Reciprocals of powers of two are exact; their product may be subnormal, where that of the scales overflows.
     acc *= (1.0 / tl.load(A_scale + k)) * (1.0 / tl.load(B_scale + k))
     if HAS_ALPHA:
         acc *= tl.load(alpha + k)
+    acc *= alpha_number
     inside = A_inside & B_inside
+    if HAS_IDENTITY:
+        acc += tl.where(rows[:, None] == columns[None, :], identity, 0.0)
     if HAS_D:
-        b = tl.load(beta + k)
+        b = beta_number
+        if HAS_BETA:
+            b *= tl.load(beta + k)
         former = tl.load(D + k * D_k + rows[:, None] * D_row + columns[None, :], mask=inside, other=0.0)
-        acc = tl.where(b == 0.0, acc, b * former + acc)  # with beta 0 the matrix D is ignored, even if not finite
+        # With beta 0 the matrix D is ignored, even if it is not finite.
+        acc = tl.where(b == 0.0, acc, b * former.to(tl.float32) + acc)
+    if SYMMETRIC:  # in a tile on the diagonal, too, one half is the mirror image of the other
+        inside = inside & (rows[:, None] >= columns[None, :])
     C += k * C_k
-    tl.store(C + rows[:, None] * C_row + columns[None, :], acc, mask=inside)
-    if SYMMETRIC:  # noqa: SIM102 (decided when compiled, the next when run)
-        if i != j:
-            tl.store(C + columns[None, :] * C_row + rows[:, None], acc, mask=inside)
-
-
-@_jit
-@no_type_check
-def split_kernel(hi, lo, X, scale, entries, BLOCK: tl.constexpr):
-    """hi and lo of scale·X in one pass over contiguous matrices of so many entries."""
-    k = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < entries
-    scaled = tl.load(X + k * entries + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale + k)
-    upper = scaled.to(tl.float16)
-    tl.store(hi + k * entries + at, upper, mask=inside)
-    tl.store(lo + k * entries + at, (scaled - upper.to(tl.float32)).to(tl.float16), mask=inside)
+    stored = acc.to(C.dtype.element_ty)
+    tl.store(C + rows[:, None] * C_row + columns[None, :], stored, mask=inside)
+    if SYMMETRIC:
+        tl.store(C + columns[None, :] * C_row + rows[:, None], stored, mask=inside)

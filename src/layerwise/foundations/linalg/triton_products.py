@@ -5,22 +5,21 @@ Each function does what a few calls of torch do as well (`symmetric_product.gram
 value. Rows that begin on 16 bytes (widths padded to a multiple of 16) load fastest; other widths are right, but slow.
 """
 
-import importlib.util
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 from jaxtyping import Float, Float16, Float32
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
-from layerwise.foundations.linalg.half_pairs import HalfPair, pair_scale
+from layerwise.foundations.linalg.half_pairs import Half, HalfPair
+from layerwise.foundations.linalg.triton_device import available, ceil, kernels, on
+from layerwise.foundations.linalg.triton_splits import halved, split
 
-LEAST_CAPABILITY = (8, 0)  # asynchronous copies and bfloat16 in the tensor cores
-SPLIT_BLOCK = 4096
+__all__ = ["Tiles", "available", "gram_update_", "halved", "pair_product", "split", "takes"]
+
+ALIGNED = 8  # halves in 16 bytes, what a thread loads at once
 FINISH_LINES = 32
 
 
@@ -38,18 +37,7 @@ class Tiles:
 
 GRAM_TILES = Tiles(stages=4)
 PAIR_TILES = Tiles()
-
-
-@cache
-def available(device: torch.device) -> bool:
-    """Whether the kernels run on this device: Triton can be imported, and the GPU has capability 8.0 or more.
-
-    >>> available(torch.device("cpu"))
-    False
-    """
-    if device.type != "cuda" or torch.version.cuda is None or importlib.util.find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+ROUGH_TILES = Tiles(stages=4)
 
 
 def gram_update_(
@@ -77,44 +65,48 @@ def gram_update_(
     _check_gram(total_, matrices)
     first, weight = matrices[0], weight.reshape(-1).contiguous()
     m, X_k = first.shape[-2], first.stride(0) if first.ndim == 3 else 0
-    across = _ceil(n, tiles.n)
+    across = ceil(n, tiles.n)
     count = across * (across + 1) // 2
     parts = _parts(count * K, m, tiles) if parts is None else parts
-    rows_each = _ceil(_ceil(m, parts), tiles.depth) * tiles.depth
+    rows_each = ceil(ceil(m, parts), tiles.depth) * tiles.depth
     shape = (parts, K, count, tiles.n, tiles.n) if parts > 1 else (1,)
     partial = torch.empty(shape, dtype=torch.float32, device=total.device)
     strides = total_.stride()[:2]
-    with _on(total.device):
-        _kernels().gram_kernel[(count, parts, K)](
+    with on(total.device):
+        kernels().gram_kernel[(count, parts, K)](
             total_, matrices, weight, float(alpha), partial, m, n, rows_each, *strides, X_k, first.stride(-2),
             LISTED=len(matrices), SPLIT=parts, BLOCK=tiles.n, BLOCK_ROWS=tiles.depth,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         if parts > 1:
             lines = min(FINISH_LINES, tiles.n)
-            _kernels().gram_finish_kernel[(count, tiles.n // lines, K)](
+            kernels().gram_finish_kernel[(count, tiles.n // lines, K)](
                 total_, weight, partial, n, *strides, SPLIT=parts, BLOCK=tiles.n, LINES=lines, num_warps=4
             )
     return total
 
 
 def pair_product(
-    A: HalfPair,
-    B: HalfPair,
+    A: HalfPair | Half,
+    B: HalfPair | Half,
     *,
     symmetric: bool = False,
-    add: Float32[Tensor, "*K m n"] | None = None,
-    alpha: Float32[Tensor, "*K"] | None = None,
-    beta: Float32[Tensor, "*K"] | None = None,
-    out: Float32[Tensor, "*K m n"] | None = None,
-    tiles: Tiles = PAIR_TILES,
-) -> Float32[Tensor, "*K m n"]:
-    """The products ``beta·add + alpha·A B`` of pairs in float32, as one kernel; one matrix or a stack.
+    add: Float[Tensor, "*K m n"] | None = None,
+    alpha: Float32[Tensor, "*K"] | int | float = 1.0,
+    beta: Float32[Tensor, "*K"] | int | float = 1.0,
+    identity: int | float = 0.0,
+    out: Float[Tensor, "*K m n"] | None = None,
+    tiles: Tiles | None = None,
+) -> Float[Tensor, "*K m n"]:
+    """The products ``identity·I + beta·add + alpha·A B`` of pairs, as one kernel; one matrix or a stack.
 
-    `alpha` and `beta` hold one number for each matrix, on the device, and are 1 when None. With `symmetric` the
-    result is known to be symmetric: tiles on and below the diagonal are computed and mirrored (`add` is read there
-    only). `out` may be `add`, but shares no memory with A or B.
+    Of a `Half` and anything, first halves only are multiplied. `alpha` and `beta` are numbers, or one for each matrix
+    on the device. With `symmetric` the result is known to be symmetric: tiles on and below the diagonal are computed
+    and mirrored (`add` is read there only). `out`, of float32 or rounded to float16, may be `add`, but shares no memory
+    with A or B.
     """
+    rough = isinstance(A, Half) or isinstance(B, Half)
+    tiles = tiles or (ROUGH_TILES if rough else PAIR_TILES)
     A_hi, A_lo, A_scale = _parts_of(A)
     B_hi, B_lo, B_scale = _parts_of(B)
     K, m, depth = A_hi.shape
@@ -133,42 +125,40 @@ def pair_product(
     if C.numel() == 0:
         return C
     C_, D_ = _stack(_adjacent(C, "out"), "out"), None if add is None else _stack(_adjacent(add, "add"), "add")
-    if D_ is not None and beta is None:
-        beta = torch.ones(K, dtype=torch.float32, device=A.device)
-    alpha, beta = (None if x is None else x.reshape(-1).contiguous() for x in (alpha, beta))
-    across = _ceil(n, tiles.n)
-    count = across * (across + 1) // 2 if symmetric else _ceil(m, tiles.m) * across
+    (alphas, alpha_number), (betas, beta_number) = _factor(alpha), _factor(beta)
+    across = ceil(n, tiles.n)
+    count = across * (across + 1) // 2 if symmetric else ceil(m, tiles.m) * across
     D_strides = (0, 0) if D_ is None else D_.stride()[:2]
-    with _on(A.device):
-        _kernels().pair_product_kernel[(count, K)](
-            C_, A_hi, A_lo, B_hi, B_lo, A_scale, B_scale, D_, alpha, beta, m, n, depth,
-            *A_hi.stride(), *B_hi.stride(), *C_.stride()[:2], *D_strides,
-            HAS_D=D_ is not None, HAS_ALPHA=alpha is not None, SYMMETRIC=symmetric,
-            EVEN_DEPTH=depth % tiles.depth == 0, BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_DEPTH=tiles.depth,
+    with on(A.device):
+        kernels().pair_product_kernel[(count, K)](
+            C_, A_hi, A_lo, B_hi, B_lo, A_scale, B_scale, D_, alphas, betas, alpha_number, beta_number, float(identity),
+            m, n, depth, *A_hi.stride(), *B_hi.stride(), *C_.stride()[:2], *D_strides,
+            ROUGH=rough, HAS_D=D_ is not None, HAS_ALPHA=alphas is not None, HAS_BETA=betas is not None,
+            HAS_IDENTITY=identity != 0, SYMMETRIC=symmetric, EVEN_DEPTH=depth % tiles.depth == 0,
+            BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_DEPTH=tiles.depth,
             GROUP=tiles.group, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return C
 
 
-def split(
-    X: Float[Tensor, "*K m n"], scale: Float32[Tensor, "*K"] | None = None, out: HalfPair | None = None
-) -> HalfPair:
-    """The same as `half_pairs.split` in one pass over X (two with the search for the scale), into `out` if given."""
-    scale = pair_scale(X) if scale is None else scale
-    X = X.contiguous()
-    entries = X.shape[-2] * X.shape[-1]
-    pair = HalfPair(torch.empty_like(X, dtype=torch.float16), torch.empty_like(X, dtype=torch.float16), scale)
-    if out is not None:
-        if not (out.hi.is_contiguous() and out.lo.is_contiguous() and out.shape == X.shape):
-            raise InputError(describe(f"out of shape {tuple(out.shape)}", "the shape of X, contiguous", "allocate it"))
-        out.scale.copy_(scale)
-        pair = out
-    if X.numel():
-        with _on(X.device):
-            _kernels().split_kernel[(_ceil(entries, SPLIT_BLOCK), X.numel() // entries)](
-                pair.hi, pair.lo, X, pair.scale.contiguous(), entries, BLOCK=SPLIT_BLOCK, num_warps=8
-            )
-    return pair
+def takes(A: HalfPair | Half, B: HalfPair | Half) -> bool:
+    """Whether `pair_product` is the way to multiply these: equal stacks, on a GPU, with rows that begin on 16 bytes.
+
+    >>> from layerwise.foundations.linalg.half_pairs import split
+    >>> takes(split(torch.eye(16)), split(torch.eye(16)))
+    False
+    """
+    alike = A.hi.ndim in (2, 3) and A.shape[:-2] == B.shape[:-2]
+    return alike and available(A.device) and _loads_fast(A.hi) and _loads_fast(B.hi)
+
+
+def _loads_fast(half: Tensor) -> bool:
+    row, column = half.stride()[-2:]
+    return (column == 1 and row % ALIGNED == 0) or (row == 1 and column % ALIGNED == 0)
+
+
+def _factor(x: Tensor | int | float) -> tuple[Tensor | None, float]:
+    return (x.reshape(-1).contiguous(), 1.0) if isinstance(x, Tensor) else (None, float(x))
 
 
 def _check_gram(total: Tensor, matrices: tuple[Tensor, ...]) -> None:
@@ -195,18 +185,21 @@ def _parts(units: int, rows: int, tiles: Tiles) -> int:
     processors, row, launch, byte = 132, 7e-9, 2e-6, 1 / 3e12
 
     def seconds(parts: int) -> float:
-        waves = _ceil(units * parts, processors)
+        waves = ceil(units * parts, processors)
         added = launch + units * parts * tiles.n**2 * 8 * byte if parts > 1 else 0.0
         return waves * rows / parts * row * (tiles.n / 128) ** 2 + added
 
     return min((p for p in range(1, 9) if p == 1 or rows // p >= 4 * tiles.depth), key=seconds)
 
 
-def _parts_of(pair: HalfPair) -> tuple[Float16[Tensor, "K m n"], Float16[Tensor, "K m n"], Float32[Tensor, "K"]]:
-    hi, lo = _stack(pair.hi, "a pair"), _stack(pair.lo, "a pair")
+def _parts_of(pair: HalfPair | Half) -> tuple[Float16[Tensor, "K m n"], Float16[Tensor, "K m n"], Float32[Tensor, "K"]]:
+    hi, scale = _stack(pair.hi, "a pair"), pair.scale.reshape(-1).contiguous()
+    if isinstance(pair, Half):
+        return hi, hi, scale
+    lo = _stack(pair.lo, "a pair")
     if hi.stride() != lo.stride():
         hi, lo = hi.contiguous(), lo.contiguous()
-    return hi, lo, pair.scale.reshape(-1).contiguous()
+    return hi, lo, scale
 
 
 def _stack(M: Tensor, name: str) -> Tensor:
@@ -221,21 +214,3 @@ def _adjacent(M: Tensor, name: str) -> Tensor:
     if M.stride(-1) != 1:
         raise InputError(describe(f"{name} with strides {M.stride()}", "a last stride of 1", "call `.contiguous()`"))
     return M
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be that of the tensors."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-@cache
-def _kernels() -> Any:
-    from layerwise.foundations.linalg import triton_kernels
-
-    if triton_kernels.triton is None:
-        raise InputError(describe("no Triton", "Triton, for these kernels", "ask `available(device)` first"))
-    return triton_kernels

@@ -1,0 +1,51 @@
+"""What the passes of `fused` refuse."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from layerwise.foundations.errors import InputError, describe
+
+
+def check_whole(X: Tensor, name: str, transposed: bool = False) -> None:
+    """Refuse a stack whose matrices do not each lie in one piece, or their transposes if they may be `transposed`."""
+    if len(X) and not (X[0].is_contiguous() or (transposed and X[0].mT.is_contiguous())):
+        raise InputError(
+            describe(
+                f"{name} of shape {tuple(X.shape)} with strides {X.stride()}",
+                "a stack [K, O, I] whose last two axes are contiguous (K may be strided)",
+                "call `.contiguous()`",
+            )
+        )
+
+
+def check_layers(stack: Tensor, name: str, weights: Sequence[Tensor], biases: Sequence[Tensor] | None) -> None:
+    """Refuse layers that the stack has no room for."""
+    K, O, I = stack.shape
+    o, i = weights[0].shape if weights else (0, 0)
+    fits = len(weights) == K and o <= O and i + (biases is not None) <= I and all(W.shape == (o, i) for W in weights)
+    if not fits or (biases is not None and (len(biases) != K or any(b.shape != (o,) for b in biases))):
+        raise InputError(
+            describe(
+                f"{len(weights)} weights, the first of shape {(o, i)}, "
+                f"{'no' if biases is None else len(biases)} biases, and {name} of shape {(K, O, I)}",
+                "a weight [o, i] (and a bias [o]) of one shape for each of K matrices, which have room for them",
+                "stack layers of other shapes apart",
+            )
+        )
+
+
+def check_means(mean: Tensor, new: Tensor) -> None:
+    """Refuse means and new values that do not belong together."""
+    fits = mean.ndim == new.ndim and mean.ndim in (2, 3) and len(mean) == len(new)
+    if not fits or any(m > n for m, n in zip(new.shape, mean.shape, strict=True)):
+        raise InputError(
+            describe(
+                f"means of shape {tuple(mean.shape)} and new values of {tuple(new.shape)}",
+                "two stacks of matrices or of vectors, the new ones no larger",
+                "cut the new values, or begin with larger means",
+            )
+        )
+    check_whole(mean, "mean")
+    if new.shape[-1] > 1 and new.stride(-1) != 1:
+        raise InputError(describe(f"new with strides {new.stride()}", "a last stride of 1", "call `.contiguous()`"))

@@ -1,0 +1,203 @@
+"""Triton kernels of `fused`: passes over whole stacks that read and write each entry once.
+
+Imported on first use only; without Triton the module can be imported, and has no kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, no_type_check
+
+try:
+    import triton  # pyright: ignore[reportMissingImports]
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
+except ImportError:
+    triton = tl = None
+
+
+def _jit(kernel: Any) -> Any:
+    return kernel if triton is None else triton.jit(kernel)
+
+
+# `no_type_check` keeps checkers that rewrite functions at import away from kernels, which Triton reads as text.
+# A gate is a byte on the device. Where it is shut, masks keep every load and store away: nothing is multiplied by 0.
+
+
+@_jit
+@no_type_check
+def tile(width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows ``[ROWS, 1]`` and columns ``[1, COLUMNS]`` of this program's tile of a matrix of the given width."""
+    across = tl.cdiv(width, COLUMNS)
+    index = tl.program_id(0)
+    rows = (index // across) * ROWS + tl.arange(0, ROWS)
+    columns = (index % across) * COLUMNS + tl.arange(0, COLUMNS)
+    return rows[:, None], columns[None, :]
+
+
+@_jit
+@no_type_check
+def block(entries, BLOCK: tl.constexpr):
+    """Which of so many entries this program treats, and whether each exists."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    return at, at < entries
+
+
+@_jit
+@no_type_check
+def lerp(a, b, weight):
+    """``a + weight (b − a)``, rounded as torch rounds it: b itself for a weight of 1."""
+    return tl.where(weight < 0.5, a + weight * (b - a), b - (b - a) * (1.0 - weight))
+
+
+@_jit
+@no_type_check
+def gather_kernel(
+    out, weights, biases, gate, factor, O, I, o, i, out_k, weight_row,
+    LISTED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GATE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One tile of factor·[weight, bias], with zeros around."""
+    k = tl.program_id(1).to(tl.int64)
+    rows, columns = tile(I, ROWS, COLUMNS)
+    own = rows < o
+    if HAS_GATE:
+        own = own & (tl.load(gate) != 0)
+    weight = weights[0]
+    for q in tl.static_range(1, LISTED):
+        weight = tl.where(k == q, weights[q], weight)
+    value = tl.load(weight + rows * weight_row + columns, mask=own & (columns < i), other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        bias = biases[0]
+        for q in tl.static_range(1, LISTED):
+            bias = tl.where(k == q, biases[q], bias)
+        first = (tl.program_id(0) % tl.cdiv(I, COLUMNS)) * COLUMNS
+        if (first <= i) & (i < first + COLUMNS):
+            value = tl.where(columns == i, tl.load(bias + rows, mask=own, other=0.0).to(tl.float32), value)
+    tl.store(out + k * out_k + rows * I + columns, factor * value, mask=(rows < O) & (columns < I))
+
+
+@_jit
+@no_type_check
+def finish_kernel(
+    weights, biases, D, momentum, factor_at, gate, factor, keep, lr, mu, O, I, o, i, weight_row,
+    D_k, D_row, D_column, momentum_k,
+    LISTED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, HAS_GATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Momentum and weights (and biases) of one tile: W ← keep·W − lr·update."""
+    k = tl.program_id(1).to(tl.int64)
+    rows, columns = tile(I, ROWS, COLUMNS)
+    inside = (rows < O) & (columns < I)
+    if HAS_GATE:
+        inside = inside & (tl.load(gate) != 0)
+    at = rows * I + columns
+    update = tl.load(D + k * D_k + rows * D_row + columns * D_column, mask=inside, other=0.0).to(tl.float32) * factor
+    if HAS_FACTOR:
+        update = update * tl.load(factor_at)
+    if HAS_MOMENTUM:
+        momentum += k * momentum_k
+        buffer = update + mu * tl.load(momentum + at, mask=inside, other=0.0)
+        tl.store(momentum + at, buffer, mask=inside)
+        update = update + mu * buffer if NESTEROV else buffer
+    weight = weights[0]
+    for q in tl.static_range(1, LISTED):
+        weight = tl.where(k == q, weights[q], weight)
+    own = inside & (rows < o)
+    here = weight + rows * weight_row + columns
+    W = tl.load(here, mask=own & (columns < i), other=0.0).to(tl.float32)
+    tl.store(here, (keep * W - lr * update).to(weight.dtype.element_ty), mask=own & (columns < i))
+    if HAS_BIAS:
+        bias = biases[0]
+        for q in tl.static_range(1, LISTED):
+            bias = tl.where(k == q, biases[q], bias)
+        first = (tl.program_id(0) % tl.cdiv(I, COLUMNS)) * COLUMNS
+        if (first <= i) & (i < first + COLUMNS):
+            there = bias + rows + 0 * columns
+            b = tl.load(there, mask=own & (columns == i), other=0.0).to(tl.float32)
+            tl.store(there, (keep * b - lr * update).to(bias.dtype.element_ty), mask=own & (columns == i))
+
+
+@_jit
+@no_type_check
+def ema_kernel(
+    mean, new, weight, divisor_at, divisor, rows_total, width, new_rows, new_width, mean_k, new_k, new_row,
+    HAS_DIVISOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One tile of mean + weight·(new/divisor − mean), with new continued by zeros."""
+    k = tl.program_id(1).to(tl.int64)
+    w = tl.load(weight + k)
+    if w != 0.0:  # a weight of zero leaves the mean alone, whatever `new` is, and costs nothing
+        rows, columns = tile(width, ROWS, COLUMNS)
+        inside = (rows < rows_total) & (columns < width)
+        known = (rows < new_rows) & (columns < new_width)
+        x = tl.load(new + k * new_k + rows * new_row + columns, mask=known, other=0.0).to(tl.float32)
+        by = tl.load(divisor_at + k) if HAS_DIVISOR else divisor
+        x = tl.where(known, x / by, 0.0)
+        here = mean + k * mean_k + rows * width + columns
+        former = tl.load(here, mask=inside, other=0.0)
+        tl.store(here, tl.where(w == 1.0, x, former + w * (x - former)), mask=inside)
+
+
+@_jit
+@no_type_check
+def finite_kernel(flags, X, n, X_k, step, BLOCK: tl.constexpr):
+    """Whether n entries of each group, so many apart, are finite."""
+    k = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    x = tl.load(X + k * X_k + at.to(tl.int64) * step, mask=at < n, other=0.0).to(tl.float32)
+    tl.store(flags + k, tl.min((tl.abs(x) < float("inf")).to(tl.int32), 0).to(tl.int8))
+
+
+@_jit
+@no_type_check
+def adam_kernel(
+    M, V, G, step, gate, correction1, correction2, weight1, beta2, weight2, eps, entries, M_k, V_k, G_k, step_k,
+    ROTATED: tl.constexpr, HAS_GATE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Both moments and Adam's step on one block; ROTATED: with ε beside √V as it is, uncorrected."""
+    k = tl.program_id(1).to(tl.int64)
+    at, inside = block(entries, BLOCK)
+    taken = inside
+    if HAS_GATE:
+        taken = inside & (tl.load(gate) != 0)
+    g = tl.load(G + k * G_k + at, mask=taken, other=0.0).to(tl.float32)
+    m = lerp(tl.load(M + k * M_k + at, mask=taken, other=0.0).to(tl.float32), g, weight1)
+    v = beta2 * tl.load(V + k * V_k + at, mask=taken, other=0.0).to(tl.float32) + weight2 * g * g
+    tl.store(M + k * M_k + at, m, mask=taken)
+    tl.store(V + k * V_k + at, v.to(V.dtype.element_ty), mask=taken)
+    c1, c2 = tl.load(correction1 + k), tl.load(correction2 + k)
+    root = tl.sqrt_rn(v)
+    c = tl.sqrt_rn(c2)
+    d = tl.div_rn(m, root + eps) * (c / c1) if ROTATED else tl.div_rn(m / c1, root / c + eps)
+    tl.store(step + k * step_k + at, tl.where(taken, d, 0.0).to(step.dtype.element_ty), mask=inside)
+
+
+@_jit
+@no_type_check
+def momentum_half_kernel(
+    M, G, half, partial, gate, weight, mu, entries, M_k, G_k,
+    NESTEROV: tl.constexpr, HAS_GATE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Muon's momentum on one block, what is orthogonalized in half precision, and the sum of its squares."""
+    k = tl.program_id(1).to(tl.int64)
+    at, inside = block(entries, BLOCK)
+    taken = inside
+    if HAS_GATE:
+        taken = inside & (tl.load(gate) != 0)
+    g = tl.load(G + k * G_k + at, mask=taken, other=0.0).to(tl.float32)
+    m = lerp(tl.load(M + k * M_k + at, mask=taken, other=0.0).to(tl.float32), g, weight)
+    tl.store(M + k * M_k + at, m, mask=taken)
+    if NESTEROV:
+        m = lerp(g, m, mu)
+    tl.store(half + k * entries + at, m.to(half.dtype.element_ty), mask=inside)
+    tl.store(partial + k * tl.num_programs(0) + tl.program_id(0), tl.sum(m * m, 0))
+
+
+@_jit
+@no_type_check
+def dot_kernel(X, Y, partial, entries, X_k, Y_k, BLOCK: tl.constexpr):
+    """The part of ⟨X, Y⟩ of one block."""
+    k = tl.program_id(1).to(tl.int64)
+    at, inside = block(entries, BLOCK)
+    x = tl.load(X + k * X_k + at, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(Y + k * Y_k + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(partial + k * tl.num_programs(0) + tl.program_id(0), tl.sum(x * y, 0))

@@ -1,0 +1,182 @@
+"""The passes of `fused` as Triton's kernels: one launch a stack, or one for each 32 listed layers."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerwise.foundations.errors import InputError, describe
+
+LISTED = 32
+"""Layers whose tensors are handed to one kernel; a kernel for every smaller count is compiled."""
+TILE = {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
+BLOCK = {"BLOCK": 2048, "num_warps": 4}
+MOST_GROUPS = 65535  # of the second axis of a grid
+MOST_ENTRIES = 2**31 - 2**16  # of one group: offsets in it are 32 bits
+
+Gate = Tensor | None
+
+
+def gather_(
+    out: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, factor: int | float, gate: Gate
+) -> None:
+    """`fused.gather_`."""
+    (o, i), (O, I) = weights[0].shape, out.shape[1:]
+    with on(out.device):
+        for start in range(0, len(weights), LISTED):
+            these = tuple(weights[start : start + LISTED])
+            those = None if biases is None else tuple(biases[start : start + LISTED])
+            kernels().gather_kernel[(tiles(O, I), len(these))](
+                from_group(out, start), these, those, byte(gate), float(factor), O, I, o, i, out.stride(0),
+                row_stride(these[0]), LISTED=len(these), HAS_BIAS=those is not None, HAS_GATE=gate is not None, **TILE,
+            )  # fmt: skip
+
+
+def finish_(
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor] | None,
+    D: Tensor,
+    momentum: Tensor | None,
+    lr: int | float,
+    decay: int | float,
+    mu: int | float,
+    nesterov: bool,
+    factor: Tensor | int | float,
+    gate: Gate,
+) -> None:
+    """`fused.finish_`."""
+    (o, i), (O, I) = weights[0].shape, D.shape[1:]
+    factor_at = factor.float() if isinstance(factor, Tensor) else None
+    host = 1.0 if isinstance(factor, Tensor) else float(factor)
+    momentum_k = 0 if momentum is None else momentum.stride(0)
+    with on(D.device):
+        for start in range(0, len(weights), LISTED):
+            these = tuple(weights[start : start + LISTED])
+            those = None if biases is None else tuple(biases[start : start + LISTED])
+            kernels().finish_kernel[(tiles(O, I), len(these))](
+                these, those, from_group(D, start), from_group(momentum, start), factor_at, byte(gate),
+                host, float(1 - lr * decay), float(lr), float(mu), O, I, o, i, row_stride(these[0]),
+                *D.stride(), momentum_k, LISTED=len(these), HAS_BIAS=those is not None,
+                HAS_MOMENTUM=momentum is not None, NESTEROV=nesterov, HAS_FACTOR=factor_at is not None,
+                HAS_GATE=gate is not None, **TILE,
+            )  # fmt: skip
+    # Autograd sees changes that torch makes; those of a kernel it must be told of.
+    torch.autograd.graph.increment_version([*weights, *(biases or ())])
+
+
+def ema_(mean: Tensor, new: Tensor, weight: Tensor, divisor: Tensor | int | float) -> None:
+    """`fused.ema_`, with mean and new as stacks of matrices."""
+    K, rows, width = mean.shape
+    divisor_at = divisor.contiguous() if isinstance(divisor, Tensor) else None
+    host = 1.0 if isinstance(divisor, Tensor) else float(divisor)
+    with on(mean.device):
+        kernels().ema_kernel[(tiles(rows, width), K)](
+            mean, new, weight.contiguous(), divisor_at, host, rows, width, new.shape[1], new.shape[2],
+            mean.stride(0), new.stride(0), new.stride(1), HAS_DIVISOR=divisor_at is not None, **TILE,
+        )  # fmt: skip
+
+
+def finite_entries(X: Tensor) -> Tensor:
+    """Whether all of each row are finite."""
+    K, n = X.shape
+    flags = torch.empty(K, dtype=torch.int8, device=X.device)
+    with on(X.device):
+        kernels().finite_kernel[(K,)](flags, X, n, X.stride(0), X.stride(1), BLOCK=power_of_two(n), num_warps=4)
+    return flags.view(torch.bool)
+
+
+def adam_(
+    M: Tensor,
+    V: Tensor,
+    G: Tensor,
+    step: Tensor,
+    beta1: int | float,
+    beta2: int | float,
+    eps: int | float,
+    correction1: Tensor,
+    correction2: Tensor,
+    rotated: bool,
+    gate: Gate,
+) -> None:
+    """`fused.adam_` and `fused.rotated_adam_`."""
+    entries = M[0].numel()
+    with on(M.device):
+        kernels().adam_kernel[(blocks(entries), len(M))](
+            M, V, G, step, byte(gate), correction1.contiguous(), correction2.contiguous(),
+            float(1 - beta1), float(beta2), float(1 - beta2), float(eps), entries,
+            M.stride(0), V.stride(0), G.stride(0), step.stride(0),
+            ROTATED=rotated, HAS_GATE=gate is not None, **BLOCK,
+        )  # fmt: skip
+
+
+def momentum_half_(M: Tensor, G: Tensor, mu: int | float, nesterov: bool, gate: Gate) -> tuple[Tensor, Tensor]:
+    """`fused.momentum_half_`."""
+    entries = M[0].numel()
+    half = torch.empty(M.shape, dtype=torch.bfloat16, device=M.device)
+    partial = torch.empty(len(M), blocks(entries), dtype=torch.float32, device=M.device)
+    with on(M.device):
+        kernels().momentum_half_kernel[(blocks(entries), len(M))](
+            M, G, half, partial, byte(gate), float(1 - mu), float(mu), entries, M.stride(0), G.stride(0),
+            NESTEROV=nesterov, HAS_GATE=gate is not None, **BLOCK,
+        )  # fmt: skip
+    return half, partial.sum(1)
+
+
+def dot(X: Tensor, Y: Tensor) -> Tensor:
+    """`fused.dot`."""
+    entries = X[0].numel()
+    partial = torch.empty(len(X), blocks(entries), dtype=torch.float32, device=X.device)
+    with on(X.device):
+        kernels().dot_kernel[(blocks(entries), len(X))](X, Y, partial, entries, X.stride(0), Y.stride(0), **BLOCK)
+    return partial.sum()
+
+
+# --- launching -----------------------------------------------------------------------------------------------
+
+
+def byte(gate: Gate) -> Tensor | None:
+    """A gate as the kernels read it."""
+    return None if gate is None else gate.view(torch.uint8)
+
+
+def from_group(X: Tensor | None, start: int) -> Tensor | None:
+    """The stack from some group on; most have all their groups in one launch."""
+    return X if X is None or start == 0 else X[start:]
+
+
+def row_stride(W: Tensor) -> int:
+    """Entries from row to row; of a single row, its length."""
+    return W.stride(0) if W.shape[0] > 1 else W.shape[1]
+
+
+def tiles(rows: int, columns: int) -> int:
+    """How many tiles cover a matrix."""
+    return -(-rows // TILE["ROWS"]) * -(-columns // TILE["COLUMNS"])
+
+
+def blocks(entries: int) -> int:
+    """How many blocks cover so many entries."""
+    return -(-entries // BLOCK["BLOCK"])
+
+
+def power_of_two(n: int) -> int:
+    """The least that is not smaller."""
+    return 1 << (n - 1).bit_length()
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@cache
+def kernels() -> Any:
+    """The kernels, compiled at their first launch."""
+    from layerwise.foundations import fused_kernels
+
+    if fused_kernels.triton is None:
+        raise InputError(describe("no Triton", "Triton, for these kernels", "ask `available(device)` first"))
+    return fused_kernels

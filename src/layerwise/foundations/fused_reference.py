@@ -1,0 +1,111 @@
+"""The passes of `fused` by plain calls of torch: what the kernels are checked against, and what runs without them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Gate = Tensor | None
+
+
+def chosen(gate: Gate, new: Tensor, old: Tensor | int | float) -> Tensor:
+    """The new values, or the old where the gate is shut."""
+    return new if gate is None else torch.where(gate, new, old)
+
+
+def per_group(numbers: Tensor, X: Tensor) -> Tensor:
+    """One number for each group, shaped to multiply X."""
+    return numbers.view(-1, *[1] * (X.ndim - 1))
+
+
+def gather_(
+    out: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, factor: int | float, gate: Gate
+) -> None:
+    """`fused.gather_`."""
+    out.zero_()
+    o, i = weights[0].shape
+    for k, weight in enumerate(weights):
+        out[k, :o, :i] = chosen(gate, factor * weight.to(out.dtype), 0.0)
+        if biases is not None:
+            out[k, :o, i] = chosen(gate, factor * biases[k].to(out.dtype), 0.0)
+
+
+def finish_(
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor] | None,
+    D: Tensor,
+    momentum: Tensor | None,
+    lr: int | float,
+    decay: int | float,
+    mu: int | float,
+    nesterov: bool,
+    factor: Tensor | int | float,
+    gate: Gate,
+) -> None:
+    """`fused.finish_`."""
+    dtype = torch.promote_types(D.dtype, torch.float32)
+    update = D.to(dtype) * factor
+    if momentum is not None:
+        buffer = update + mu * momentum
+        momentum.copy_(chosen(gate, buffer, momentum))
+        update = update + mu * buffer if nesterov else buffer
+    o, i = weights[0].shape
+    for k, weight in enumerate(weights):
+        _descend_(weight, update[k, :o, :i], lr, decay, gate)
+        if biases is not None:
+            _descend_(biases[k], update[k, :o, i], lr, decay, gate)
+
+
+def _descend_(W: Tensor, update: Tensor, lr: int | float, decay: int | float, gate: Gate) -> None:
+    W.copy_(chosen(gate, ((1 - lr * decay) * W.to(update.dtype) - lr * update).to(W.dtype), W))
+
+
+def ema_(mean: Tensor, new: Tensor, weight: Tensor, divisor: Tensor | int | float) -> None:
+    """`fused.ema_`, with mean and new as stacks of matrices."""
+    x = torch.zeros_like(mean)
+    divisor = per_group(divisor, new) if isinstance(divisor, Tensor) else divisor
+    x[:, : new.shape[1], : new.shape[2]] = new.to(mean.dtype) / divisor
+    w = per_group(weight, mean)
+    moved = torch.where(w == 1, x, mean + w * (x - mean))
+    mean.copy_(torch.where(w == 0, mean, moved))
+
+
+def finite_entries(X: Tensor) -> Tensor:
+    """Whether all of each row are finite."""
+    return torch.isfinite(X).all(-1)
+
+
+def adam_(
+    M: Tensor,
+    V: Tensor,
+    G: Tensor,
+    step: Tensor,
+    beta1: int | float,
+    beta2: int | float,
+    eps: int | float,
+    correction1: Tensor,
+    correction2: Tensor,
+    rotated: bool,
+    gate: Gate,
+) -> None:
+    """`fused.adam_` and `fused.rotated_adam_`."""
+    G = G.to(M.dtype)
+    M.copy_(chosen(gate, M.lerp(G, 1 - beta1), M))
+    V.copy_(chosen(gate, beta2 * V + (1 - beta2) * G * G, V))
+    c1, c2 = per_group(correction1, M), per_group(correction2, M)
+    d = M / (V.sqrt() + eps) * (c2.sqrt() / c1) if rotated else M / c1 / (V.sqrt() / c2.sqrt() + eps)
+    step.copy_(chosen(gate, d, 0.0))
+
+
+def momentum_half_(M: Tensor, G: Tensor, mu: int | float, nesterov: bool, gate: Gate) -> tuple[Tensor, Tensor]:
+    """`fused.momentum_half_`."""
+    G = G.to(M.dtype)
+    M.copy_(chosen(gate, M.lerp(G, 1 - mu), M))
+    update = chosen(gate, G.lerp(M, mu) if nesterov else M, 0.0)
+    return update.to(torch.bfloat16), update.square().flatten(1).sum(1)
+
+
+def dot(X: Tensor, Y: Tensor) -> Tensor:
+    """`fused.dot`."""
+    dtype = torch.promote_types(torch.promote_types(X.dtype, Y.dtype), torch.float32)
+    return (X.to(dtype) * Y.to(dtype)).sum()

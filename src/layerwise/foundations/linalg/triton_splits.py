@@ -1,0 +1,106 @@
+"""`half_pairs.split` and `half_pairs.halved` on a GPU: one pass for the largest entry, and one kernel."""
+
+import math
+
+import torch
+from jaxtyping import Bool, Float, Float32
+from torch import Tensor
+
+from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.linalg.half_pairs import TOP_EXPONENT, Half, HalfPair
+from layerwise.foundations.linalg.triton_device import ceil, kernels, on
+
+SPLIT_BLOCK = 4096
+GIVEN, FROM_LARGEST, FROM_BOUND = range(3)
+
+
+def split(
+    X: Float[Tensor, "*K m n"],
+    scale: Float32[Tensor, "*K"] | None = None,
+    *,
+    amax: Float[Tensor, "*K"] | None = None,
+    bound: int | float | None = None,
+    out: HalfPair | None = None,
+    where: Bool[Tensor, "*K"] | None = None,
+) -> HalfPair:
+    """The same as `half_pairs.split` in one pass over X, and one more for its largest entries, unless they are known.
+
+    `amax` or `bound` (one number for all) says what no entry exceeds. With `out`, matrices with contiguous entries,
+    the result is written there, and only where `where` is true: elsewhere nothing is read or changed. A transposed X
+    gives a transposed pair; no copy is made where rows or columns of X are adjacent.
+    """
+    if out is None and X.stride(-1) != 1 and X.stride(-2) == 1:
+        return split(X.mT, scale, amax=amax, bound=bound).mT
+    if out is None:
+        shape, device = X.shape, X.device
+        hi, lo = (torch.empty(shape, dtype=torch.float16, device=device) for _ in range(2))
+        made = torch.empty(shape[:-2], dtype=torch.float32, device=device) if scale is None else scale.contiguous()
+        out = HalfPair(hi, lo, made)
+    elif scale is not None:
+        out.scale.copy_(scale if where is None else torch.where(where, scale, out.scale))
+    _launch(X, out.hi, out.lo, out.scale, scale is not None, amax, bound, where)
+    return out
+
+
+def halved(
+    X: Float[Tensor, "*K m n"], *, amax: Float[Tensor, "*K"] | None = None, bound: int | float | None = None
+) -> Half:
+    """The same as `half_pairs.halved`; see `split`."""
+    if X.stride(-1) != 1 and X.stride(-2) == 1:
+        return halved(X.mT, amax=amax, bound=bound).mT
+    hi = torch.empty(X.shape, dtype=torch.float16, device=X.device)
+    scale = torch.empty(X.shape[:-2], dtype=torch.float32, device=X.device)
+    _launch(X, hi, None, scale, False, amax, bound, None)
+    return Half(hi, scale)
+
+
+def _launch(
+    X: Tensor,
+    hi: Tensor,
+    lo: Tensor | None,
+    scale: Tensor,
+    given: bool,
+    amax: Tensor | None,
+    bound: int | float | None,
+    where: Tensor | None,
+) -> None:
+    m, n = X.shape[-2:]
+    if X.numel() == 0:
+        if not given:
+            scale.fill_(1.0)
+        return
+    source = GIVEN if given else FROM_LARGEST if bound is None else FROM_BOUND
+    if source == FROM_LARGEST and amax is None:
+        amax = torch.linalg.vector_norm(X, float("inf"), dim=(-2, -1))
+    X = X.reshape(-1, m, n)
+    X = X if X.stride(2) == 1 or n == 1 else X.contiguous()
+    out_k = _matrix_stride(hi)
+    if (lo is not None and out_k != _matrix_stride(lo)) or hi.shape[-2:] != (m, n) or not scale.is_contiguous():
+        raise InputError(describe(f"out of shape {tuple(hi.shape)}", "halves alike, of the shape of X", "allocate it"))
+    with on(X.device):
+        kernels("triton_split_kernels").split_kernel[(ceil(m * n, SPLIT_BLOCK), X.shape[0])](
+            hi, hi if lo is None else lo, scale, X, X if amax is None else amax.contiguous(),
+            X if where is None else where.contiguous().view(torch.uint8), float(bound_scale(bound or 1.0)),
+            m * n, n, X.stride(0), X.stride(1), out_k,
+            FROM=source, PAIR=lo is not None, LINEAR=X.stride(1) == n or m == 1, MASKED=where is not None,
+            BLOCK=SPLIT_BLOCK, num_warps=8,
+        )  # fmt: skip
+
+
+def bound_scale(bound: int | float) -> float:
+    """The power of two that brings a number into [2¹⁴, 2¹⁵).
+
+    >>> bound_scale(2.0), bound_scale(1.5)
+    (8192.0, 16384.0)
+    """
+    return 2.0 ** (TOP_EXPONENT + 1 - math.frexp(bound)[1])
+
+
+def _matrix_stride(half: Tensor) -> int:
+    """From one matrix of a stack to the next, whose entries are contiguous."""
+    m, n = half.shape[-2:]
+    if half.ndim > 3 and not half.is_contiguous():
+        raise InputError(describe(f"out of strides {half.stride()}", "a stack [K, m, n]", "flatten the batch axes"))
+    if (n > 1 and half.stride(-1) != 1) or (m > 1 and half.stride(-2) != n):
+        raise InputError(describe(f"out of strides {half.stride()}", "contiguous matrices", "allocate it anew"))
+    return half.stride(0) if half.ndim == 3 else m * n

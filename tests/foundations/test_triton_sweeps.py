@@ -1,0 +1,132 @@
+"""A sweep by Triton's kernels, run by its interpreter on the CPU, against the same by torch."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from layerwise.foundations.linalg import half_pairs, triton_products, triton_sweeps
+from layerwise.foundations.linalg.basis_tracking import _second_order, coupling, rotation, tracked_basis
+from layerwise.foundations.linalg.inverses import refined_inverse
+from layerwise.foundations.linalg.products import HALF_PAIRS
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NUMPY = tuple(int(part) for part in np.__version__.split(".")[:2])
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton")
+old_numpy = pytest.mark.skipif(NUMPY >= (2, 4), reason="Triton's interpreter needs numpy < 2.4 (loops of its range)")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:(invalid value|overflow|divide by zero|All-NaN):RuntimeWarning"
+    ),  # numpy's, for a kernel
+]
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by `test_sweeps_in_the_interpreter`")
+
+
+@needs_triton
+@old_numpy
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+def test_sweeps_in_the_interpreter():
+    """In a process of its own, because Triton reads the variable when it is imported."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def drifted(n: int, samples: int, K: int = 2) -> tuple[Tensor, Tensor]:
+    """Factors after a drift, and the eigenbases of before."""
+    root = torch.linalg.qr(randn(K, n, n)).Q * torch.logspace(0, -3, n, dtype=torch.float64)
+    X, Y = root @ randn(K, n, 10 * n, seed=1), root @ randn(K, n, samples, seed=2)
+    last = X @ X.mT / (10 * n)
+    return (0.95 * last + 0.05 * Y @ Y.mT / samples).float(), torch.linalg.eigh(last)[1].float()
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels take the CPU's matrices; the names of those of sweeps that were called."""
+    called: list[str] = []
+    monkeypatch.setattr(triton_products, "available", lambda _: True)
+    for name in ("sweep", "restore_"):
+        function = getattr(triton_sweeps, name)
+        monkeypatch.setattr(triton_sweeps, name, lambda *a, f=function, n=name: called.append(n) or f(*a))
+    return called
+
+
+@interpreted
+@pytest.mark.parametrize("n", [64, 150])
+@pytest.mark.parametrize("far", [False, True])
+def test_rotation(n: int, far: bool):
+    M, U = drifted(n, n // 4)
+    S = 1e-5 * M if far else U.mT @ M @ U
+    S = (S + S.mT) / 2
+    found = triton_sweeps.rotation(S, 1e-3, 0.05)
+    mean = S.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None]
+    S = S / mean[..., None]
+    E = rotation(S, 1e-3, 0.05)
+    E_found = found.beta[:, None, None] * found.E.hi.float() / triton_sweeps.UNIT
+    assert (torch.linalg.matrix_norm(E_found, ord=2) < 1.5).all()
+    assert not far or (found.beta < 1).all()
+    torch.testing.assert_close(E_found, E, rtol=2e-3, atol=1e-4)
+    torch.testing.assert_close(found.alpha, found.beta.square() / 2 * triton_sweeps.UNIT)
+    torch.testing.assert_close(found.left, coupling(S, 1e-3))
+    assert torch.equal(found.E.hi, -found.E.hi.mT)
+    torch.testing.assert_close(found.values, mean * _second_order(S, E), rtol=1e-3, atol=1e-3 * float(mean.max()))
+
+
+@interpreted
+@pytest.mark.parametrize("sweeps", [1, 3])
+def test_tracked_basis(kernels: list[str], monkeypatch: pytest.MonkeyPatch, sweeps: int):
+    M, U = drifted(72, 20)
+    before = U.clone()
+    V, values, left = tracked_basis(M, U, sweeps, HALF_PAIRS)
+    assert kernels == ["sweep"] * sweeps + ["restore_"]
+    assert torch.equal(U, before)
+    monkeypatch.setattr(triton_products, "available", lambda _: False)
+    expected = tracked_basis(M, U, sweeps)
+    torch.testing.assert_close(V, expected[0], rtol=0, atol=1e-3)
+    torch.testing.assert_close(values, expected[1], rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(left, expected[2], rtol=1e-2, atol=1e-5)
+    assert float((V.mT @ V - torch.eye(72)).norm()) < 1e-4
+    assert (tracked_basis(M, V, 0, measured=True)[2] < tracked_basis(M, U, 0, measured=True)[2] / 4).all()
+
+
+@interpreted
+def test_bad_matrices_keep_their_basis(kernels: list[str]):
+    M, U = drifted(64, 20, K=1)
+    M, U = M.repeat(6, 1, 1), U.repeat(6, 1, 1)
+    M[1, 0, 0], M[2, 3, 4], M[3] = torch.nan, torch.inf, 0
+    U[4] *= 5
+    U[5, 3, 3] = torch.nan
+    V, values, left = tracked_basis(M, U, 2, HALF_PAIRS)
+    assert kernels
+    assert torch.isfinite(left).tolist() == [True, False, False, True, False, False]
+    torch.testing.assert_close(V[[1, 2, 4, 5]], U[[1, 2, 4, 5]], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(V[3], U[3], rtol=0, atol=1e-6)
+    assert values[1:3].isnan().all()
+    assert (values[3] == 0).all()
+    assert torch.equal(V[0], tracked_basis(M[:1], U[:1], 2, HALF_PAIRS)[0][0])
+
+
+@interpreted
+def test_refined_inverse(kernels: list[str]):
+    M, _ = drifted(64, 600)
+    guess = torch.linalg.inv(M + 1e-3 * torch.eye(64)).contiguous()
+    M = 1.02 * M + 1e-3 * torch.eye(64)
+    for given in (guess, half_pairs.split(guess)):
+        X, residual, radius = refined_inverse(M, given, 1, HALF_PAIRS)
+        assert torch.equal(X, X.mT)
+        expected = refined_inverse(M.double(), guess.double())
+        assert float((X - expected[0]).norm() / expected[0].norm()) < 1e-4
+        assert (residual < 5e-3).all()
+        assert (radius < 1e-2).all()
+    assert not kernels

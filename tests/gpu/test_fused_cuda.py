@@ -1,0 +1,222 @@
+"""Fused passes on a GPU: Triton's kernels agree with torch's calls, at the sizes of a model and at odd ones."""
+
+from collections.abc import warnings
+from typing import Any
+
+import Callable
+import pytest
+import torch
+from torch import Tensor
+
+from layerwise.foundations import fused, fused_launch, fused_reference
+from layerwise.foundations.linalg.triton_products import available
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and available(torch.device("cuda"))),
+        reason="needs triton and a GPU of capability 8.0; run `make test-gpu` on one",
+    ),
+]
+SHAPES = [(12, 768, 769, 768, 784), (3, 770, 131, 784, 144), (40, 33, 18, 33, 19), (1, 1, 1, 1, 2)]
+"""K, o, i, and the O and I of a stack with room for a bias."""
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
+
+
+def gate_of(state: str) -> Tensor | None:
+    return None if state == "none" else torch.full((), state == "open", device="cuda")
+
+
+def layers(K: int, o: int, i: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    return [randn(o, i, seed=k).to(dtype) for k in range(K)], [randn(o, seed=99 + k).to(dtype) for k in range(K)]
+
+
+def both(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> tuple[Any, Any]:
+    """What a function that makes its own inputs returns: by the kernels alone, and by torch."""
+    with monkeypatch.context() as patch:
+        patch.setattr(fused, "fused_reference", None)
+        found = call()
+    with monkeypatch.context() as patch:
+        patch.setattr(fused, "available", lambda device: False)
+        return found, call()
+
+
+def close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for x, y in zip(found, expected, strict=True):
+        assert x.dtype == y.dtype
+        half = x.dtype in (torch.bfloat16, torch.float16)
+        bound = 8e-3 if half else tolerance  # a last digit: torch does not contract products and sums
+        torch.testing.assert_close(x.double(), y.double(), rtol=bound, atol=bound)
+
+
+GATED = pytest.mark.parametrize("gate", ["none", "open", "shut"])
+TYPED = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+
+
+@GATED
+@TYPED
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gather(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype, gate: str):
+    K, o, i, O, I = shape
+    weights, biases = layers(K, o, i, dtype)
+    if gate == "shut":
+        weights[0][0, 0] = torch.nan
+
+    def call() -> list[Tensor]:
+        stacks = [torch.full((2 * K, O, I), torch.nan, device="cuda")[::2] for _ in range(2)]
+        return [fused.gather_(s, weights, b, 0.5, gate_of(gate)) for s, b in zip(stacks, (biases, None), strict=True)]
+
+    found, expected = both(monkeypatch, call)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert all(torch.isfinite(x).all() for x in found)
+
+
+@GATED
+@TYPED
+@pytest.mark.parametrize("kind", ["plain", "momentum", "nesterov"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_finish(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], kind: str, dtype: torch.dtype, gate: str):
+    K, o, i, O, I = shape
+    options = {"lr": 0.1, "decay": 0.3, "mu": 0.9, "nesterov": kind == "nesterov", "gate": gate_of(gate)}
+
+    def call() -> list[Tensor]:
+        all_changed = []
+        for biased, factor in ((True, 0.5), (False, randn())):
+            weights, biases = layers(K, o, i, dtype)
+            D = randn(2 * K, O, I, seed=5).to(torch.float32 if biased else torch.bfloat16)[::2]
+            D = D * torch.nan if gate == "shut" else D
+            D = D if biased else D.mT.contiguous().mT
+            M = None if kind == "plain" else randn(2 * K, O, I, seed=6)[::2]
+            fused.finish_(weights, biases if biased else None, D, M, factor=factor, **options)
+            all_changed += [*weights, *biases, *([] if M is None else [M])]
+        return all_changed
+
+    found, expected = both(monkeypatch, call)
+    close(found, expected, 1e-6)
+    assert all(torch.isfinite(x).all() for x in found)
+
+
+@pytest.mark.parametrize("sizes", [(784, 769), (784, 784), (37, 5), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ema(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], dtype: torch.dtype):
+    n, m = sizes
+    weight, divisor = torch.tensor([0.25, 1.0, 0.0], device="cuda"), randn(3, seed=2).abs() + 0.5
+
+    def call() -> list[Tensor]:
+        new = randn(3, m, m + 16, seed=1).to(dtype)[..., :m]
+        new[2] = torch.nan
+        mean, vectors = randn(6, n, n)[::2], randn(3, n)
+        return [
+            fused.ema_(mean, new, weight, divisor).clone(),
+            fused.ema_(mean, new, weight, 3.0),
+            fused.ema_(vectors, new[:, 0], weight, divisor),
+        ]
+
+    found, expected = both(monkeypatch, call)
+    close(found, expected, 1e-6)
+    assert all(torch.isfinite(x).all() for x in found)
+    assert torch.equal(found[1][2], randn(6, n, n)[4])
+
+
+@pytest.mark.parametrize("n", [1, 769, 3073, 8192])
+def test_finite_diagonals(n: int):
+    X = torch.ones(4, n, n, device="cuda")
+    X[0, 0, 0], X[1, -1, -1], X[2, n // 2, n // 2] = torch.nan, torch.inf, -torch.inf
+    assert fused.finite_diagonals(X).tolist() == [False, False, False, True]
+    assert fused.finite_diagonals(X[:, 0, :1].bfloat16()).tolist() == [False, n > 1, n > 1, True]
+
+
+@TYPED
+def test_finite_gate(dtype: torch.dtype):
+    tensors = [torch.full((300, 7000), 6e4, device="cuda").to(dtype), *(randn(7).to(dtype) for _ in range(400))]
+    assert bool(fused.finite_gate([*tensors, randn(5).double()]))
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        for at in (0, 250):
+            broken = [X.clone() if place == at else X for place, X in enumerate(tensors)]
+            broken[at].view(-1)[-1] = bad
+            assert not bool(fused.finite_gate(broken))
+
+
+@GATED
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("shape", [(12, 768, 784), (3, 33, 31), (40, 1, 1)])
+def test_adam(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], rotated: bool, gate: str):
+    K = shape[0]
+    t = torch.arange(1.0, K + 1, device="cuda")
+    numbers = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "correction1": 1 - 0.9**t, "correction2": 1 - 0.95**t}
+    adam = fused.rotated_adam_ if rotated else fused.adam_
+
+    def call() -> list[Tensor]:
+        M, V, R = randn(2 * K, *shape[1:])[::2], randn(*shape, seed=1).square(), randn(*shape, seed=2)
+        R = R * torch.nan if gate == "shut" else R
+        step = adam(M, V, R, **numbers, gate=gate_of(gate))
+        return [M, V, step, adam(M, V, R, **numbers, gate=gate_of(gate), out=R)]
+
+    found, expected = both(monkeypatch, call)
+    close(found, expected, 1e-5)
+    assert all(torch.isfinite(x).all() for x in found)
+
+
+@GATED
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("shape", [(12, 768, 784), (3, 33, 31), (40, 1, 1)])
+def test_momentum_half(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], nesterov: bool, gate: str):
+    def call() -> list[Tensor]:
+        M, G = randn(2 * shape[0], *shape[1:])[::2], randn(*shape, seed=1)
+        G = G * torch.nan if gate == "shut" else G
+        return [M, *fused.momentum_half_(M, G, 0.95, nesterov, gate_of(gate))]
+
+    found, expected = both(monkeypatch, call)
+    close(found, expected, 1e-5)
+    assert torch.equal(call()[2], found[2])
+
+
+def test_dot():
+    X, Y = randn(6, 768, 784)[::2], randn(3, 768, 784, seed=1)
+    for left in (X, X.bfloat16(), X.clone()):
+        found = fused.dot(left, Y)
+        exact = (left.double() * Y.double()).sum()
+        assert abs(float(found - exact)) < 1e-6 * float(left.double().norm() * Y.double().norm())
+        assert torch.equal(found, fused.dot(left, Y))
+
+
+def compiled() -> int:
+    """How many variants of the kernels exist."""
+    kernels = fused_launch.kernels()
+    jitted = [getattr(kernels, name) for name in ("gather_kernel", "finish_kernel", "adam_kernel", "ema_kernel")]
+    return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in jitted)
+
+
+def all_of(lr: float, weights: list[Tensor], stack: Tensor, gate: Tensor) -> None:
+    ones = torch.ones(2, device="cuda")
+    fused.gather_(stack, weights, None, lr, gate)
+    fused.finish_(weights, None, stack, stack.clone(), lr=lr, decay=lr, mu=lr, factor=lr, gate=gate)
+    moments = {"beta1": lr, "beta2": lr, "eps": lr, "correction1": ones, "correction2": ones}
+    fused.adam_(stack.clone(), stack.square(), stack, **moments, gate=gate)
+    fused.ema_(stack, stack.clone(), ones, lr)
+    fused.momentum_half_(stack.clone(), stack, lr, gate=gate)
+    fused.finite_diagonals(stack)
+    fused.finite_gate(weights)
+    fused.dot(stack, stack)
+
+
+def test_numbers_do_not_compile_again_and_nothing_waits():
+    weights, stack, gate = [randn(32, 32) for _ in range(2)], torch.zeros(2, 32, 48, device="cuda"), gate_of("open")
+    assert gate is not None
+    assert fused._way(stack, layers=(weights,)) is fused_launch
+    assert fused._way(stack.double()) is fused_reference
+    all_of(0.5, weights, stack, gate)
+    before = compiled()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the mode does not see everything
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        for lr in (1, 1.0, 0, 0.0, 16, 1e-3):
+            all_of(lr, weights, stack, gate)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert compiled() == before

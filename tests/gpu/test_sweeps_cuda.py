@@ -1,0 +1,182 @@
+"""Splits, rough products, sweeps of a basis and refined inverses by Triton's kernels on a GPU, against float64."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerwise.foundations.linalg import half_pairs, triton_products, triton_sweeps
+from layerwise.foundations.linalg.basis_tracking import _second_order, coupling, rotation, tracked_basis
+from layerwise.foundations.linalg.half_pairs import HalfPair
+from layerwise.foundations.linalg.inverses import accepted, refined_inverse
+from layerwise.foundations.linalg.products import HALF_PAIRS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and triton_products.available(torch.device("cuda"))),
+        reason="needs triton and a GPU of capability 8.0; run `make test-gpu` on one",
+    ),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # torch, at the first product of a thread
+]
+SIZES = [64, 784, 2304, 3072, 3088]
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def assert_same(found: HalfPair, X: Tensor) -> None:
+    expected = half_pairs.split(X.cpu())
+    for name in ("hi", "lo", "scale"):
+        torch.testing.assert_close(getattr(found, name).cpu(), getattr(expected, name), rtol=0, atol=0, equal_nan=True)
+
+
+def drifted(n: int, K: int = 2, samples: int = 0, weight: float = 0.05) -> tuple[Tensor, Tensor]:
+    """Factors after a drift, and the eigenbases of before."""
+    root = torch.linalg.qr(randn(n, n)).Q * torch.logspace(0, -3, n, device="cuda")
+    X, Y = root @ randn(K, n, 10 * n, seed=1), root @ randn(K, n, samples or n, seed=2)
+    last = X @ X.mT / (10 * n)
+    return (1 - weight) * last + weight * Y @ Y.mT / (samples or n), torch.linalg.eigh(last)[1].contiguous()
+
+
+@pytest.fixture
+def no_synchronisation():
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the mode does not see everything
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_split(n: int):
+    X = 1e-7 * randn(3, n, n)
+    X[1, 5, 7], X[2] = torch.inf, 0
+    assert_same(half_pairs.split(X), X)
+    assert_same(half_pairs.split(X.mT).mT, X)
+    assert_same(half_pairs.split(X[1:, 2:9]), X[1:, 2:9])
+    assert_same(half_pairs.split(X[0, :, 3:40]), X[0, :, 3:40])
+    assert torch.equal(half_pairs.halved(X[::2]).hi, half_pairs.split(X[::2]).hi)
+    kept, scale = torch.zeros(3, 2, n, n, device="cuda").half(), torch.zeros(3, device="cuda")
+    where = torch.tensor([True, False, True], device="cuda")
+    out = HalfPair(kept[:, 0], kept[:, 1], scale)
+    triton_products.split(X, out=out, where=where)
+    assert_same(out[0], X[0])
+    assert not kept[1].any()
+
+
+@pytest.mark.parametrize("amax", [0.0, 1e-42, 1.2e-38, 2.0**-100, 1.0, 1.9999999, 2.0, 3.3e38, torch.inf, torch.nan])
+def test_scale_in_the_kernel(amax: float):
+    X = torch.full((1, 1), amax, device="cuda")
+    expected = half_pairs.pair_scale(X.cpu())
+    torch.testing.assert_close(half_pairs.split(X).scale.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_products(n: int, symmetric: bool):
+    A, D = randn(2, 304, n), randn(2, n, n, seed=1)
+    D = D + D.mT
+    exact = A.double().mT @ A.double()
+    pair = half_pairs.split(A)
+    assert relative(half_pairs.product(pair.mT, pair, symmetric=symmetric), exact) < 1e-5
+    assert 1e-6 < relative(half_pairs.rough_product(A.mT, A, symmetric=symmetric), exact) < 1e-3
+    found = HALF_PAIRS.precise(pair.mT, pair, add=D, alpha=-1, identity=2, symmetric=symmetric)
+    assert relative(found, D - exact + 2 * torch.eye(n, device="cuda")) < 1e-5
+    rough = HALF_PAIRS.rough(pair.mT, pair, add=D, alpha=0.5, symmetric=symmetric)
+    assert relative(rough, D + exact / 2) < 1e-3
+    if symmetric:
+        assert torch.equal(found, found.mT)
+        assert torch.equal(rough, rough.mT)
+    out = torch.empty(2, n, n, dtype=torch.float16, device="cuda")
+    triton_products.pair_product(pair.half.mT, pair.half, add=D.half(), symmetric=symmetric, out=out)
+    assert relative(out, D + exact) < 1e-3
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_rotation(n: int):
+    M, U = drifted(n)
+    S = U.mT @ M @ U
+    S = (S + S.mT) / 2
+    found = triton_sweeps.rotation(S, 1e-3, 0.05)
+    mean = S.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None]
+    S = S / mean[..., None]
+    E = rotation(S, 1e-3, 0.05)
+    assert relative(found.beta[:, None, None] * found.E.hi.float() / triton_sweeps.UNIT, E) < 2e-3
+    torch.testing.assert_close(found.left, coupling(S, 1e-3), rtol=1e-4, atol=0)
+    torch.testing.assert_close(found.values, mean * _second_order(S, E), rtol=1e-3, atol=1e-8)
+    assert relative(-found.E.hi.mT, found.E.hi) < 1e-6
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_tracked_basis(n: int):
+    M, U = drifted(n, samples=n // 4)
+    V, values, left = tracked_basis(M, U, 1, HALF_PAIRS)
+    expected = tracked_basis(M, U)
+    assert relative(V, expected[0]) < 5e-3  # small eigenvalues see the 22 bits of S
+    torch.testing.assert_close(values, expected[1], rtol=1e-2, atol=1e-7)
+    torch.testing.assert_close(left, expected[2], rtol=1e-3, atol=0)
+    assert (torch.linalg.matrix_norm(V.mT @ V - torch.eye(n, device="cuda")) < 1e-3).all()
+    before, after = (tracked_basis(M, basis, 0, measured=True)[2] for basis in (U, V))
+    assert (after < before / 3).all()
+
+
+def test_tracked_basis_of_bad_matrices():
+    M, U = drifted(784, K=1)
+    M, U = M.repeat(6, 1, 1), U.repeat(6, 1, 1)
+    M[1, 0, 0], M[2, 3, 4], M[3] = torch.nan, torch.inf, 0
+    U[4] *= 20
+    U[5, 3, 3] = torch.nan
+    V, values, left = tracked_basis(M, U, 2, HALF_PAIRS)
+    assert torch.isfinite(left).tolist() == [True, False, False, True, False, False]
+    torch.testing.assert_close(V[[1, 2, 4, 5]], U[[1, 2, 4, 5]], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(V[3], U[3], rtol=0, atol=1e-5)
+    assert values[1:3].isnan().all()
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_refined_inverse(n: int):
+    M, _ = drifted(n, weight=0.0)
+    shift = 1e-3 * M.diagonal(dim1=-2, dim2=-1).mean() * torch.eye(n, device="cuda")
+    guess = torch.linalg.inv((0.95 * M + shift).double()).float()
+    guess = (guess + guess.mT) / 2
+    for given in (guess, half_pairs.split(guess)):
+        X, residual, radius = refined_inverse(M + shift, given, 1, HALF_PAIRS)
+        assert accepted(residual, radius).all()
+        assert torch.equal(X, X.mT)
+        assert relative(X, torch.linalg.inv((M + shift).double())) < 1e-2
+
+
+@pytest.mark.usefixtures("no_synchronisation")
+def test_nothing_waits():
+    M, U = torch.eye(128, device="cuda").expand(2, 128, 128), torch.eye(128, device="cuda").repeat(2, 1, 1)
+    tracked_basis(M, U, 2, HALF_PAIRS)
+    refined_inverse(M, U, 1, HALF_PAIRS)
+    half_pairs.rough_product(M, U)
+
+
+def test_launches_of_a_sweep_and_of_a_refinement():
+    """Counted by the profiler: kernels, copies and fills."""
+    M, U = drifted(784)
+    M, X = M + torch.eye(784, device="cuda"), torch.eye(784, device="cuda").repeat(2, 1, 1)
+    for name, call, most in (
+        ("sweep", lambda: tracked_basis(M, U, 1, HALF_PAIRS), 40),
+        ("refinement", lambda: refined_inverse(M, X, 1, HALF_PAIRS), 60),
+    ):
+        call()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            call()
+            torch.cuda.synchronize()
+        launched = [event for event in profile.events() or [] if "CUDA" in str(event.device_type)]
+        print(name, len(launched), *sorted(event.name[:60] for event in launched), sep="\n  ")
+        assert 0 < len(launched) <= most
