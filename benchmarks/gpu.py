@@ -45,6 +45,7 @@ COLUMNS = (
     ("GiB", "state_gib", 2),
     ("×AdamW", "state_of_adamw", 2),
     ("held", "held_of_adamw", 2),
+    ("refused", "refused", 0),
 )
 
 

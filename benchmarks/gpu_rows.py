@@ -152,6 +152,14 @@ def _kronecker(every: int) -> list[Row]:
         ("Shampoo", _member("Shampoo", **common), SEPARATE, aims),
         ("SOAP", _member("SOAP", **common), SEPARATE, aims),
     ]
+    half: dict[str, Any] = {**common, "precision": "half"}
+    if every == EVERY:
+        rows += [
+            ("KFAC half", _member("KFAC", **half), JOINT, aims),
+            ("EKFAC running half", _member("EKFAC", scaling="running", **half), JOINT, aims),
+            ("FOOF half", _member("FOOF", **half), JOINT, foof),
+            ("SOAP half", _member("SOAP", **half), SEPARATE, aims),
+        ]
     return [Row(f"{n} {every}", make, tail, a, every, "sampled" in n, own=True) for n, make, tail, a in rows]
 
 

@@ -54,6 +54,7 @@ def _measure(task: Task, row: Row, cycles: int) -> dict:
         q.grad = None
     made.zero_grad()
     found |= state(task, made, before)
+    found["refused"] = sum(opt.health().refusals for opt in made.optimizers if hasattr(opt, "health"))
     found["synchronisations"] = synchronisations(task, model, made) if task.cuda else None
     return found
 

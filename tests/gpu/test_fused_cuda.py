@@ -1,9 +1,9 @@
 """Fused passes on a GPU: Triton's kernels agree with torch's calls, at the sizes of a model and at odd ones."""
 
-from collections.abc import warnings
+import warnings
+from collections.abc import Callable
 from typing import Any
 
-import Callable
 import pytest
 import torch
 from torch import Tensor
@@ -206,8 +206,8 @@ def all_of(lr: float, weights: list[Tensor], stack: Tensor, gate: Tensor) -> Non
 def test_numbers_do_not_compile_again_and_nothing_waits():
     weights, stack, gate = [randn(32, 32) for _ in range(2)], torch.zeros(2, 32, 48, device="cuda"), gate_of("open")
     assert gate is not None
-    assert fused._way(stack, layers=(weights,)) is fused_launch
-    assert fused._way(stack.double()) is fused_reference
+    assert fused.way_of(stack, layers=(weights,)) is fused_launch
+    assert fused.way_of(stack.double()) is fused_reference
     all_of(0.5, weights, stack, gate)
     before = compiled()
     torch.cuda.synchronize()

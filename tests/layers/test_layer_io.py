@@ -1,10 +1,13 @@
 """`RecordedIO` and `Standard`: moments and sums by every route, against per-example gradients and loops."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from layerwise.foundations.likelihoods import Gaussian
+from layerwise.layers.half_io import half_chunks, was_half
 from layerwise.layers.io import RecordedIO
 from layerwise.layers.one_hot import OneHot
 from layerwise.layers.recorder import Batch, Recorder
@@ -85,6 +88,59 @@ def test_both_orders_of_rotation_are_taken(s: int):
     U_G = torch.linalg.qr(torch.randn(2, 3, 3, dtype=torch.float64)).Q
     grads = torch.einsum("vnsko,nski,kop,kij->vnkpj", g, a, U_G, U_A)
     assert _close(Standard(a, g).rotated_squared_sum(U_A, U_G), grads.square().sum((0, 1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("s", [1, 3, 50])
+def test_rotated_squares_of_half_precision(s: int, dtype: torch.dtype):
+    """Products in bfloat16, sums in float32: by every order, near the float64 value."""
+    a, g = torch.randn(3, s, 2, 9).to(dtype), torch.randn(2, 3, s, 2, 7).to(dtype)
+    U_A, U_G = (torch.linalg.qr(torch.randn(2, n, n, dtype=torch.float64)).Q for n in (9, 7))
+    for U in (U_A, None):
+        exact = Standard(a.double(), g.double()).rotated_squared_sum(U, U_G)
+        found = Standard(a, g).rotated_squared_sum(None if U is None else U.float(), U_G.float())
+        assert found.dtype == torch.float32
+        assert found.shape == exact.shape
+        assert float((found - exact).norm() / exact.norm()) < 1e-2
+    wide_A, wide_G = (torch.block_diag(U[0].float(), torch.eye(3)).unsqueeze(0) for U in (U_A, U_G))
+    narrow = Standard(a[:, :, :1], g[:, :, :, :1])
+    padded, exact = narrow.rotated_squared_sum(wide_A, wide_G), narrow.rotated_squared_sum(wide_A[:, :9, :9], U_G[:1])
+    assert torch.allclose(padded[:, :7, :9], exact, rtol=3e-2, atol=1e-2)
+    assert not padded[:, 7:].any()
+    assert not padded[:, :, 9:].any()
+
+
+def test_rotated_squares_of_half_precision_on_indices():
+    a, g = OneHot(torch.tensor([[1, 0, 1, -1], [3, 3, 2, 0]]), 5), torch.randn(2, 2, 4, 1, 7).bfloat16()
+    U_G = torch.linalg.qr(torch.randn(1, 7, 7)).Q
+    exact = Standard(a, g.float()).rotated_squared_sum(None, U_G)
+    found = Standard(a, g).rotated_squared_sum(None, U_G)
+    assert found.dtype == torch.float32
+    assert float((found - exact).norm() / exact.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_records_in_half_precision(name: str):
+    """The same standard form, rounded, in chunks of twice as many examples."""
+    for io in _ios(name, chunk_bytes=1).values():
+        assert not was_half(io)
+        chunks = list(half_chunks(io))
+        assert len(chunks) == io.examples
+        for half, whole in zip(chunks, io.chunks(), strict=True):
+            assert torch.equal(half.g, whole.g.bfloat16())
+            if isinstance(whole.a, OneHot):
+                assert isinstance(half.a, OneHot)
+                assert torch.equal(half.a.index, whole.a.index)
+            else:
+                assert isinstance(half.a, Tensor)
+                assert half.a.dtype == torch.bfloat16
+                assert float((half.a - whole.a).abs().max()) <= 1e-2 * float(whole.a.abs().max())
+        calls = tuple(replace(call, x=_halved(call.x), dy=_halved(call.dy)) for call in io.calls)
+        assert was_half(replace(io, calls=calls))
+
+
+def _halved(t: Tensor | None) -> Tensor | None:
+    return t.bfloat16() if t is not None and t.is_floating_point() else t
 
 
 @pytest.mark.parametrize("masked", [False, True])

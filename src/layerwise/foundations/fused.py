@@ -36,7 +36,7 @@ def gather_(
     check_whole(out, "out")
     check_layers(out, "out", weights, biases)
     if out.numel():
-        _way(out, layers=(weights, biases)).gather_(out, weights, biases, factor, gate)
+        way_of(out, layers=(weights, biases)).gather_(out, weights, biases, factor, gate)
     return out
 
 
@@ -92,7 +92,7 @@ def finish_(
         check_whole(momentum, "momentum")
     if D.numel():
         first = D if momentum is None else momentum
-        way = _way(first, layers=(weights, biases), others=(D,), half=momentum is None)
+        way = way_of(first, layers=(weights, biases), others=(D,), half=momentum is None)
         way.finish_(weights, biases, D, momentum, lr, decay, mu, nesterov, factor, gate)
 
 
@@ -115,7 +115,7 @@ def ema_(
     check_means(mean, new)
     if mean.numel() and new.numel():
         stacks = (mean, new) if mean.ndim == 3 else (mean.unsqueeze(1), new.unsqueeze(1))
-        _way(stacks[0], others=(new,)).ema_(*stacks, weight, divisor)
+        way_of(stacks[0], others=(new,)).ema_(*stacks, weight, divisor)
     return mean
 
 
@@ -126,7 +126,7 @@ def finite_diagonals(new: Float[Tensor, "K *n"]) -> Bool[Tensor, "K"]:
     tensor([ True, False])
     """
     X = new if new.ndim == 2 else new.diagonal(dim1=-2, dim2=-1)
-    return _way(X, half=True).finite_entries(X)
+    return way_of(X, half=True).finite_entries(X)
 
 
 @torch.no_grad()
@@ -183,7 +183,7 @@ def _adam(M: Tensor, V: Tensor, G: Tensor, out: Tensor | None, numbers: tuple[An
     for name, X in (("M", M), ("V", V), ("the gradient", G), ("out", step)):
         check_whole(X, name)
     if M.numel():
-        _way(M, others=(V, G, step)).adam_(M, V, G, step, *numbers)
+        way_of(M, others=(V, G, step)).adam_(M, V, G, step, *numbers)
     return step
 
 
@@ -203,7 +203,7 @@ def momentum_half_(
     """
     check_whole(M, "M")
     check_whole(G, "G")
-    return _way(M, others=(G,)).momentum_half_(M, G, mu, nesterov, gate)
+    return way_of(M, others=(G,)).momentum_half_(M, G, mu, nesterov, gate)
 
 
 @torch.no_grad()
@@ -217,13 +217,13 @@ def dot(X: Float[Tensor, "K *n"], Y: Float[Tensor, "K *n"]) -> Float[Tensor, ""]
     check_whole(Y, "Y")
     if X.ndim == 1 or (X.is_contiguous() and Y.is_contiguous() and X.numel() <= fused_launch.MOST_ENTRIES):
         X, Y = X.reshape(1, -1), Y.reshape(1, -1)
-    return _way(X, others=(Y,), half=True).dot(X, Y)
+    return way_of(X, others=(Y,), half=True).dot(X, Y)
 
 
 # --- which way ----------------------------------------------------------------------------------------------
 
 
-def _way(
+def way_of(
     first: Tensor, *, layers: Sequence[Sequence[Tensor] | None] = (), others: Sequence[Tensor] = (), half: bool = False
 ) -> Any:
     """The kernels, if they run on this device and take all of these; else torch. `first` is float32, or `half`."""

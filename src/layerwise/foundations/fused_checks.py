@@ -1,6 +1,6 @@
 """What the passes of `fused` refuse."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -49,3 +49,14 @@ def check_means(mean: Tensor, new: Tensor) -> None:
     check_whole(mean, "mean")
     if new.shape[-1] > 1 and new.stride(-1) != 1:
         raise InputError(describe(f"new with strides {new.stride()}", "a last stride of 1", "call `.contiguous()`"))
+
+
+def check_alike(first: Tensor, others: Mapping[str, Tensor]) -> None:
+    """Refuse stacks of unlike shapes, or whose matrices do not each lie in one piece."""
+    check_whole(first, "the stack")
+    for name, X in others.items():
+        check_whole(X, name)
+        if X.shape != first.shape:
+            raise InputError(
+                describe(f"{name} of shape {tuple(X.shape)}", f"the shape {tuple(first.shape)}", "pad or cut it")
+            )

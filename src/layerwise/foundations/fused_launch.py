@@ -134,6 +134,48 @@ def dot(X: Tensor, Y: Tensor) -> Tensor:
     return partial.sum()
 
 
+# --- in an eigenbasis ----------------------------------------------------------------------------------------
+
+
+def squares_ema_(s: Tensor, R: Tensor, weight: Tensor, factor: int | float) -> None:
+    """`fused_basis.squares_ema_`."""
+    entries = s[0].numel()
+    with on(s.device):
+        basis_kernels().squares_ema_kernel[(blocks(entries), len(s))](
+            s, R, weight.contiguous(), float(factor), entries, s.stride(0), R.stride(0), **BLOCK
+        )
+
+
+def damped_quotient(
+    R: Tensor,
+    s: Tensor,
+    s_P: Tensor | None,
+    s_Q: Tensor | None,
+    left: Tensor | None,
+    right: Tensor | None,
+    constant: Tensor,
+    out: Tensor,
+) -> None:
+    """`fused_basis.damped_quotient`."""
+    K, O, I = s.shape
+    factors = [None if X is None or left is None else X.contiguous() for X in (s_P, s_Q, left, right)]
+    with on(s.device):
+        basis_kernels().damped_quotient_kernel[(tiles(O, I), K)](
+            R, s, out, *factors, constant.contiguous(), torch.finfo(s.dtype).tiny, O, I, R.stride(0), s.stride(0),
+            out.stride(0), HAS_FACTORS=left is not None, **TILE,
+        )  # fmt: skip
+
+
+def scaled(R: Tensor, a: Tensor | None, b: Tensor | None, out: Tensor) -> None:
+    """`fused_basis.scaled`."""
+    K, O, I = R.shape
+    sides = [None if x is None else x.contiguous() for x in (a, b)]
+    with on(R.device):
+        basis_kernels().scaled_kernel[(tiles(O, I), K)](
+            R, out, *sides, O, I, R.stride(0), out.stride(0), HAS_ROWS=a is not None, HAS_COLUMNS=b is not None, **TILE
+        )
+
+
 # --- launching -----------------------------------------------------------------------------------------------
 
 
@@ -180,3 +222,12 @@ def kernels() -> Any:
     if fused_kernels.triton is None:
         raise InputError(describe("no Triton", "Triton, for these kernels", "ask `available(device)` first"))
     return fused_kernels
+
+
+@cache
+def basis_kernels() -> Any:
+    """Those of `fused_basis`."""
+    kernels()
+    from layerwise.foundations import fused_basis_kernels
+
+    return fused_basis_kernels

@@ -109,3 +109,41 @@ def dot(X: Tensor, Y: Tensor) -> Tensor:
     """`fused.dot`."""
     dtype = torch.promote_types(torch.promote_types(X.dtype, Y.dtype), torch.float32)
     return (X.to(dtype) * Y.to(dtype)).sum()
+
+
+def squares_ema_(s: Tensor, R: Tensor, weight: Tensor, factor: int | float) -> None:
+    """`fused_basis.squares_ema_`."""
+    w, x = per_group(weight, s), factor * R.to(s.dtype).square()
+    moved = torch.where(w == 1, x, s + w * (x - s))
+    s.copy_(torch.where((w != 0) & torch.isfinite(x), moved, s))
+
+
+def damped(
+    s: Tensor, s_P: Tensor | None, s_Q: Tensor | None, left: Tensor | None, right: Tensor | None, constant: Tensor
+) -> Tensor:
+    """What `fused_basis.damped_quotient` divides by."""
+    added = per_group(constant, s)
+    if left is not None and right is not None and s_P is not None and s_Q is not None:
+        added = s_P.unsqueeze(-1) * per_group(right, s) + per_group(left, s) * s_Q.unsqueeze(-2) + added
+    return s + added.clamp_min(torch.finfo(s.dtype).tiny)
+
+
+def damped_quotient(
+    R: Tensor,
+    s: Tensor,
+    s_P: Tensor | None,
+    s_Q: Tensor | None,
+    left: Tensor | None,
+    right: Tensor | None,
+    constant: Tensor,
+    out: Tensor,
+) -> None:
+    """`fused_basis.damped_quotient`."""
+    torch.div(R, damped(s, s_P, s_Q, left, right, constant), out=out)
+
+
+def scaled(R: Tensor, a: Tensor | None, b: Tensor | None, out: Tensor) -> None:
+    """`fused_basis.scaled`."""
+    Y = R.to(torch.promote_types(R.dtype, torch.float32))
+    Y = Y if a is None else Y * a.unsqueeze(-1)
+    out.copy_(Y if b is None else Y * b.unsqueeze(-2))

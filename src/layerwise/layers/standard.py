@@ -15,6 +15,8 @@ from torch import Tensor
 
 from layerwise.layers.one_hot import OneHot
 
+HALF = (torch.bfloat16, torch.float16)
+
 
 class Chunk(ABC):
     """Some examples of one layer."""
@@ -140,8 +142,11 @@ class Standard(Chunk):
         """``Σ_{v,n} (U_Gᵀ (Σ_s g aᵀ) U_A)²``: the diagonal of the exact block in a Kronecker basis.
 
         Rotating a and g costs S (I² + O²) an example, rotating the gradient O I (O + I): the cheaper is taken.
-        `U_A` None stands for the identity.
+        `U_A` None stands for the identity. Gradients of half precision are multiplied in bfloat16 and their squares
+        added in float32: the errors of single products average out over examples.
         """
+        if self.g.dtype in HALF:
+            return self._rotated_squares_by_halves(U_A, U_G)
         s, o = self.g.shape[2], self.g.shape[-1]
         i = self.a.shape[-1]
         if isinstance(self.a, OneHot) or U_A is None or s * (i * i + o * o) <= o * i * (o + i):
@@ -149,3 +154,32 @@ class Standard(Chunk):
             return Standard(a, torch.einsum("vnsko,kop->vnskp", self.g, U_G)).squared_sum()
         grads = self.per_example_grads()
         return torch.einsum("kop,vnkoi,kij->vnkpj", U_G, grads, U_A).square().sum((0, 1))
+
+    def _rotated_squares_by_halves(self, U_A: Tensor | None, U_G: Tensor) -> Float[Tensor, "K O I"]:
+        """`rotated_squared_sum` with bfloat16 operands, whose range is that of float32.
+
+        A basis may be wider than a and g, which zeros then continue: tensor cores want widths of 8 or more.
+        """
+        g, U_G = _widened(self.g.bfloat16(), U_G.shape[-2]), U_G.bfloat16()
+        by_group = g.permute(0, 1, 3, 2, 4)  # V N K S O
+        if isinstance(self.a, OneHot):
+            return Standard(self.a, (by_group @ U_G).transpose(2, 3).float()).squared_sum()
+        U = None if U_A is None else U_A.bfloat16()
+        a = self.a.bfloat16().transpose(1, 2)  # N K S I
+        a = a if U is None else _widened(a, U.shape[-2])
+        (s, o), i = (g.shape[2], g.shape[-1]), a.shape[-1]
+        first = U is None or s * (i * i + o * o) <= o * i * (o + i)
+        if first:
+            by_group, a = by_group @ U_G, a if U is None else a @ U
+            if s == 1:
+                return Standard(a.transpose(1, 2).float(), by_group.transpose(2, 3).float()).squared_sum()
+        grads = by_group.mT @ a
+        if not first:
+            assert U is not None
+            grads = U_G.mT @ grads @ U
+        # a norm adds squares up as it reads them: nothing of the size of all gradients is made in float32
+        return torch.linalg.vector_norm(grads, dim=(0, 1), dtype=torch.float32).square()
+
+
+def _widened(X: Tensor, width: int) -> Tensor:
+    return X if X.shape[-1] == width else torch.nn.functional.pad(X, (0, width - X.shape[-1]))

@@ -7,7 +7,6 @@ from torch import Tensor
 from layerwise.foundations.errors import NumericalError
 from layerwise.foundations.linalg import guarded_eigh
 from layerwise.foundations.linalg.basis_tracking import tracked_basis
-from layerwise.foundations.linalg.half_pairs import HalfPair, rough_product
 from layerwise.optim import stored
 from layerwise.optim.channels import times_inputs
 from layerwise.optim.refined import own_size
@@ -22,31 +21,26 @@ YOUNG_STEPS, YOUNG_SWEEPS = 16, 3
 
 def rotate(state: State, X: Float[Tensor, "*B K O I"]) -> Float[Tensor, "*B K O I"]:
     """``U_Pᵀ X U_Q``."""
-    if "U_P" in state:
-        X = stored.times(stored.matrix(state, "U_P").mT, X)
-    if "U_Q" not in state:
-        return X
-    U = stored.matrix(state, "U_Q")
-    return stored.times(X, U) if isinstance(U, HalfPair) else times_inputs(X, U, state.get("Q_bias"))  # that block is 1
+    P, Q = (stored.matrix(state, name) if name in state else None for name in ("U_P", "U_Q"))
+    if isinstance(P, Tensor) or isinstance(Q, Tensor):
+        X = X if P is None else P.mT @ X  # type: ignore[operator]
+        return X if Q is None else times_inputs(X, Q, state.get("Q_bias"))  # type: ignore[arg-type]  # that block is 1
+    return stored.between(None if P is None else P.mT, X, Q)
 
 
 def unrotate(state: State, Y: Float[Tensor, "*B K O I"]) -> Float[Tensor, "*B K O I"]:
     """``U_P Y U_Qᵀ``. Nothing magnifies its rounding: of a basis that is kept in pairs, the first halves are enough."""
-    for name, left in (("U_P", True), ("U_Q", False)):
-        if name not in state:
-            continue
-        U = stored.matrix(state, name)
-        if isinstance(U, HalfPair):
-            Y = rough_product(U, Y) if left else rough_product(Y, U.mT)
-        else:
-            Y = U @ Y if left else times_inputs(Y, U.mT, state.get("Q_bias"))
-    return Y
+    P, Q = (stored.matrix(state, name) if name in state else None for name in ("U_P", "U_Q"))
+    if isinstance(P, Tensor) or isinstance(Q, Tensor):
+        Y = Y if P is None else P @ Y  # type: ignore[operator]
+        return Y if Q is None else times_inputs(Y, Q.mT, state.get("Q_bias"))  # type: ignore[arg-type]
+    return stored.between(P, Y, None if Q is None else Q.mT, rough=True)
 
 
 def track(state: State, side: str, groups: slice, context: Context, health: Health) -> None:
     """The basis of some groups after their factor has changed: by sweeps of products; at first by eigh."""
     name, M = f"U_{side}", state[side][groups]
-    watch = context.memory.setdefault(name, Watch([True] * len(state[side])))
+    watch = context.memory.setdefault(name, Watch.of(len(state[side])))
     if watch.take_exact(context.step, groups):
         begin(state, side, groups, context, health)
         return

@@ -39,7 +39,7 @@ class EigenFactors(Factors):
         """The basis; eigenvalues in the order of the weight's rows and columns."""
         size = state[side].shape[-1]
         by_products = self.method(power, shape.dtype, shape.device) == "newton" and not self.sua
-        stored.keep(state, f"U_{side}", shape.eye(size), by_products and shape.dtype == torch.float32)
+        stored.keep(state, f"U_{side}", shape.eye(size), self.halves_kept(shape, 1.0) if by_products else 0)
         state[f"s_{side}"] = shape.zeros(shape.outputs if side == "P" else shape.inputs)
 
     def init(self, shape: Shape) -> State:

@@ -30,6 +30,9 @@ from layerwise.optim.solver import SOLVERS
 from layerwise.optim.stack import Stack
 from layerwise.optim.turns import balanced, decomposition_cost, one_by_one
 
+RESTARTS = 2
+"""Layers that are solved exactly before their turn, in one step."""
+
 
 class Layerwise(torch.optim.Optimizer):
     """One optimizer for the whole family ``W ← W − η P⁻ᵖ ∇L Q⁻ᑫ``; the named members are choices of its arguments.
@@ -79,6 +82,8 @@ class Layerwise(torch.optim.Optimizer):
         max_factor: a side longer than this has no factor.
         solver: how inverses, roots and bases are found: "auto", "eigh", "cholesky" or "newton" (products alone,
             warm-started and tested); see `layerwise.optim.solver`.
+        precision: of products where factors are treated by "newton": "high" (pairs of float16, 22 bits), or "half" (11
+            bits, a third of the work and half the state: enough where gradients are computed in bfloat16 and carry 8).
         seed: of sampled labels.
     """
 
@@ -117,11 +122,13 @@ class Layerwise(torch.optim.Optimizer):
         max_factor: int = 8192,
         separate_bias: bool = False,
         solver: str = "auto",
+        precision: str = "high",
         seed: int | torch.Generator = 0,
     ) -> None:
         self.model = unwrap(model)
         self.rule = rule or _rule(left, right, power, basis, damping_split, max_factor)
         self.rule.use_solver(known("solver", solver, SOLVERS))
+        self.rule.precision = known("precision", precision, ("high", "half"))
         self.fallback = fallback_rule(update_fallback)
         self.fallback_lr = fallback_lr
         self._damping = Damping(damping, damping_scale)
@@ -310,6 +317,7 @@ class Layerwise(torch.optim.Optimizer):
             self._stacks = self._build()
         self.steps_taken += 1
         self._health.steps += 1
+        self._restarts_left = RESTARTS
         self._damping.check(self.steps_taken)
         scale, examples = 1.0, 1
         if counts is not None and counts.examples:
@@ -456,6 +464,7 @@ class Layerwise(torch.optim.Optimizer):
             self._damping.relative,
             stack.group,
             examples=examples,
+            statistics=1 + (self.steps_taken - 1) // self.factor_every,
             observes=(self.steps_taken - 1) % self.factor_every == 0,
             gate=self._health.gate,
             shape=stack.shape,
@@ -492,7 +501,9 @@ class Layerwise(torch.optim.Optimizer):
         due = [t.groups for t in turns if young or not all(fresh[t.groups]) or (step - 1 - t.slot) % every == 0]
         if self.processes.count == 1:
             refused = stack.rule.overdue(context) - {k for groups in due for k in range(groups.start, groups.stop)}
-            due += [g for _, g in stack.slices() if not refused.isdisjoint(range(g.start, g.stop))]
+            before_turn = [g for _, g in stack.slices() if not refused.isdisjoint(range(g.start, g.stop))]
+            due += before_turn[: self._restarts_left]  # a few a step, so that no step is slow
+            self._restarts_left -= min(self._restarts_left, len(before_turn))
         owners = self.processes.owners([float(groups.stop - groups.start) for groups in due])
         for groups, owner in zip(due, owners, strict=True):
             if not self._ready(stack, groups):

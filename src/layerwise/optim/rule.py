@@ -110,6 +110,8 @@ class Context:
     weight: Float[Tensor, "K O I"] | None = None
     examples: int = 1
     """Of this step's batch, where known."""
+    statistics: int = 1
+    """How often statistics were due so far."""
     observes: bool = True
     """Whether this step takes statistics of the gradient (`factor_every`)."""
     gate: Tensor | None = None
@@ -137,7 +139,7 @@ class Health:
     fallbacks: int = 0
     """Decompositions that failed and kept the last good one."""
     refusals: int = 0
-    """Refinements by products that failed their test; the exact solution came two steps later."""
+    """Refinements by products that failed their test; a further one, or the exact solution, came two steps later."""
     condition: dict[str, float] = field(default_factory=dict)
     """Largest condition number of each layer's damped factors, at the last refresh."""
     damping: dict[str, float] = field(default_factory=dict)
@@ -178,6 +180,8 @@ class UpdateRule(ABC):
     """Whether output gradients must be recorded."""
     solver: str = "auto"
     """How inverses, roots and bases are found: see `layerwise.optim.solver`."""
+    precision: str = "high"
+    """Of products on a GPU: "high", pairs of float16, or "half", one; see `Layerwise`."""
     takes_rows: bool = False
     """Whether it can observe rows in place of moments; see `Observation.inputs`."""
     keeps_recorded: bool = False

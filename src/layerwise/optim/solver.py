@@ -7,8 +7,9 @@
 | "newton" | the last inverse, refined by products | the last basis, refined by products |
 | "auto" | "newton" in float32 on a GPU, else "cholesky" | "newton" in float32 on a GPU, else "eigh" (SOAP: QR) |
 
-"newton" begins with an exact solution. A refined inverse is tested on the device; one that fails the test is left as it
-was, and the host, who hears of it two steps later, has that factor solved exactly. So no step waits for the device.
+"newton" begins with an exact solution. A refined inverse is tested on the device. One that is not good enough yet is
+refined once more two steps later, when the host has heard of it; one that does not converge is left as it was, and then
+solved exactly. So no step waits for the device.
 """
 
 from collections import deque
@@ -20,6 +21,7 @@ from torch import Tensor
 from layerwise.foundations.errors import InputError, describe
 
 SOLVERS = ("auto", "eigh", "cholesky", "newton")
+FINE, REFINE, EXACT = 0, 1, 2
 LAG = 2
 """Steps after which the host may read what a device reported, without waiting: it is never so far ahead."""
 
@@ -52,48 +54,56 @@ class Report:
 
     step: int
     groups: slice
-    accepted: Tensor
+    verdict: Tensor
     arrived: "torch.cuda.Event | None"
 
     @classmethod
-    def of(cls, step: int, groups: slice, accepted: Tensor) -> "Report":
+    def of(cls, step: int, groups: slice, verdict: Tensor) -> "Report":
         """Send it; nobody waits."""
-        if accepted.device.type != "cuda":
-            return cls(step, groups, accepted, None)
-        here = torch.empty(accepted.shape, dtype=torch.bool, pin_memory=True)
-        here.copy_(accepted, non_blocking=True)
+        if verdict.device.type != "cuda":
+            return cls(step, groups, verdict, None)
+        here = torch.empty(verdict.shape, dtype=verdict.dtype, pin_memory=True)
+        here.copy_(verdict, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
         return cls(step, groups, here, arrived)
 
-    def read(self) -> list[bool]:
+    def read(self) -> list[int]:
         """By now it is here."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        return self.accepted.tolist()
+        return self.verdict.tolist()
 
 
 @dataclass
 class Watch:
-    """Which groups of one factor must be solved exactly: new ones, and those whose refinement was refused."""
+    """What each group of one factor needs before its turn: nothing, a further refinement, or an exact solution.
 
-    exact: list[bool]
+    New groups begin with `EXACT`.
+    """
+
+    needs: list[int]
     _posted: deque[Report] = field(default_factory=deque)
 
-    def post(self, step: int, groups: slice, accepted: Tensor) -> None:
+    @classmethod
+    def of(cls, groups: int) -> "Watch":
+        """Of a factor that has never been solved."""
+        return cls([EXACT] * groups)
+
+    def post(self, step: int, groups: slice, verdict: Tensor) -> None:
         """Tell the host, in two steps' time."""
-        self._posted.append(Report.of(step, groups, accepted))
+        self._posted.append(Report.of(step, groups, verdict))
 
     def hear(self, step: int) -> None:
         """Take in the reports that are old enough."""
         while self._posted and self._posted[0].step <= step - LAG:
             report = self._posted.popleft()
-            for place, fine in zip(range(report.groups.start, report.groups.stop), report.read(), strict=True):
-                self.exact[place] = self.exact[place] or not fine
+            for place, need in zip(range(report.groups.start, report.groups.stop), report.read(), strict=True):
+                self.needs[place] = max(self.needs[place], need)
 
     def take_exact(self, step: int, groups: slice) -> bool:
         """Whether these groups are to be solved exactly; they then have been."""
         self.hear(step)
-        wanted = any(self.exact[groups])
-        self.exact[groups] = [False] * (groups.stop - groups.start)
+        wanted = max(self.needs[groups]) == EXACT
+        self.needs[groups] = [FINE] * (groups.stop - groups.start)
         return wanted

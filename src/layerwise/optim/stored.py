@@ -1,4 +1,4 @@
-"""Matrices that every step multiplies by: float32, or pairs of float16 where a GPU's tensor cores multiply them.
+"""Matrices that every step multiplies by: float32, or halves (float16) where a GPU's tensor cores multiply them.
 
 A matrix that is kept as a pair has the state ``name`` ``[K, 2, n, n]`` (hi, lo) and beside it ``name_scale`` ``[K]``.
 What is saved is float32 without padding, so that a checkpoint does not depend on the device.
@@ -7,70 +7,98 @@ What is saved is float32 without padding, so that a checkpoint does not depend o
 import re
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.linalg import triton_products
-from layerwise.foundations.linalg.half_pairs import HalfPair, product, split
+from layerwise.foundations.linalg.half_pairs import halved, scaled_product, split
+from layerwise.foundations.linalg.halves import Half, HalfPair
 from layerwise.foundations.linalg.products import HALF_PAIRS, TORCH, Products
 from layerwise.optim.rule import Shape, State
 
 ALL = slice(None)
+Kept = Tensor | HalfPair | Half
 
 
-def keep(state: State, name: str, X: Tensor, as_pair: bool) -> None:
-    """Begin to keep a matrix."""
-    if not as_pair:
+def keep(state: State, name: str, X: Tensor, halves: int) -> None:
+    """Begin to keep a matrix: as it is (0), as its first half (1), or as a pair (2)."""
+    if not halves:
         state[name] = X
         return
     pair = split(X)
-    state[name], state[f"{name}_scale"] = torch.stack([pair.hi, pair.lo], dim=1), pair.scale
+    state[name], state[f"{name}_scale"] = torch.stack([pair.hi, pair.lo][:halves], dim=1), pair.scale
 
 
-def is_paired(state: State, name: str) -> bool:
-    """Whether a matrix is kept as a pair."""
+def is_halved(state: State, name: str) -> bool:
+    """Whether a matrix is kept in halves."""
     return f"{name}_scale" in state
 
 
-def matrix(state: State, name: str, groups: slice = ALL) -> Tensor | HalfPair:
+def matrix(state: State, name: str, groups: slice = ALL) -> Tensor | HalfPair | Half:
     """A matrix as it is kept."""
-    if not is_paired(state, name):
-        return state[name][groups]
     halves = state[name][groups]
-    return HalfPair(halves[:, 0], halves[:, 1], state[f"{name}_scale"][groups])
+    if not is_halved(state, name):
+        return halves
+    scale = state[f"{name}_scale"][groups]
+    return Half(halves[:, 0], scale) if halves.shape[1] == 1 else HalfPair(halves[:, 0], halves[:, 1], scale)
 
 
 def value(state: State, name: str, groups: slice = ALL) -> Tensor:
     """A matrix in float32 (or float64)."""
     found = matrix(state, name, groups)
+    if isinstance(found, Half):
+        return found.hi.float() / found.scale[:, None, None]
     return found.value() if isinstance(found, HalfPair) else found
+
+
+def operand(state: State, name: str, groups: slice) -> Tensor | HalfPair:
+    """A matrix to be refined: the pair, where one is kept, else its value."""
+    found = matrix(state, name, groups)
+    return found if isinstance(found, HalfPair) else value(state, name, groups)
 
 
 def write(state: State, name: str, groups: slice, X: Tensor, good: Tensor | None = None) -> None:
     """Replace some groups; where `good` is false they keep what they have."""
-    if not is_paired(state, name):
+    if not is_halved(state, name):
         old = state[name][groups]
         old.copy_(X if good is None else torch.where(good.view(-1, *[1] * (X.ndim - 1)), X, old))
         return
     halves, scale = state[name][groups], state[f"{name}_scale"][groups]
-    if triton_products.available(X.device):
+    if halves.shape[1] == 2 and triton_products.available(X.device):
         triton_products.split(X, out=HalfPair(halves[:, 0], halves[:, 1], scale), where=good)
         return
-    pair = split(X)
-    for place, half in enumerate((pair.hi, pair.lo)):
+    pair = halved(X) if halves.shape[1] == 1 else split(X)
+    for place, half in enumerate((pair.hi, pair.lo) if isinstance(pair, HalfPair) else (pair.hi,)):
         halves[:, place] = half if good is None else torch.where(good.view(-1, 1, 1), half, halves[:, place])
     scale.copy_(pair.scale if good is None else torch.where(good, pair.scale, scale))
 
 
 def products_of(state: State, name: str) -> Products:
     """How a matrix is multiplied while it is refined: as it is kept."""
-    return HALF_PAIRS if is_paired(state, name) else TORCH
+    return HALF_PAIRS if is_halved(state, name) else TORCH
 
 
-def times(A: Tensor | HalfPair, B: Tensor | HalfPair) -> Tensor:
-    """``A B``, in pairs where one of the two is."""
-    if isinstance(A, Tensor) and isinstance(B, Tensor):
-        return A @ B
-    return product(A if isinstance(A, HalfPair) else split(A), B if isinstance(B, HalfPair) else split(B))
+def between(left: Kept | None, X: Float[Tensor, "K O I"], right: Kept | None, rough: bool = False) -> Tensor:
+    """``left X right``, either of which may be missing; in first halves where one is kept so, or if it may be `rough`."""
+    kept = [M for M in (left, right) if M is not None]
+    if all(isinstance(M, Tensor) for M in kept):
+        X = X if left is None else left @ X  # type: ignore[operator]
+        return X if right is None else X @ right  # type: ignore[operator]
+    rough = rough or any(isinstance(M, Half) for M in kept)
+    C, scale = X, None
+    for M, first in ((left, True), (right, False)):
+        if M is not None:
+            A, B = (_operand(M, rough), _operand(C, rough)) if first else (_operand(C, rough), _operand(M, rough))
+            C, more = scaled_product(A, B)
+            scale = more if scale is None else scale * more
+    # The scales are powers of two: they are carried along, and taken out once.
+    return C if scale is None else C.mul_(scale.reciprocal().view(-1, 1, 1))
+
+
+def _operand(M: Kept, rough: bool) -> HalfPair | Half:
+    if rough:
+        return halved(M)
+    return split(M) if isinstance(M, Tensor) else M  # type: ignore[return-value]
 
 
 # --- what is saved -----------------------------------------------------------------------------------------
@@ -92,7 +120,7 @@ def portable(state: State, shape: Shape) -> State:
     """The same without pairs and padding."""
     found: State = {}
     for name in state:
-        if name.endswith("_scale") and is_paired(state, name.removesuffix("_scale")):
+        if name.endswith("_scale") and is_halved(state, name.removesuffix("_scale")):
             continue
         X = value(state, name)
         found[name] = X[(ALL, *(slice(size) for size in own_size(name, X, shape)))]

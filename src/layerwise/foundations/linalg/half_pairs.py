@@ -120,6 +120,21 @@ def product(
     return (C, A.scale * B.scale) if out_scaled else _unscaled(C, A, B)
 
 
+def scaled_product(A: HalfPair | Half, B: HalfPair | Half) -> tuple[Tensor, Tensor]:
+    """``(C, scale)`` with ``A B = C/scale``, of pairs or of halves: a chain of products need divide only once.
+
+    On a GPU these are cuBLAS's products, which for large matrices are faster than Triton's.
+
+    >>> C, scale = scaled_product(halved(torch.eye(2)), halved(torch.eye(2)))
+    >>> (C / scale).tolist()
+    [[1.0, 0.0], [0.0, 1.0]]
+    """
+    if isinstance(A, HalfPair) and isinstance(B, HalfPair):
+        return product(A, B, out_scaled=True)
+    _check_axes(A, B)
+    return _summed([(A.hi, B.hi)]), A.scale * B.scale
+
+
 def multiply(
     A: Float[Tensor, "..."] | HalfPair, B: Float[Tensor, "..."] | HalfPair, *, symmetric: bool = False
 ) -> Tensor:

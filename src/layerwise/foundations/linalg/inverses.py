@@ -87,7 +87,7 @@ def product_inverse(
 
 
 def refined_inverse(
-    M: Float[Tensor, "*batch n n"],
+    M: Float[Tensor, "*batch n n"] | HalfPair,
     guess: Float[Tensor, "*batch n n"] | HalfPair,
     steps: int = 1,
     products: Products = TORCH,
@@ -113,11 +113,16 @@ def refined_inverse(
         X_ = products.prepared(operand, definite=True)
         R = products.precise(X_, damped, alpha=-1, identity=1)
         X = operand = products.rough(R, X_, add=X, symmetric=True)  # rounding would grow in the antisymmetric part
-    return X, *inverse_errors(M, X, probes)
+    if isinstance(damped, HalfPair):  # thin products in float32 would cost as much as all others
+        return X, *inverse_errors(damped, products.prepared(X, definite=True), probes, products)
+    return X, *inverse_errors(damped, X, probes)
 
 
 def inverse_errors(
-    M: Float[Tensor, "*batch n n"], X: Float[Tensor, "*batch n n"], probes: Float[Tensor, "n k"] | None = None
+    M: Float[Tensor, "*batch n n"] | HalfPair,
+    X: Float[Tensor, "*batch n n"] | HalfPair,
+    probes: Float[Tensor, "n k"] | None = None,
+    products: Products = TORCH,
 ) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
     """How far X is from ``M⁻¹``, in four products with a few columns, v among them: the residual and the radius.
 
@@ -132,14 +137,16 @@ def inverse_errors(
     >>> round(float(residual), 4), round(float(radius), 4)
     (0.1111, 0.1)
     """
-    v = probe_columns(M.shape[-1], like=M) if probes is None else probes.to(M)
-    u, v = X @ v, v.expand(*M.shape[:-2], *v.shape)
-    M_u, M_v = (M @ torch.cat([u, v], -1)).tensor_split(2, -1)
+    like = M.scale if isinstance(M, HalfPair) else M
+    v = probe_columns(M.shape[-1], like=like) if probes is None else probes.to(like)
+    v = v.expand(*M.shape[:-2], *v.shape)
+    u = products.precise(X, v)
+    M_u, M_v = products.precise(M, torch.cat([u, v], -1)).tensor_split(2, -1)
     r = v - M_u
-    e, XM_v = (X @ torch.cat([r, M_v], -1)).tensor_split(2, -1)
-    norms = torch.cat([r - M @ e, v - XM_v, e, r, v, u], -1).norm(dim=-2).unflatten(-1, (6, -1))
+    e, XM_v = products.precise(X, torch.cat([r, M_v], -1)).tensor_split(2, -1)
+    norms = torch.cat([r - products.precise(M, e), v - XM_v, e, r, v, u], -1).norm(dim=-2).unflatten(-1, (6, -1))
     # Nothing over nothing is zero.
-    ratios = norms[..., :3, :] / norms[..., 3:, :].clamp(min=torch.finfo(M.dtype).tiny)
+    ratios = norms[..., :3, :] / norms[..., 3:, :].clamp(min=torch.finfo(v.dtype).tiny)
     radius = _or_infinite(ratios[..., 0, :].amax(-1))
     on_images, on_random = ratios[..., 1:, :].square().mean(-1).sqrt().unbind(-1)
     residual = torch.maximum(on_random, (on_random * on_images).sqrt() / 2) / (1 - radius).clamp(min=0)

@@ -1,0 +1,82 @@
+"""What a step does entry by entry in an eigenbasis, in one pass each; the rules are those of `fused`."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.foundations import fused
+from layerwise.foundations.fused_checks import check_alike, check_whole
+
+
+@torch.no_grad()
+def squares_ema_(
+    s: Float[Tensor, "K O I"], R: Float[Tensor, "K O I"], weight: Float[Tensor, "K"], factor: int | float = 1.0
+) -> Float[Tensor, "K O I"]:
+    """Move running means towards ``factor · R²``.
+
+        s ← s + weight·(factor·R² − s)
+
+    A weight of 0 leaves its matrix unchanged whatever R is; elsewhere an entry whose square is not finite leaves its
+    own mean unchanged. (That a whole matrix be left out for one entry would take another pass over R, and gradients
+    have passed a gate before.)
+
+    >>> squares_ema_(torch.ones(1, 1, 2), torch.tensor([[[3.0, torch.inf]]]), torch.tensor([0.5]), 2.0)
+    tensor([[[9.5000, 1.0000]]])
+    """
+    check_alike(s, {"R": R})
+    if s.numel():
+        fused.way_of(s, others=(R,)).squares_ema_(s, R, weight, factor)
+    return s
+
+
+@torch.no_grad()
+def damped_quotient(
+    R: Float[Tensor, "K O I"],
+    s: Float[Tensor, "K O I"],
+    s_P: Float[Tensor, "K O"] | None,
+    s_Q: Float[Tensor, "K I"] | None,
+    left: Float[Tensor, "K"] | None,
+    right: Float[Tensor, "K"] | None,
+    constant: Float[Tensor, "K"],
+    out: Float[Tensor, "K O I"] | None = None,
+) -> Float[Tensor, "K O I"]:
+    """Divide by damped eigenvalues, what is added to them at least the least normal number.
+
+        Yᵢⱼ = Rᵢⱼ / (sᵢⱼ + max(s_Pᵢ·right + left·s_Qⱼ + constant, tiny))
+
+    Without `left` and `right` (then the factors' eigenvalues are not asked for) only the constant is added. `out` may
+    be R, or of half precision.
+
+    >>> one, two = torch.ones(1), torch.full((1, 1), 2.0)
+    >>> damped_quotient(torch.full((1, 1, 1), 12.0), torch.ones(1, 1, 1), two, 3 * two, one, one, 3 * one)
+    tensor([[[1.]]])
+    """
+    out = _room(R, out)
+    check_alike(s, {"R": R, "out": out})
+    if s.numel():
+        fused.way_of(s, others=(R, out)).damped_quotient(R, s, s_P, s_Q, left, right, constant, out)
+    return out
+
+
+@torch.no_grad()
+def scaled(
+    R: Float[Tensor, "K O I"],
+    a: Float[Tensor, "K O"] | None,
+    b: Float[Tensor, "K I"] | None,
+    out: Float[Tensor, "K O I"] | None = None,
+) -> Float[Tensor, "K O I"]:
+    """``Rᵢⱼ aᵢ bⱼ``: rows and columns scaled, or one of the two alone. `out` may be R, or of half precision.
+
+    >>> scaled(torch.ones(1, 1, 2), torch.tensor([[3.0]]), torch.tensor([[1.0, 2.0]]))
+    tensor([[[3., 6.]]])
+    """
+    out = _room(R, out)
+    check_alike(R, {"out": out})
+    if R.numel():
+        fused.way_of(R, others=(out, *(x for x in (a, b) if x is not None)), half=True).scaled(R, a, b, out)
+    return out
+
+
+def _room(R: Tensor, out: Tensor | None) -> Tensor:
+    check_whole(R, "R")
+    return torch.empty(R.shape, dtype=R.dtype, device=R.device) if out is None else out

@@ -1,0 +1,31 @@
+"""Recorded inputs and output gradients in bfloat16, for statistics that a GPU's tensor cores make."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from layerwise.layers.io import RecordedIO
+from layerwise.layers.standard import HALF, Standard
+
+
+@dataclass(frozen=True)
+class HalfIO(RecordedIO):
+    """The same layer; its standard form is in bfloat16, which has the range of float32."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the standard form."""
+        return torch.bfloat16
+
+
+def was_half(io: RecordedIO) -> bool:
+    """Whether a layer computed in half precision, so that its records lose nothing (float16: little) in bfloat16."""
+    floats = [t for call in io.calls for t in (call.x, call.dy) if t is not None and t.is_floating_point()]
+    return all(t.dtype in HALF for t in floats)
+
+
+def half_chunks(io: RecordedIO) -> Iterator[Standard]:
+    """`RecordedIO.chunks` in bfloat16."""
+    for part in io.parts(io._bytes_per_example(gradients=True) / 2):
+        yield HalfIO(part.spec, part.calls, part.examples, part.mask, part.chunk_bytes).standard()
