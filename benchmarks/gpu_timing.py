@@ -11,8 +11,8 @@ from gpu_rows import EVERY, Made, Row
 from measure import reason
 from torch import Tensor
 
-WARM_UP = 21
-"""Steps before the first one that counts: refreshes come often while statistics are young."""
+WARM_UP = 41
+"""Steps before the first one that counts: refreshes come often while statistics are young, and are then recorded."""
 BLOCK = 5
 """Iterations without optimizer between two cycles."""
 SYNC_STEPS = 12

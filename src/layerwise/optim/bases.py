@@ -9,14 +9,14 @@ from layerwise.foundations.linalg import guarded_eigh
 from layerwise.foundations.linalg.basis_tracking import tracked_basis
 from layerwise.optim import stored
 from layerwise.optim.channels import times_inputs
-from layerwise.optim.refined import own_size
+from layerwise.optim.refined import own_size, watch_of
 from layerwise.optim.rule import Context, Health, State
-from layerwise.optim.solver import Watch
+from layerwise.optim.solver import FAILED, FINE, Plan
 from layerwise.optim.stored import products_of
 
 BASIS = ("U_P", "U_P_scale", "s_P", "U_Q", "U_Q_scale", "s_Q")
-YOUNG_STEPS, YOUNG_SWEEPS = 16, 3
-"""While statistics begin, a basis turns fast: more sweeps."""
+YOUNG_SWEEPS = 3
+"""While statistics begin, a basis turns fast."""
 
 
 def rotate(state: State, X: Float[Tensor, "*B K O I"]) -> Float[Tensor, "*B K O I"]:
@@ -37,17 +37,16 @@ def unrotate(state: State, Y: Float[Tensor, "*B K O I"]) -> Float[Tensor, "*B K 
     return stored.between(P, Y, None if Q is None else Q.mT, rough=True)
 
 
-def track(state: State, side: str, groups: slice, context: Context, health: Health) -> None:
+def track(state: State, side: str, groups: slice, context: Context, health: Health, plan: Plan) -> None:
     """The basis of some groups after their factor has changed: by sweeps of products; at first by eigh."""
     name, M = f"U_{side}", state[side][groups]
-    watch = context.memory.setdefault(name, Watch.of(len(state[side])))
-    if watch.take_exact(context.step, groups):
+    if name in plan.exact:
         begin(state, side, groups, context, health)
         return
-    sweeps = YOUNG_SWEEPS if context.step < YOUNG_STEPS else 1
-    U, values, _ = tracked_basis(M, stored.value(state, name, groups), sweeps=sweeps, products=products_of(state, name))
+    sweeps, products = YOUNG_SWEEPS if plan.young else 1, products_of(state, name)
+    U, values, _ = tracked_basis(M, stored.value(state, name, groups), sweeps=sweeps, products=products)
     good = torch.isfinite(values).all(-1)
-    health.count("fallbacks", (~good).sum())
+    watch_of(state, name, context).verdict[groups] = torch.where(good, FINE, FAILED).to(torch.int8)
     stored.write(state, name, groups, U, good)
     stored.write(state, f"s_{side}", groups, values.clamp_min(0), good)
 

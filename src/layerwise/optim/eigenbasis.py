@@ -1,7 +1,7 @@
 """Rules that step in an eigenbasis of the factors, with a second moment of their own for every entry there."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -9,9 +9,12 @@ from torch import Tensor
 
 from layerwise.foundations.errors import NumericalError
 from layerwise.foundations.fused import ema_, rotated_adam_
-from layerwise.foundations.kronecker import split_spectrum
+from layerwise.foundations.fused_basis import damped_quotient, squares_ema_
+from layerwise.foundations.fused_reference import damped
+from layerwise.foundations.kronecker import split_damping
 from layerwise.foundations.linalg import guarded_eigh
 from layerwise.foundations.linalg.basis_tracking import carried
+from layerwise.layers.half_io import half_chunks, was_half
 from layerwise.layers.one_hot import OneHot
 from layerwise.layers.standard import Standard
 from layerwise.optim import stored
@@ -20,7 +23,7 @@ from layerwise.optim.bases import BASIS, rotate, track, unrotate
 from layerwise.optim.channels import times_inputs, whole_spectrum
 from layerwise.optim.elementwise import average_squares_
 from layerwise.optim.factors import Factors, check_side, gradient_moment
-from layerwise.optim.rule import Context, Health, Observation, Shape, State
+from layerwise.optim.rule import Context, Health, Observation, Recorded, Shape, State
 from layerwise.optim.solver import method
 from layerwise.optim.stored import products_of
 
@@ -60,9 +63,10 @@ class EigenFactors(Factors):
 
     def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:
         """Eigenvectors of the factors."""
+        plan = self.plan(state, groups, context, health) if context.plan is None else context.plan
         for side in ("P", "Q"):
             if side in state:
-                self._refresh_side(state, side, groups, context, health)
+                self._refresh_side(state, side, groups, replace(context, plan=plan), health)
         health.refreshes += 1
 
     def tracked(self, state: State, side: str) -> bool:
@@ -76,7 +80,7 @@ class EigenFactors(Factors):
             state[f"s_{side}"][groups] = M
             return
         if self.tracked(state, side):
-            track(state, side, groups, context, health)
+            track(state, side, groups, context, health, context.plan)
             return
         try:
             values, vectors = guarded_eigh(M, name="factor")
@@ -121,35 +125,68 @@ class CorrectedEigenvalues(EigenFactors):
 
     def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:
         """Basis, and the factors' own eigenvalues as scalings until better ones come."""
+        context.memory.pop("rotated", None)
         super().refresh(state, groups, context, health)
         state["s"][groups] = state["s_P"][groups].unsqueeze(-1) * state["s_Q"][groups].unsqueeze(-2)
 
     def rescale(self, state: State, seen: Observation | None, grad: Tensor, context: Context) -> None:
         """Scalings in the present basis."""
         if self.scaling == "running":
-            squares = context.examples * self.rotate(state, grad).square()
-            good = torch.isfinite(squares.flatten(1).sum(1)).view(-1, 1, 1)
-            good = good if context.gate is None else good & context.gate
-            state["s"].copy_(torch.where(good, torch.lerp(squares, state["s"], self.scaling_decay), state["s"]))
+            R = self.rotate(state, grad).contiguous()
+            context.memory["rotated"] = (context.step, grad, grad._version, R)
+            self._rescale_by_gradient(state, R, context)
         elif self.scaling == "batch" and seen is not None:
             self._rescale_by_examples(state, seen, context)
 
+    def _rescale_by_gradient(self, state: State, R: Tensor, context: Context) -> None:
+        """Squares of the batch gradient in the basis; a group where they are not finite keeps its scalings.
+
+        Behind a gate the gradient is known to be finite: there only single squares that overflow are left out.
+        """
+        if context.gate is not None and R.dtype == torch.float32:
+            weight = (context.gate.to(R) * (1 - self.scaling_decay)).expand(len(R))
+            squares_ema_(state["s"], R, weight, context.examples)
+            return
+        squares = context.examples * R.square()
+        good = torch.isfinite(squares.flatten(1).sum(1)).view(-1, 1, 1)
+        good = good if context.gate is None else good & context.gate
+        state["s"].copy_(torch.where(good, torch.lerp(squares, state["s"], self.scaling_decay), state["s"]))
+
     def _rescale_by_examples(self, state: State, seen: Observation, context: Context) -> None:
         """Squares of per-example gradients in the basis, summed over examples (and processes)."""
-        totals, start = torch.zeros_like(state["s"]), 0
+        totals, start = [], 0
         for calls, k in zip(seen.recorded, seen.groups, strict=True):
-            groups = slice(start, start + k)
-            basis = self._own_basis(state, groups, context.shape)
-            for io, factor, _ in calls:
-                for chunk in io.chunks():
-                    assert isinstance(chunk, Standard)
-                    totals[groups] += factor**2 * self._squares(basis, chunk).to(totals)
+            totals.append(self._squares_of_layer(state, slice(start, start + k), calls, context))
             start += k
-        s = seen.add_up([totals])[0] / seen.examples
-        good = torch.isfinite(s.flatten(1).sum(1))
-        good = good if seen.seen is None else good & seen.seen
-        good = good if context.gate is None else good & context.gate
-        state["s"].copy_(torch.where(good.view(-1, 1, 1), s, state["s"]))
+        start = 0
+        for total in seen.add_up(totals):
+            groups = slice(start, start + len(total))
+            good = torch.isfinite(total.flatten(1).sum(1) / seen.examples)
+            good = good if seen.seen is None else good & seen.seen[groups]
+            good = good if context.gate is None else good & context.gate
+            ema_(state["s"][groups], total, good.to(total.dtype), seen.examples)
+            start += len(total)
+
+    def _squares_of_layer(self, state: State, groups: slice, calls: list[Recorded], context: Context) -> Tensor:
+        """Of one layer, summed over its backwards; in half precision where a GPU's layer computed in it."""
+        s, total = state["s"][groups], None
+        half = self._by_halves(s.device, calls)
+        basis = self._own_basis(state, groups, None if half else context.shape) if calls else {}
+        if half:
+            basis = {name: U.bfloat16() for name, U in basis.items()}
+        for io, factor, _ in calls:
+            for chunk in half_chunks(io) if half else io.chunks():
+                assert isinstance(chunk, Standard)
+                found = (
+                    chunk.rotated_squared_sum(basis.get("U_Q"), basis["U_P"]) if half else self._squares(basis, chunk)
+                )
+                squares = factor**2 * found.to(s)
+                total = squares if total is None else total.add_(squares)
+        return torch.zeros_like(s) if total is None else total.contiguous()
+
+    def _by_halves(self, device: torch.device, calls: list[Recorded]) -> bool:
+        """Not with a basis on channels, which has products of its own."""
+        return device.type == "cuda" and not self.sua and all(was_half(io) for io, _, _ in calls)
 
     @staticmethod
     def _own_basis(state: State, groups: slice, shape: Shape | None) -> State:
@@ -175,26 +212,41 @@ class CorrectedEigenvalues(EigenFactors):
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
     ) -> Float[Tensor, "K O I"]:
         """Divide by the damped scalings, in the basis."""
-        return self.unrotate(state, self.rotate(state, grad) / self._damped(state, context))
+        R = self._rotated(state, grad, context)
+        out = None if R is grad else R
+        Y = damped_quotient(R, state["s"], state["s_P"], state["s_Q"], *self._added(state, context), out=out)
+        return self.unrotate(state, Y)
+
+    def _rotated(self, state: State, grad: Tensor, context: Context) -> Tensor:
+        """The gradient in the basis: from `rescale`, if that was of this gradient at this step, and used once."""
+        step, same, version, R = context.memory.pop("rotated", (0, None, 0, None))
+        if R is not None and same is grad and (step, version) == (context.step, grad._version):
+            return R
+        return self.rotate(state, grad).contiguous()
+
+    def _added(self, state: State, context: Context) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """(left, right, constant), one number a group: ``s_P·right + left·s_Q + constant`` is added to the scalings.
+
+        A relative damping of factors that are still zero adds 1.
+        """
+        s, s_P, s_Q, damping = state["s"], state["s_P"], state["s_Q"], context.damping
+        O, I = s.shape[-2:] if context.shape is None else (context.shape.own_outputs, context.shape.own_inputs)
+        if self.split == "exact" and context.relative:
+            mean = s.sum((-2, -1)) / (O * I)
+            return None, None, torch.where(mean > 0, damping * mean, 1.0)
+        constant = torch.full_like(s_P[:, 0], damping)
+        if self.split == "exact":
+            return None, None, constant
+        mean_P, mean_Q = s_P.sum(-1) / O, s_Q.sum(-1) / I  # padding adds zeros
+        if not context.relative:
+            return *split_damping(damping, self.split, mean_Q, mean_P), constant
+        left, right = damping**0.5 * mean_P, damping**0.5 * mean_Q
+        known = left * right > 0
+        return torch.where(known, left, 0.0), torch.where(known, right, 0.0), torch.where(known, left * right, 1.0)
 
     def _damped(self, state: State, context: Context) -> Tensor:
-        s = state["s"]
-        O, I = s.shape[-2:] if context.shape is None else (context.shape.own_outputs, context.shape.own_inputs)
-        if not context.relative:
-            s_P, s_Q = state["s_P"][..., :O], state["s_Q"][..., :I]
-            added = split_spectrum(context.damping, self.split, s_Q, s_P)
-            pad = (0, s.shape[-1] - I, 0, s.shape[-2] - O)
-            return s + (torch.nn.functional.pad(added, pad, value=1.0) if isinstance(added, Tensor) else added)
-        tiny = torch.finfo(s.dtype).tiny
-        if self.split == "exact":
-            mean = s.sum((-2, -1), keepdim=True) / (O * I)
-            return s + torch.where(mean > 0, (context.damping * mean).clamp_min(tiny), 1.0)
-        d, s_P, s_Q = context.damping**0.5, state["s_P"], state["s_Q"]
-        left, right = d * s_P.sum(-1, keepdim=True) / O, d * s_Q.sum(-1, keepdim=True) / I
-        added = left.unsqueeze(-1) * s_Q.unsqueeze(-2) + s_P.unsqueeze(-1) * right.unsqueeze(-2)
-        added = added + (left * right).unsqueeze(-1)
-        known = (left * right).unsqueeze(-1) > 0
-        return s + torch.where(known, added.clamp_min(tiny), 1.0)
+        """Scalings with what is added."""
+        return damped(state["s"], state["s_P"], state["s_Q"], *self._added(state, context))
 
     def quadratic(self, state: State, D: Float[Tensor, "K O I"]) -> Tensor | None:
         """``Σ s (U_Pᵀ D U_Q)²``."""

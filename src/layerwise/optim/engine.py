@@ -5,6 +5,7 @@ W ← (1 − η·decay) W − η · momentum(clip(graft(P⁻ᵖ ∇L Q⁻ᑫ)))
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from layerwise.optim.capture import Capture, LossScale, Seen
 from layerwise.optim.damping import Damping
 from layerwise.optim.factors import Factors
 from layerwise.optim.graft import Clip, Graft
+from layerwise.optim.graphs import Graphs
 from layerwise.optim.observe import Collector, Sums
 from layerwise.optim.options import check_numbers, fallback_rule, known, parameter_groups, positive
 from layerwise.optim.report import headline, layer_row, measure, table
@@ -30,8 +32,8 @@ from layerwise.optim.solver import SOLVERS
 from layerwise.optim.stack import Stack
 from layerwise.optim.turns import balanced, decomposition_cost, one_by_one
 
-RESTARTS = 2
-"""Layers that are solved exactly before their turn, in one step."""
+GRAPHS = True
+"""Whether refreshes on a GPU are recorded and replayed."""
 
 
 class Layerwise(torch.optim.Optimizer):
@@ -242,8 +244,9 @@ class Layerwise(torch.optim.Optimizer):
         else:
             costs = [decomposition_cost(s.shape, s.rule.refreshes, s.rule.refreshes) for s in stacks]
             turns = balanced(list(zip(layers, costs, strict=True)), self.refresh_every)
+        graphs = Graphs()
         for stack, found in zip(stacks, turns, strict=True):
-            stack.memory["turns"] = found
+            stack.memory |= {"turns": found, "graphs": graphs}
 
     def rule_for(self, spec: LayerSpec, group: Mapping[str, Any]) -> UpdateRule:
         """The rule that a layer gets: the optimizer's own, or the fallback's."""
@@ -317,7 +320,6 @@ class Layerwise(torch.optim.Optimizer):
             self._stacks = self._build()
         self.steps_taken += 1
         self._health.steps += 1
-        self._restarts_left = RESTARTS
         self._damping.check(self.steps_taken)
         scale, examples = 1.0, 1
         if counts is not None and counts.examples:
@@ -499,17 +501,12 @@ class Layerwise(torch.optim.Optimizer):
         young = step < every and step & (step - 1) == 0  # 1, 2, 4, 8, …
         turns = stack.memory["turns"]
         due = [t.groups for t in turns if young or not all(fresh[t.groups]) or (step - 1 - t.slot) % every == 0]
-        if self.processes.count == 1:
-            refused = stack.rule.overdue(context) - {k for groups in due for k in range(groups.start, groups.stop)}
-            before_turn = [g for _, g in stack.slices() if not refused.isdisjoint(range(g.start, g.stop))]
-            due += before_turn[: self._restarts_left]  # a few a step, so that no step is slow
-            self._restarts_left -= min(self._restarts_left, len(before_turn))
         owners = self.processes.owners([float(groups.stop - groups.start) for groups in due])
         for groups, owner in zip(due, owners, strict=True):
             if not self._ready(stack, groups):
                 continue
             if owner == self.processes.rank:
-                stack.rule.refresh(stack.state, groups, context, self._health)
+                self._refresh_groups(stack, groups, context)
             if not all(fresh[groups]):
                 stack.state["fresh"][groups] = 1
                 fresh[groups] = [True] * (groups.stop - groups.start)
@@ -521,6 +518,25 @@ class Layerwise(torch.optim.Optimizer):
                 if name in stack.state
             ]
         )
+
+    def _refresh_groups(self, stack: Stack, groups: slice, context: Context) -> None:
+        rule, state, health = stack.rule, stack.state, self._health
+        plan = rule.plan(state, groups, context, health)
+        context = replace(context, plan=plan)
+        if GRAPHS and not self._waits and plan is not None and not plan.exact and self._repeats(stack):
+            graphs = stack.memory["graphs"]
+            key = (id(stack), groups.start, groups.stop, context.damping, plan)
+            again = graphs.run(key, lambda: rule.refresh(state, groups, context, health), stack.shape.device)
+            health.refreshes += again
+        else:
+            rule.refresh(state, groups, context, health)
+        rule.report(groups, context)
+
+    def _repeats(self, stack: Stack) -> bool:
+        """Whether a refresh can be recorded: one process, a damping that stays as it is, and state alone."""
+        steady = self._damping.schedule is None and not self._damping.adaptive
+        on_gpu = stack.shape.device.type == "cuda"
+        return on_gpu and steady and self.processes.count == 1 and stack.rule.replayable(stack.state)
 
     @staticmethod
     def _fresh(stack: Stack) -> list[bool]:

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.fused_basis import scaled
 from layerwise.foundations.kronecker import split_damping
 from layerwise.foundations.linalg import gram
 from layerwise.foundations.linalg.half_pairs import product, split
@@ -14,14 +15,16 @@ from layerwise.optim import stored
 from layerwise.optim.averaging import finite_moments, update_mean
 from layerwise.optim.bases import BASIS, rotate, track, unrotate
 from layerwise.optim.channels import block_state, mean_input_eigenvalue, times_inputs
-from layerwise.optim.refined import overdue, refine_inverse
+from layerwise.optim.refined import EXACT_STEPS, refine_inverse, watch_of
 from layerwise.optim.roots import condition_numbers, guarded_root, mean_eigenvalue
 from layerwise.optim.rows import average_rows_
 from layerwise.optim.rule import Context, Health, Observation, Shape, State, UpdateRule
-from layerwise.optim.solver import method
+from layerwise.optim.solver import Plan, Watch, method
 
 LEFT = ("outgrads", "gradient", "identity")
 SMALL_POWER = 0.25
+YOUNG_STATISTICS = 20
+"""Until then a new batch weighs more than its steady share."""
 RIGHT = ("inputs", "gradient", "identity")
 
 
@@ -213,6 +216,7 @@ class Factors(UpdateRule):
         """Inverse roots of the damped factors."""
         if "P" not in state and "Q" not in state:
             return
+        plan = self.plan(state, groups, context, health) if context.plan is None else context.plan
         left, right = self.shifts(state, groups, context)
         p, q = self.power
         for side, shift, power in (("P", left, p), ("Q", right, q), ("Q_bias", right, q)):
@@ -220,18 +224,44 @@ class Factors(UpdateRule):
                 continue
             M = state[side][groups]
             if f"U_{side}" in state:
-                track(state, side, groups, context, health)
+                track(state, side, groups, context, health, plan)
             elif M.ndim == 3 and self.method(power, M.dtype, M.device) == "newton" and not self.sua:
-                refine_inverse(state, side, groups, shift, context, health)
+                refine_inverse(state, side, groups, shift, context, plan)
             else:
                 root = state[f"{side}_root"][groups]
                 exact = self.solver == "eigh"
                 root.copy_(guarded_root(M, shift, power, root, health, by_eigh=exact))
         health.refreshes += 1
 
-    def overdue(self, context: Context) -> set[int]:
-        """Groups with an inverse that was refused."""
-        return overdue(context)
+    def watched(self, state: State) -> list[str]:
+        """Matrices that are refined by products."""
+        found = []
+        for side, power in zip(("P", "Q"), self.power, strict=True):
+            if side in state and state[side].ndim == 3 and not self.sua:
+                M = state[side]
+                if self.method(power, M.dtype, M.device) == "newton":
+                    found.append(f"U_{side}" if f"U_{side}" in state else f"{side}_root")
+        return found
+
+    def plan(self, state: State, groups: slice, context: Context, health: Health) -> Plan:
+        """Which matrices are solved exactly."""
+        exact = set()
+        for name in self.watched(state):
+            first = watch_of(state, name, context).take_exact(context.step, groups, health)
+            if first or (name.endswith("_root") and context.step <= EXACT_STEPS):
+                exact.add(name)
+        return Plan(frozenset(exact), context.statistics < YOUNG_STATISTICS)
+
+    def report(self, groups: slice, context: Context) -> None:
+        """Send what the device says of the matrices that were refined."""
+        for watch in context.memory.values():
+            if isinstance(watch, Watch):
+                watch.post(context.step, groups)
+
+    def replayable(self, state: State) -> bool:
+        """Where all factors are refined by products."""
+        factors = [side for side in ("P", "Q") if side in state]
+        return len(factors) > 0 and len(self.watched(state)) == len(factors)
 
     def ready(self, state: State, groups: slice) -> bool:
         """Whether no factor is zero."""
@@ -265,11 +295,14 @@ class Factors(UpdateRule):
     def _in_basis(self, state: State, grad: Tensor, context: Context) -> Tensor:
         """``U_P [(s_P + shift)⁻ᵖ (s_Q + shift)⁻ᑫ ⊙ U_Pᵀ ∇L U_Q] U_Qᵀ``: the same where a basis is kept, not roots."""
         shifts = self.shifts(state, slice(None), context)
+        a, b = (
+            (state[f"s_{side}"] + shift.unsqueeze(-1)).pow(-power)
+            if f"U_{side}" in state and shift is not None
+            else None
+            for side, shift, power in zip(("P", "Q"), shifts, self.power, strict=True)
+        )
         Y = rotate(state, grad)
-        for side, shift, power, axis in zip(("P", "Q"), shifts, self.power, (-1, -2), strict=True):
-            if f"U_{side}" in state and shift is not None:
-                Y = Y * (state[f"s_{side}"] + shift.unsqueeze(-1)).pow(-power).unsqueeze(axis)
-        return unrotate(state, Y)
+        return unrotate(state, scaled(Y, a, b, out=Y))
 
     def quadratic(self, state: State, D: Float[Tensor, "K O I"]) -> Tensor | None:
         """``⟨D, P D Q⟩``."""

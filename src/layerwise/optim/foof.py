@@ -65,6 +65,11 @@ class LocalStep(Factors):
 
     left: str = "identity"
     name = "locoprop"
+
+    def replayable(self, state: State) -> bool:
+        """No: η is part of it."""
+        return False
+
     formula = "∇L (I + ηQ)⁻¹"
 
     def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:

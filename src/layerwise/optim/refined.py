@@ -7,39 +7,43 @@ from layerwise.foundations.linalg.inverses import accepted, product_inverse, ref
 from layerwise.foundations.linalg.outliers import without_outliers
 from layerwise.optim import stored
 from layerwise.optim.roots import mean_eigenvalue
-from layerwise.optim.rule import Context, Health, State
-from layerwise.optim.solver import EXACT, FINE, REFINE, Watch
+from layerwise.optim.rule import Context, State
+from layerwise.optim.solver import FAILED, FINE, REFINED, REFUSED, Plan, Watch
 from layerwise.optim.stored import products_of
 
 EXACT_STEPS = 8
-"""At first, and at the doublings of the first steps, statistics change too much for a refinement."""
+"""In the first steps statistics change too much for a refinement."""
 CONVERGING = 0.7
 """Of the spectral radius of ``I − X M``: below it X is better than what it came from, and a next step will do."""
-YOUNG_STATISTICS, YOUNG_REFINEMENTS = 20, 2
-"""While a new batch weighs more than its steady share, Newton takes two steps."""
+YOUNG_ROUNDS = 2
+"""Newton's steps while a new batch weighs more than its steady share."""
 
 
-def refine_inverse(state: State, side: str, groups: slice, shift: Tensor, context: Context, health: Health) -> None:
+def refine_inverse(state: State, side: str, groups: slice, shift: Tensor, context: Context, plan: Plan) -> None:
     """``(M + shift I)⁻¹`` of some groups: from the last inverse by Newton's steps, or by Cholesky where that is due."""
     name, M = f"{side}_root", state[side][groups]
     products, mean = products_of(state, name), mean_eigenvalue(M)
     damped = M + shift.view(-1, 1, 1) * torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
     damped.diagonal(dim1=-2, dim2=-1)[:, own_size(side, context, M) :] = mean.unsqueeze(-1)  # padding: any number > 0
-    watch = context.memory.setdefault(name, Watch.of(len(state[side])))
     known = mean > 0
-    if watch.take_exact(context.step, groups) or context.step <= EXACT_STEPS:
+    if name in plan.exact:
         X, good = product_inverse(damped, products=products)
-        health.count("fallbacks", (known & ~good).sum())
+        verdict = torch.where(good, FINE, FAILED)
     else:
         M_ = products.prepared(damped, definite=True)
         X = without_outliers(M_, stored.operand(state, name, groups), products=products)
-        steps = YOUNG_REFINEMENTS if context.statistics < YOUNG_STATISTICS else 1
-        X, residual, radius = refined_inverse(M_, X, steps=steps, products=products)
-        fine, good = accepted(residual, radius), radius < CONVERGING
-        health.count("refusals", (known & ~fine).sum())
-        need = torch.where(good, REFINE, EXACT)
-        watch.post(context.step, groups, torch.where(fine | ~known, FINE, need).to(torch.int8))
+        X, residual, radius = refined_inverse(M_, X, steps=YOUNG_ROUNDS if plan.young else 1, products=products)
+        good = radius < CONVERGING
+        verdict = torch.where(accepted(residual, radius), FINE, torch.where(good, REFINED, REFUSED))
+    watch_of(state, name, context).verdict[groups] = torch.where(known, verdict, FINE).to(torch.int8)
     stored.write(state, name, groups, X, good & known)
+
+
+def watch_of(state: State, name: str, context: Context) -> Watch:
+    """The watch over a matrix."""
+    if name not in context.memory:
+        context.memory[name] = Watch.over(len(state[name]), state[name].device)
+    return context.memory[name]
 
 
 def own_size(side: str, context: Context, M: Tensor) -> int:
@@ -47,13 +51,3 @@ def own_size(side: str, context: Context, M: Tensor) -> int:
     if context.shape is None:
         return M.shape[-1]
     return context.shape.own_outputs if side == "P" else context.shape.own_inputs
-
-
-def overdue(context: Context) -> set[int]:
-    """Groups of which an inverse was refused."""
-    found: set[int] = set()
-    for watch in context.memory.values():
-        if isinstance(watch, Watch):
-            watch.hear(context.step)
-            found |= {place for place, need in enumerate(watch.needs) if need != FINE}
-    return found

@@ -112,6 +112,8 @@ class Context:
     """Of this step's batch, where known."""
     statistics: int = 1
     """How often statistics were due so far."""
+    plan: Any = None
+    """Of the refresh under way; None: the rule makes its own."""
     observes: bool = True
     """Whether this step takes statistics of the gradient (`factor_every`)."""
     gate: Tensor | None = None
@@ -229,9 +231,17 @@ class UpdateRule(ABC):
         """Take a solver; a rule that cannot use it says so."""
         self.solver = solver
 
-    def overdue(self, context: Context) -> set[int]:
-        """Groups that are to be refreshed before their turn. None by default."""
-        return set()
+    def plan(self, state: State, groups: slice, context: Context, health: Health) -> Any:
+        """What the host decides about a refresh before the device begins. Nothing by default."""
+        return None
+
+    def report(self, groups: slice, context: Context) -> None:
+        """After a refresh, let the host know how it went. Nothing by default."""
+        return
+
+    def replayable(self, state: State) -> bool:
+        """Whether a refresh only works on the state, in place, and may be recorded. No by default."""
+        return False
 
     def ready(self, state: State, groups: slice) -> bool:
         """Whether there is anything to decompose: a factor that is still zero has no inverse."""

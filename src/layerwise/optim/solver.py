@@ -7,21 +7,23 @@
 | "newton" | the last inverse, refined by products | the last basis, refined by products |
 | "auto" | "newton" in float32 on a GPU, else "cholesky" | "newton" in float32 on a GPU, else "eigh" (SOAP: QR) |
 
-"newton" begins with an exact solution. A refined inverse is tested on the device. One that is not good enough yet is
-refined once more two steps later, when the host has heard of it; one that does not converge is left as it was, and then
-solved exactly. So no step waits for the device.
+"newton" begins with an exact solution. A refined inverse is tested on the device. One that does not converge is left as
+it was, and solved exactly at its next turn: by then the host has heard of it, without waiting.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
+from layerwise.optim.rule import Health
 
 SOLVERS = ("auto", "eigh", "cholesky", "newton")
-FINE, REFINE, EXACT = 0, 1, 2
+FINE, REFINED, REFUSED, FAILED = 0, 1, 2, 3
+"""What a device says of a factor: good enough; better than before; not converging; not to be solved at all."""
 LAG = 2
 """Steps after which the host may read what a device reported, without waiting: it is never so far ahead."""
 
@@ -48,9 +50,18 @@ def method(solver: str, power: float, dtype: torch.dtype, device: torch.device) 
     return "cholesky" if power == 1 else "eigh"
 
 
+class Plan(NamedTuple):
+    """How some groups are refreshed: what the host decides before the device begins."""
+
+    exact: frozenset[str]
+    """Matrices that are solved exactly."""
+    young: bool
+    """Whether statistics have only begun, so that a refinement takes more rounds."""
+
+
 @dataclass
 class Report:
-    """What a device has accepted at some step, on its way to the host."""
+    """What a device has said at some step, on its way to the host."""
 
     step: int
     groups: slice
@@ -61,7 +72,7 @@ class Report:
     def of(cls, step: int, groups: slice, verdict: Tensor) -> "Report":
         """Send it; nobody waits."""
         if verdict.device.type != "cuda":
-            return cls(step, groups, verdict, None)
+            return cls(step, groups, verdict.clone(), None)
         here = torch.empty(verdict.shape, dtype=verdict.dtype, pin_memory=True)
         here.copy_(verdict, non_blocking=True)
         arrived = torch.cuda.Event()
@@ -77,33 +88,34 @@ class Report:
 
 @dataclass
 class Watch:
-    """What each group of one factor needs before its turn: nothing, a further refinement, or an exact solution.
+    """Which groups of one matrix must be solved exactly: new ones, and those that did not converge."""
 
-    New groups begin with `EXACT`.
-    """
-
-    needs: list[int]
+    exact: list[bool]
+    verdict: Tensor
+    """``[K]``, on the device; a refresh writes it."""
     _posted: deque[Report] = field(default_factory=deque)
 
     @classmethod
-    def of(cls, groups: int) -> "Watch":
+    def over(cls, groups: int, device: torch.device) -> "Watch":
         """Of a factor that has never been solved."""
-        return cls([EXACT] * groups)
+        return cls([True] * groups, torch.zeros(groups, dtype=torch.int8, device=device))
 
-    def post(self, step: int, groups: slice, verdict: Tensor) -> None:
+    def post(self, step: int, groups: slice) -> None:
         """Tell the host, in two steps' time."""
-        self._posted.append(Report.of(step, groups, verdict))
+        self._posted.append(Report.of(step, groups, self.verdict[groups]))
 
-    def hear(self, step: int) -> None:
+    def hear(self, step: int, health: Health) -> None:
         """Take in the reports that are old enough."""
         while self._posted and self._posted[0].step <= step - LAG:
             report = self._posted.popleft()
-            for place, need in zip(range(report.groups.start, report.groups.stop), report.read(), strict=True):
-                self.needs[place] = max(self.needs[place], need)
+            for place, verdict in zip(range(report.groups.start, report.groups.stop), report.read(), strict=True):
+                self.exact[place] = self.exact[place] or verdict == REFUSED
+                health.refusals += verdict in (REFINED, REFUSED)
+                health.fallbacks += verdict == FAILED
 
-    def take_exact(self, step: int, groups: slice) -> bool:
+    def take_exact(self, step: int, groups: slice, health: Health) -> bool:
         """Whether these groups are to be solved exactly; they then have been."""
-        self.hear(step)
-        wanted = max(self.needs[groups]) == EXACT
-        self.needs[groups] = [FINE] * (groups.stop - groups.start)
+        self.hear(step, health)
+        wanted = any(self.exact[groups])
+        self.exact[groups] = [False] * (groups.stop - groups.start)
         return wanted

@@ -79,7 +79,7 @@ def products_of(state: State, name: str) -> Products:
 
 
 def between(left: Kept | None, X: Float[Tensor, "K O I"], right: Kept | None, rough: bool = False) -> Tensor:
-    """``left X right``, either of which may be missing; in first halves where one is kept so, or if it may be `rough`."""
+    """``left X right``, where one may be missing; in first halves if one is kept so, or if it may be `rough`."""
     kept = [M for M in (left, right) if M is not None]
     if all(isinstance(M, Tensor) for M in kept):
         X = X if left is None else left @ X  # type: ignore[operator]

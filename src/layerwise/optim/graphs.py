@@ -1,0 +1,68 @@
+"""Refreshes that are recorded once as CUDA graphs and replayed: hundreds of small launches become one.
+
+What is recorded reads and writes a stack's state in place and asks the device for nothing, so that it can be replayed
+whenever the same groups are due with the same numbers. The first time a call is made as it is (kernels are compiled
+then), the second time it is recorded.
+"""
+
+from collections.abc import Callable, Hashable
+from functools import cache
+from typing import Any
+
+import torch
+
+MOST = 256
+"""Graphs of one optimizer: if more are asked for, some number changes all the time, and calls are made as they are."""
+
+
+class Graphs:
+    """The recorded calls of an optimizer's stacks.
+
+    They share their memory: calls never run at the same time, and what one makes is not needed after it.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._met: set[Hashable] = set()
+        self._recorded: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self.failed = ""
+        """Why nothing is recorded any more, if that is so."""
+
+    def run(self, key: Hashable, call: Callable[[], None], device: torch.device) -> bool:
+        """Make a call, on a stream of its own; returns whether it was replayed."""
+        stream, current = _stream(device), torch.cuda.current_stream(device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            known = key in self._recorded or self._record(key, call)
+            if known:
+                self._recorded[key].replay()
+            else:
+                call()
+        current.wait_stream(stream)
+        return known
+
+    def _record(self, key: Hashable, call: Callable[[], None]) -> bool:
+        if self.failed or key not in self._met or len(self._recorded) >= MOST:
+            self._met.add(key)
+            return False
+        graph = torch.cuda.CUDAGraph()
+        try:
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                call()
+            finally:
+                graph.capture_end()
+        except RuntimeError as error:  # some operation cannot be recorded: go on as before
+            self.failed = str(error)
+            return False
+        self._recorded[key] = graph
+        return True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Graphs":
+        return Graphs()
+
+
+@cache
+def _stream(device: torch.device) -> "torch.cuda.Stream":
+    return torch.cuda.Stream(device)
