@@ -294,6 +294,8 @@ class RotatedAdam(EigenFactors):
     ) -> Float[Tensor, "K O I"]:
         """Adam's direction in the basis; the first step only sets the basis, as in the authors' code."""
         if self._begins(state, context):
+            if health.gate is not None and not bool(health.gate):  # asked at the first steps alone
+                return torch.zeros_like(grad)
             self._begin(state, grad, context, health)
             if self.skip_first:
                 return torch.zeros_like(grad)
@@ -354,12 +356,12 @@ class RotatedAdam(EigenFactors):
                 continue
             new = gradient_moment(grad, side)
             good = finite_moments(new)
+            good = good if health.gate is None else good & health.gate
             if health.gate is not None and new.dtype == torch.float32:
-                good = good & health.gate
                 ema_(state[side], new, good * (1 - decay))
                 state[f"{side}_count"] += good.to(state[f"{side}_count"].dtype)
                 continue
-            if not bool(good.all()):
+            if health.gate is not None or not bool(good.all()):
                 new = torch.where(good.view(-1, 1, 1), new, state[side])
             state[side].lerp_(new, 1 - decay)
             state[f"{side}_count"] += good.to(state[f"{side}_count"].dtype)

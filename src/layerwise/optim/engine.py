@@ -32,6 +32,8 @@ from layerwise.optim.solver import SOLVERS
 from layerwise.optim.stack import Stack
 from layerwise.optim.turns import balanced, decomposition_cost, one_by_one
 
+LOOK_EVERY = 100
+"""Steps after which the model's parameters are listed anew."""
 GRAPHS = True
 """Whether refreshes on a GPU are recorded and replayed."""
 
@@ -159,6 +161,7 @@ class Layerwise(torch.optim.Optimizer):
         check_numbers(defaults)
         super().__init__(parameter_groups(self.model, self.table, overrides or {}, defaults), defaults)
         self.steps_taken = 0
+        self._strangers: list[tuple[str, nn.Parameter]] | None = None
         self.processes = Processes()
         self._collector = self._make_collector()
         self._capture = self._make_capture(example_axis, seed_of(seed))
@@ -242,7 +245,7 @@ class Layerwise(torch.optim.Optimizer):
         if self._waits:
             turns = [one_by_one(number, of_stack, self.refresh_every) for number, of_stack in enumerate(layers)]
         else:
-            costs = [decomposition_cost(s.shape, s.rule.refreshes, s.rule.refreshes) for s in stacks]
+            costs = [decomposition_cost(stack.shape, *stack.rule.sides(stack.shape)) for stack in stacks]
             turns = balanced(list(zip(layers, costs, strict=True)), self.refresh_every)
         graphs = Graphs()
         for stack, found in zip(stacks, turns, strict=True):
@@ -353,9 +356,11 @@ class Layerwise(torch.optim.Optimizer):
 
     def _requireknown(self) -> None:
         """A parameter with a gradient that no group holds would silently stay as it is."""
-        known = {id(p) for group in self.param_groups for p in group["params"]}
-        for name, p in self.model.named_parameters():
-            if p.requires_grad and p.grad is not None and id(p) not in known:
+        if self._strangers is None or self.steps_taken % LOOK_EVERY == 0:
+            known = {id(p) for group in self.param_groups for p in group["params"]}
+            self._strangers = [(name, p) for name, p in self.model.named_parameters() if id(p) not in known]
+        for name, p in self._strangers:
+            if p.requires_grad and p.grad is not None:
                 raise LayerwiseError(
                     describe(
                         f"parameter {name!r} with a gradient, frozen or absent when the optimizer was built",
@@ -551,9 +556,13 @@ class Layerwise(torch.optim.Optimizer):
         """Whether there is anything to decompose; on a GPU, as far as the host knows."""
         if self._waits:
             return stack.rule.ready(stack.state, groups)
-        if not (stack.rule.needs_inputs or stack.rule.needs_outgrads) or all(self._fresh(stack)[groups]):
+        if all(self._fresh(stack)[groups]):
             return True
-        return all(stack.memory.get("observed", [False] * stack.groups)[groups])
+        if stack.rule.needs_inputs or stack.rule.needs_outgrads:
+            known = stack.memory.get("observed", [False] * stack.groups)[groups]
+        else:
+            known = [True]
+        return all(known) and (self._health.gate is None or bool(self._health.gate))  # asked at the first steps alone
 
     def _momentum(self, stack: Stack, D: Tensor, factor: float | Tensor, active: list[bool]) -> Tensor:
         """``μ · buffer + factor · D``, kept; with Nesterov's, one step ahead of it."""
@@ -562,11 +571,9 @@ class Layerwise(torch.optim.Optimizer):
         if not mu or (stack.rule is not self.rule and stack.rule.own_momentum):
             return D
         old = stack.state.get("momentum")
-        if old is not None and self._health.gate is not None:  # 1 · old + 0 where the step is left out
-            kept = torch.where(self._health.gate.to(D.device), mu, 1.0)
-            buffer = torch.addcmul(D, old, kept.to(D))
-        else:
-            buffer = D.clone() if old is None else D + mu * old
+        buffer = D.clone() if old is None else D + mu * old
+        if self._health.gate is not None:  # what it was, where the step is left out
+            buffer = torch.where(self._health.gate.to(D.device), buffer, 0.0 if old is None else old)
         stack.state["momentum"] = buffer
         if not all(active):
             stack.restore({"momentum": torch.zeros_like(D) if old is None else old}, active)
@@ -627,7 +634,7 @@ class Layerwise(torch.optim.Optimizer):
         if "_stacks" not in self.__dict__ or "steps_taken" not in self.__dict__:  # the constructor's own
             return
         self._loaded = self._saved()
-        self._stacks = None
+        self._stacks = self._strangers = None
         self.table = self._read_table()
         if self._capture is not None:
             self._capture.look_again(self.table)
@@ -644,7 +651,7 @@ class Layerwise(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {k: v for k, v in self.__dict__.items() if k not in ("_capture", "_stacks", "_collector")}
-        kept["_loaded"], kept["_stacks"] = self._saved(), None
+        kept["_loaded"], kept["_stacks"], kept["_strangers"] = self._saved(), None, None
         capture = self._capture
         kept["_capture"] = None if capture is None else (capture.example_axis, capture.seed, capture.forwards)
         return kept

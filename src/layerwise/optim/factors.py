@@ -23,8 +23,8 @@ from layerwise.optim.solver import Plan, Watch, method
 
 LEFT = ("outgrads", "gradient", "identity")
 SMALL_POWER = 0.25
-YOUNG_STATISTICS = 20
-"""Until then a new batch weighs more than its steady share."""
+YOUNG_STATISTICS, YOUNG_STEPS = 20, 16
+"""Until then a new batch weighs more than its steady share, and a basis turns fast."""
 RIGHT = ("inputs", "gradient", "identity")
 
 
@@ -245,12 +245,15 @@ class Factors(UpdateRule):
 
     def plan(self, state: State, groups: slice, context: Context, health: Health) -> Plan:
         """Which matrices are solved exactly."""
-        exact = set()
-        for name in self.watched(state):
-            first = watch_of(state, name, context).take_exact(context.step, groups, health)
+        exact, names = set(), self.watched(state)
+        more = context.step < YOUNG_STEPS or (context.statistics < YOUNG_STATISTICS and "U_P" not in state)
+        for name in names:
+            watch = watch_of(state, name, context)
+            first = watch.take_exact(context.step, groups, health)
+            more = more or any(watch.slow[groups])
             if first or (name.endswith("_root") and context.step <= EXACT_STEPS):
                 exact.add(name)
-        return Plan(frozenset(exact), context.statistics < YOUNG_STATISTICS)
+        return Plan(frozenset(exact), more)
 
     def report(self, groups: slice, context: Context) -> None:
         """Send what the device says of the matrices that were refined."""

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from layerwise.foundations import fused
 from layerwise.foundations.errors import InputError, describe
 from layerwise.optim.elementwise import AdamRule
 from layerwise.optim.rule import Context, Health
@@ -106,5 +107,7 @@ class Clip:
 
 
 def dot(X: Tensor, Y: Tensor) -> Tensor:
-    """``⟨X, Y⟩``; on a GPU in one pass."""
-    return (X * Y).sum() if X.device.type == "cpu" else torch.dot(X.reshape(-1), Y.reshape(-1))
+    """``⟨X, Y⟩``; on a GPU in one pass, whatever their types."""
+    if X.device.type == "cpu" or X.dtype == torch.float64:
+        return (X * Y).sum()
+    return fused.dot(X.contiguous(), Y.contiguous())

@@ -13,10 +13,12 @@ from layerwise.optim.stored import products_of
 
 EXACT_STEPS = 8
 """In the first steps statistics change too much for a refinement."""
+FINE_RESIDUAL = 3e-3
+"""Of the estimate of a direction's error, which may be three times as large."""
 CONVERGING = 0.7
 """Of the spectral radius of ``I − X M``: below it X is better than what it came from, and a next step will do."""
-YOUNG_ROUNDS = 2
-"""Newton's steps while a new batch weighs more than its steady share."""
+MORE_ROUNDS = 2
+"""Newton's steps while a new batch weighs more than its steady share, and after one did not suffice."""
 
 
 def refine_inverse(state: State, side: str, groups: slice, shift: Tensor, context: Context, plan: Plan) -> None:
@@ -32,9 +34,10 @@ def refine_inverse(state: State, side: str, groups: slice, shift: Tensor, contex
     else:
         M_ = products.prepared(damped, definite=True)
         X = without_outliers(M_, stored.operand(state, name, groups), products=products)
-        X, residual, radius = refined_inverse(M_, X, steps=YOUNG_ROUNDS if plan.young else 1, products=products)
+        X, residual, radius = refined_inverse(M_, X, steps=MORE_ROUNDS if plan.more else 1, products=products)
         good = radius < CONVERGING
-        verdict = torch.where(accepted(residual, radius), FINE, torch.where(good, REFINED, REFUSED))
+        fine = accepted(residual, radius) & (residual <= FINE_RESIDUAL)
+        verdict = torch.where(fine, FINE, torch.where(good, REFINED, REFUSED))
     watch_of(state, name, context).verdict[groups] = torch.where(known, verdict, FINE).to(torch.int8)
     stored.write(state, name, groups, X, good & known)
 

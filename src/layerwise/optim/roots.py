@@ -37,8 +37,9 @@ def guarded_root(M: Tensor, shift: Tensor, power: float, last: Tensor, health: H
             found = inverse_root(M, shift, power, by_eigh)
         except NumericalError:
             return _one_by_one(M, shift, power, last, health)
-    good = torch.isfinite(found.flatten(1)).all(1)
-    health.count("fallbacks", (~good).sum())
+    known = mean_eigenvalue(M) > 0  # of a factor without statistics, damping alone would be inverted
+    good = torch.isfinite(found.flatten(1)).all(1) & known
+    health.count("fallbacks", (known & ~good).sum())
     return torch.where(good.view(-1, *[1] * (found.ndim - 1)), found, last)
 
 

@@ -239,6 +239,10 @@ class UpdateRule(ABC):
         """After a refresh, let the host know how it went. Nothing by default."""
         return
 
+    def sides(self, shape: Shape) -> tuple[bool, bool]:
+        """Whether a stack has a left and a right factor. Both, as far as a refresh costs something, by default."""
+        return self.refreshes, self.refreshes
+
     def replayable(self, state: State) -> bool:
         """Whether a refresh only works on the state, in place, and may be recorded. No by default."""
         return False

@@ -24,6 +24,7 @@ from layerwise.optim.rule import Health
 SOLVERS = ("auto", "eigh", "cholesky", "newton")
 FINE, REFINED, REFUSED, FAILED = 0, 1, 2, 3
 """What a device says of a factor: good enough; better than before; not converging; not to be solved at all."""
+SLOW_TURNS = 8
 LAG = 2
 """Steps after which the host may read what a device reported, without waiting: it is never so far ahead."""
 
@@ -55,8 +56,8 @@ class Plan(NamedTuple):
 
     exact: frozenset[str]
     """Matrices that are solved exactly."""
-    young: bool
-    """Whether statistics have only begun, so that a refinement takes more rounds."""
+    more: bool
+    """Whether a refinement takes more rounds: statistics have only begun, or the last one did not suffice."""
 
 
 @dataclass
@@ -93,12 +94,14 @@ class Watch:
     exact: list[bool]
     verdict: Tensor
     """``[K]``, on the device; a refresh writes it."""
+    slow: list[int]
+    """For how many turns more a group's refinement takes more rounds: one lately left something to be desired."""
     _posted: deque[Report] = field(default_factory=deque)
 
     @classmethod
     def over(cls, groups: int, device: torch.device) -> "Watch":
         """Of a factor that has never been solved."""
-        return cls([True] * groups, torch.zeros(groups, dtype=torch.int8, device=device))
+        return cls([True] * groups, torch.zeros(groups, dtype=torch.int8, device=device), [0] * groups)
 
     def post(self, step: int, groups: slice) -> None:
         """Tell the host, in two steps' time."""
@@ -110,6 +113,7 @@ class Watch:
             report = self._posted.popleft()
             for place, verdict in zip(range(report.groups.start, report.groups.stop), report.read(), strict=True):
                 self.exact[place] = self.exact[place] or verdict == REFUSED
+                self.slow[place] = SLOW_TURNS if verdict == REFINED else max(0, self.slow[place] - 1)
                 health.refusals += verdict in (REFINED, REFUSED)
                 health.fallbacks += verdict == FAILED
 

@@ -165,11 +165,11 @@ class Stack:
         if self.state:
             return
         self.state = self.rule.init(self.shape)
-        needed = set(self.state)
+        needed = set(stored.portable(self.state, self.shape))  # a pair's scale is not saved
         for spec, groups in self.slices():
             found = self._fitting(saved.get(spec.name, {}))
-            names = needed | ({*ENGINE_STATE} if needed <= set(found) else set())
-            for name in names & set(found):
+            names = needed | ({*ENGINE_STATE} if needed - {*self.rule.refreshed} <= set(found) else set())
+            for name in names & set(found) - (set() if needed <= set(found) else {"fresh"}):
                 self._put(name, groups, found[name])
 
     def _fitting(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:

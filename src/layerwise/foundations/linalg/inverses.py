@@ -6,6 +6,7 @@ Nothing here waits for the device: what went wrong is said by a tensor, one entr
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -141,9 +142,9 @@ def inverse_errors(
     v = probe_columns(M.shape[-1], like=like) if probes is None else probes.to(like)
     v = v.expand(*M.shape[:-2], *v.shape)
     u = products.precise(X, v)
-    M_u, M_v = products.precise(M, torch.cat([u, v], -1)).tensor_split(2, -1)
+    M_u, M_v = _both(M, u, v, products)
     r = v - M_u
-    e, XM_v = products.precise(X, torch.cat([r, M_v], -1)).tensor_split(2, -1)
+    e, XM_v = _both(X, r, M_v, products)
     norms = torch.cat([r - products.precise(M, e), v - XM_v, e, r, v, u], -1).norm(dim=-2).unflatten(-1, (6, -1))
     # Nothing over nothing is zero.
     ratios = norms[..., :3, :] / norms[..., 3:, :].clamp(min=torch.finfo(v.dtype).tiny)
@@ -151,6 +152,13 @@ def inverse_errors(
     on_images, on_random = ratios[..., 1:, :].square().mean(-1).sqrt().unbind(-1)
     residual = torch.maximum(on_random, (on_random * on_images).sqrt() / 2) / (1 - radius).clamp(min=0)
     return _or_infinite(residual), radius
+
+
+def _both(A: Any, x: Tensor, y: Tensor, products: Products) -> tuple[Tensor, Tensor]:
+    """``A x`` and ``A y`` in one product; made alike in size before, since halves of float16 share a scale."""
+    sizes = [t.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(t.dtype).tiny) for t in (x, y)]
+    found = products.precise(A, torch.cat([x / sizes[0], y / sizes[1]], -1)).tensor_split(2, -1)
+    return found[0] * sizes[0], found[1] * sizes[1]
 
 
 def _or_infinite(x: Tensor) -> Tensor:

@@ -1,0 +1,215 @@
+"""Every member on a GPU: steady steps wait for nothing, bad steps are left out, checkpoints go to a CPU and back."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import layerwise as lw
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CLASSES, WIDTH, LENGTH, HEADS = 32, 64, 16, 4
+Make = Callable[..., torch.optim.Optimizer]
+MEMBERS: dict[str, Make] = {
+    "KFAC": lambda m, **k: lw.optim.KFAC(m, lr=0.01, loss_average="tokens", **k),
+    "KFAC sampled": lambda m, **k: lw.optim.KFAC(
+        m, lr=0.01, loss_average="tokens", likelihood="categorical", factor_every=2, **k
+    ),
+    "EKFAC": lambda m, **k: lw.optim.EKFAC(m, lr=0.01, loss_average="tokens", **k),
+    "EKFAC running": lambda m, **k: lw.optim.EKFAC(m, lr=0.01, scaling="running", loss_average="tokens", **k),
+    "FOOF": lambda m, **k: lw.optim.FOOF(m, lr=0.01, clip=("norm", 10.0), loss_average="tokens", **k),
+    "Shampoo": lambda m, **k: lw.optim.Shampoo(m, lr=3e-3, graft="adam", weight_decay=0.01, **k),
+    "SOAP": lambda m, **k: lw.optim.SOAP(m, lr=3e-3, **k),
+    "Muon": lambda m, **k: lw.optim.Muon(m, lr=0.01, fallback_lr=3e-3, **k),
+    "Muon, clipped": lambda m, **k: lw.optim.Muon(m, lr=0.01, fallback_lr=3e-3, clip=0.1, **k),
+    "Adam": lambda m, **k: lw.optim.Adam(m, lr=3e-3, **k),
+    "SGD": lambda m, **k: lw.optim.SGD(m, lr=0.1, momentum=0.9, nesterov=True, **k),
+}
+SOLVED = ("KFAC", "EKFAC running", "FOOF", "Shampoo", "SOAP")
+
+
+class Block(nn.Module):
+    """Attention and two layers behind it, with biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, h: Tensor) -> Tensor:
+        n = len(h)
+        q, k, v = (t.view(n, LENGTH, HEADS, -1).transpose(1, 2) for t in self.qkv(self.norm1(h)).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(n, LENGTH, WIDTH)
+        h = h + self.out(mixed)
+        return h + self.down(F.gelu(self.up(self.norm2(h))))
+
+
+class SmallGPT(nn.Module):
+    """Two blocks; the head has an odd number of outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(CLASSES, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES + 1)
+        self.register_buffer("positions", torch.arange(LENGTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x) + self.places(self.positions)
+        return self.head(self.norm(self.blocks(h)))
+
+
+def made(device: str = "cuda") -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return SmallGPT().to(device)
+
+
+def data(steps: int, device: str = "cuda") -> list[tuple[Tensor, Tensor]]:
+    """A sequence that counts on from a random start: soon learnt."""
+    found = []
+    for step in range(steps):
+        first = torch.randint(CLASSES, (16, 1), generator=torch.Generator().manual_seed(step))
+        x = (first + torch.arange(LENGTH)) % CLASSES
+        found.append((x.to(device), ((x + 1) % CLASSES).to(device)))
+    return found
+
+
+def iterate(model: nn.Module, opt: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], spoil: bool = False) -> Tensor:
+    x, y = batch
+    opt.zero_grad()
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=x.device.type == "cuda"):
+        loss = F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())
+    loss.backward()
+    if spoil:
+        grad = model.get_parameter("blocks.0.up.weight").grad
+        assert grad is not None
+        grad[3, 5].fill_(torch.nan)
+    opt.step()
+    return loss.detach()
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """torch raises where the host would wait for the device."""
+
+    def set_mode(mode: str) -> None:
+        with warnings.catch_warnings():  # torch says that this mode is a prototype
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode(mode)
+
+    set_mode("error")
+    try:
+        yield
+    finally:
+        set_mode("default")
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def tensors(opt: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {
+        f"{layer}.{name}": value.clone()
+        for of_param in opt.state_dict()["state"].values()
+        for layer, of_layer in of_param.items()
+        for name, value in of_layer.items()
+    }
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_steady_steps_wait_for_nothing_and_train(name: str):
+    """25 iterations in bfloat16; from the 13th on a synchronisation is an error."""
+    model, batches = made(), data(25)
+    opt = MEMBERS[name](model)
+    losses = [iterate(model, opt, batch) for batch in batches[:12]]
+    with no_synchronisation():
+        losses += [iterate(model, opt, batch) for batch in batches[12:]]
+    values = torch.stack(losses).tolist()
+    assert all(value == value and value < 20 for value in values)
+    assert sum(values[-3:]) / 3 < 0.9 * values[0]
+    assert isinstance(opt, lw.optim.Layerwise)
+    assert opt.health().skipped_steps == 0
+    assert opt.health().fallbacks == 0
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_a_gradient_that_is_not_finite_is_left_out(name: str):
+    """Also at the first step. Parameters stay bit for bit; of the state only decompositions may be renewed."""
+    model, batches = made(), data(16)
+    opt = MEMBERS[name](model)
+    assert isinstance(opt, lw.optim.Layerwise)
+    start = flat(model)
+    iterate(model, opt, batches[0], spoil=True)
+    assert torch.equal(flat(model), start)
+    for batch in batches[1:12]:
+        iterate(model, opt, batch)
+    before, state = flat(model), tensors(opt)
+    with no_synchronisation():
+        iterate(model, opt, batches[12], spoil=True)
+    assert torch.equal(flat(model), before)
+    after = tensors(opt)
+    changed = {key.rsplit(".", 1)[1] for key in after if not torch.equal(after[key], state[key])}
+    assert changed <= set(opt.rule.refreshed)
+    for batch in batches[13:]:
+        iterate(model, opt, batch)
+    assert bool(torch.isfinite(flat(model)).all())
+    assert not torch.equal(flat(model), before)
+    assert opt.health().skipped_steps == 2
+
+
+@pytest.mark.parametrize("solver", ["eigh", "auto"])
+@pytest.mark.parametrize("name", SOLVED)
+def test_a_gpu_takes_the_steps_of_a_cpu(name: str, solver: str):
+    """Five steps in float32, refreshed at each: within a part of the way gone."""
+    ends = []
+    for device in ("cpu", "cuda"):
+        model = made(device)
+        opt = MEMBERS[name](model, refresh_every=1, solver=solver)
+        for x, y in data(5, device):
+            opt.zero_grad()
+            F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+            opt.step()
+        ends.append(flat(model).cpu())
+    way = float((ends[0] - flat(made("cpu"))).norm())
+    assert float((ends[1] - ends[0]).norm()) < (0.1 if name in ("SOAP", "EKFAC running") else 2e-2) * way
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_a_checkpoint_goes_to_a_cpu_and_back(name: str):
+    """Saved on a GPU, taken up on a CPU for a step, saved there, taken up on the GPU again."""
+    model, batches = made(), data(20)
+    opt = MEMBERS[name](model)
+    for batch in batches[:12]:
+        iterate(model, opt, batch)
+    saved: dict[str, Any] = copy.deepcopy(opt.state_dict())
+    there = made("cpu")
+    there.load_state_dict(model.state_dict())
+    other = MEMBERS[name](there)
+    other.load_state_dict(saved)
+    iterate(there, other, data(13, "cpu")[12])
+    shapes = {key: value.shape for key, value in tensors(opt).items()}
+    found = {key: value.shape for key, value in tensors(other).items()}
+    assert all(found[key] == shape for key, shape in shapes.items() if key in found)
+    assert all(bool(torch.isfinite(value).all()) for value in tensors(other).values())
+    back = made()
+    back.load_state_dict(there.state_dict())
+    again = MEMBERS[name](back)
+    again.load_state_dict(other.state_dict())
+    losses = torch.stack([iterate(back, again, batch) for batch in batches[13:]]).tolist()
+    assert all(value == value for value in losses)
+    first = float(iterate(made(), MEMBERS[name](made()), batches[0]))
+    assert max(losses) < 1.5 * first
+    kept = {key.rsplit(".", 1)[1] for key in tensors(again)} & {"momentum", "M", "m"}
+    assert kept == {key.rsplit(".", 1)[1] for key in tensors(opt)} & {"momentum", "M", "m"}

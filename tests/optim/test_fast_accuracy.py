@@ -1,0 +1,191 @@
+"""The direction by products, applied as it is kept, against eigh in float64: within 1e-2.
+
+Damping is 1e-3 of each factor's mean eigenvalue. What is measured is the warm path: exact at first, then refined after
+the factors have drifted.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layerwise as lw
+from layerwise.optim.eigenbasis import CorrectedEigenvalues
+from layerwise.optim.factors import YOUNG_STEPS, Factors
+from layerwise.optim.rule import Context, Health, Shape
+
+pytestmark = pytest.mark.usefixtures("untyped")
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+LIMIT, DAMPING = 1e-2, 1e-3
+LATE = 100
+"""A step at which nothing is done for the sake of young statistics."""
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rule, and what it should apply: ``(P + λ)⁻ᵖ Z (Q + λ)⁻ᵖ``, or ``Z / (s_P ⊗ s_Q + λ)`` in the eigenbasis."""
+
+    rule: Factors
+    power: float
+    damping: float
+    """As the rule takes it."""
+
+    def expected(self, P: Tensor, Q: Tensor, Z: Tensor) -> Tensor:
+        """In float64."""
+        (s, U), (t, V) = torch.linalg.eigh(P), torch.linalg.eigh(Q)
+        Y = U.mT @ Z @ V
+        s, t = s.clamp_min(0), t.clamp_min(0)
+        if isinstance(self.rule, CorrectedEigenvalues):
+            both = s[:, :, None] * t[:, None, :]
+            return U @ (Y / (both + self.damping * both.mean((-2, -1), keepdim=True))) @ V.mT
+        left = (s + DAMPING * s.mean(-1, keepdim=True)).pow(-self.power)
+        right = (t + DAMPING * t.mean(-1, keepdim=True)).pow(-self.power)
+        return U @ (left[:, :, None] * Y * right[:, None, :]) @ V.mT
+
+
+CASES = {
+    # λ of P ⊗ Q is relative: each of two factors takes its root.
+    "K-FAC": lambda: Case(Factors("outgrads", "inputs", (1.0, 1.0)), 1.0, DAMPING**2),
+    "Shampoo": lambda: Case(Factors("gradient", "gradient", (0.25, 0.25)), 0.25, DAMPING),
+    "Shampoo, power ½": lambda: Case(Factors("gradient", "gradient", (0.5, 0.5)), 0.5, DAMPING),
+    "EKFAC": lambda: Case(CorrectedEigenvalues(scaling="none"), 1.0, DAMPING),
+}
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
+
+
+def factor(n: int, condition: float, seed: int) -> Tensor:
+    """Random bases, geometric spectra; two groups."""
+    U = torch.linalg.qr(randn(2, n, n, seed=seed))[0]
+    values = torch.logspace(0, -torch.log10(torch.tensor(condition)), n, dtype=torch.float64)
+    return (U * values) @ U.mT
+
+
+def half(M: Tensor, power: float = 0.5) -> Tensor:
+    values, vectors = torch.linalg.eigh(M)
+    return (vectors * values.clamp_min(0).pow(power).unsqueeze(-2)) @ vectors.mT
+
+
+def drifted(M: Tensor, seed: int) -> Tensor:
+    """Five in a hundred are replaced by a sample covariance of M, of twice as many rows as M has."""
+    n = M.shape[-1]
+    X = half(M) @ randn(len(M), n, 2 * n, seed=seed)
+    return 0.95 * M + 0.05 * X @ X.mT / (2 * n)
+
+
+def drifts(P: Tensor, Q: Tensor, steps: int) -> Iterator[Pair]:
+    for seed in range(steps):
+        yield P, Q
+        P, Q = drifted(P, 2 * seed), drifted(Q, 2 * seed + 1)
+
+
+def applied_errors(
+    case: Case, factors: list[Pair], device: str, start: int = LATE, apart: int = 10
+) -> tuple[dict[str, float], Health]:
+    """Relative errors on random Z and on gradients ``P^½ Z Q^½``, after a refresh for each pair of factors."""
+    case.rule.use_solver("newton")
+    K, O, I = len(factors[0][0]), factors[0][0].shape[-1], factors[0][1].shape[-1]
+    shape = Shape(K, O, I, torch.float32, torch.device(device))
+    state, health, memory = case.rule.init(shape), Health(), {}
+    context = Context(0, 0.0, case.damping, True, {}, shape=shape, memory=memory)
+    for turn, (P, Q) in enumerate(factors):
+        state["P"].copy_(P.float())
+        state["Q"].copy_(Q.float())
+        context = Context(start + turn * apart, 0.0, case.damping, True, {}, shape=shape, memory=memory, statistics=99)
+        case.rule.refresh(state, slice(0, K), context, health)
+        case.rule.report(slice(0, K), context)
+    P, Q = (state[side].double().cpu() for side in ("P", "Q"))
+    Z = randn(K, O, I, seed=77)
+    found = {}
+    for kind, G in (("random", Z), ("gradient", half(P) @ Z @ half(Q))):
+        G = G.float()
+        D = case.rule.direction(state, G.to(device), context, health).double().cpu()
+        truth = case.expected(P, Q, G.double())
+        found[kind] = float(((D - truth).flatten(1).norm(dim=1) / truth.flatten(1).norm(dim=1)).max())
+    return found, health
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])
+@pytest.mark.parametrize("name", CASES)
+def test_random_factors(name: str, condition: float, device: str):
+    P, Q = factor(96, condition, 1), factor(130, condition, 2)
+    found, health = applied_errors(CASES[name](), list(drifts(P, Q, 4)), device)
+    assert max(found.values()) <= LIMIT, found
+    assert health.fallbacks == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CASES)
+def test_an_exact_start(name: str, device: str):
+    """At the first refresh, by Cholesky or eigh, kept in pairs of float16."""
+    found, _ = applied_errors(CASES[name](), [(factor(160, 1e6, 3), factor(97, 1e6, 4))], device)
+    assert max(found.values()) <= LIMIT, found
+
+
+# --- factors of a training ---------------------------------------------------------------------------------
+
+CLASSES, WIDTH, LENGTH = 13, 24, 8
+
+
+class Transformer(nn.Module):
+    """One block: embedding, attention, two layers behind it, head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, WIDTH)
+        self.place = nn.Parameter(0.3 * torch.randn(LENGTH, WIDTH))
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in range(3)])
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x) + self.place
+        q, k, v = self.qkv(self.norms[0](h)).chunk(3, -1)
+        h = h + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+        h = h + self.down(torch.nn.functional.gelu(self.up(self.norms[1](h))))
+        return self.head(self.norms[2](h))
+
+
+@pytest.fixture(scope="module")
+def captured() -> list[tuple[str, list[Pair]]]:
+    """P and Q of every layer, after each of the last four of thirty steps of K-FAC on sums of neighbours."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Transformer()
+    opt = lw.optim.KFAC(model, lr=0.01, solver="cholesky", loss_average="tokens")
+    found: dict[str, list[Pair]] = {}
+    for step in range(30):
+        x = torch.randint(CLASSES, (96, LENGTH), generator=generator(step))
+        y = (x + x.roll(1, 1)) % CLASSES
+        opt.zero_grad()
+        nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        opt.step()
+        if step >= 26:
+            for of_param in opt.state_dict()["state"].values():
+                for layer, of_layer in of_param.items():
+                    if "P" in of_layer and of_layer["Q"].ndim == 3:
+                        found.setdefault(layer, []).append((of_layer["P"].double(), of_layer["Q"].double()))
+    return list(found.items())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("start", [YOUNG_STEPS - 10, LATE])
+def test_factors_of_a_training(name: str, captured: list[tuple[str, list[Pair]]], device: str, start: int):
+    """Factors of a small model change fast: at a late step one round does not suffice, and the next turns take more."""
+    assert {layer for layer, _ in captured} >= {"qkv", "out", "up", "down", "head"}
+    for layer, factors in captured:
+        found, health = applied_errors(CASES[name](), factors, device, start)
+        assert max(found.values()) <= LIMIT, (layer, found)
+        assert health.fallbacks == 0

@@ -1,0 +1,167 @@
+"""Factors padded to multiples of 16: training, what is saved and what is reported do not change by it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from optim_tools import flat
+from torch import Tensor, nn
+
+import layerwise as lw
+from layerwise.optim import stack
+
+pytestmark = pytest.mark.usefixtures("untyped")
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+MEMBERS: dict[str, Make] = {
+    "KFAC": lambda m: lw.optim.KFAC(m, lr=0.005, solver="newton", refresh_every=2),
+    "KFAC absolute": lambda m: lw.optim.KFAC(
+        m, lr=0.005, solver="newton", refresh_every=2, damping=0.03, damping_scale="absolute"
+    ),
+    "KFAC exact split": lambda m: lw.optim.KFAC(m, lr=0.005, solver="newton", refresh_every=2, damping_split="exact"),
+    "EKFAC": lambda m: lw.optim.EKFAC(m, lr=0.005, solver="newton", refresh_every=2),
+    "EKFAC absolute": lambda m: lw.optim.EKFAC(
+        m, lr=0.005, solver="newton", refresh_every=2, damping=0.03, damping_scale="absolute"
+    ),
+    "EKFAC running": lambda m: lw.optim.EKFAC(m, lr=0.005, solver="newton", refresh_every=2, scaling="running"),
+    "FOOF": lambda m: lw.optim.FOOF(m, lr=0.005, solver="newton", refresh_every=2, weight_decay=0.1),
+    "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.005, solver="newton", refresh_every=2, graft="adam"),
+    "SOAP": lambda m: lw.optim.SOAP(m, lr=0.005, solver="newton", refresh_every=2),
+}
+STEPS = 11
+"""More than the steps that are solved exactly."""
+
+
+class Words(nn.Module):
+    """An embedding, layers with and without bias, two of one shape: odd sizes everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.body = nn.Sequential(
+            nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 7, bias=False), nn.Tanh(), nn.Linear(7, 7, bias=False), nn.Tanh()
+        )
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.embedding(x)))
+
+
+def words(step: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(step)
+    return torch.randint(11, (8, 3), generator=g), torch.randn(8, 3, 5, generator=g)
+
+
+def images(step: int) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(step)
+    return torch.randn(8, 2, 5, 5, generator=g), torch.randn(8, 5, generator=g)
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 2, groups=2), nn.Flatten(), nn.Linear(16, 5))
+
+
+PROBLEMS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]]]] = {
+    "words": (Words, words),
+    "images": (convolutions, images),
+}
+
+
+def made(problem: str) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return PROBLEMS[problem][0]()
+
+
+def train(problem: str, opt: torch.optim.Optimizer, model: nn.Module, start: int, stop: int) -> None:
+    for step in range(start, stop):
+        x, y = PROBLEMS[problem][1](step)
+        opt.zero_grad()
+        (0.5 * (model(x) - y).square().sum() / len(x)).backward()
+        opt.step()
+
+
+@pytest.fixture
+def pad(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Padding on a CPU, on or off."""
+    return lambda on: monkeypatch.setattr(stack, "PAD_TO", {"cpu": 16} if on else {})
+
+
+def tensors(opt: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {
+        f"{layer}.{name}": value
+        for of_param in opt.state_dict()["state"].values()
+        for layer, of_layer in of_param.items()
+        for name, value in of_layer.items()
+    }
+
+
+def assert_close(found: Tensor, expected: Tensor, start: Tensor, tol: float) -> None:
+    """Within a part of the way gone."""
+    way = float((expected - start).norm())
+    assert way > 1e-2
+    assert float((found - expected).norm()) < tol * way
+
+
+INVERSES = ("KFAC", "KFAC absolute", "FOOF")
+"""The same to rounding; a tracked basis may come to rest elsewhere among eigenvalues that are nearly equal."""
+
+
+def tolerance(name: str) -> float:
+    return 1e-4 if name in INVERSES else 5e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [(name, "words") for name in MEMBERS] + [(name, "images") for name in ("KFAC", "EKFAC", "Shampoo", "SOAP")],
+)
+def test_training_is_the_same(name: str, problem: str, pad: Callable[[bool], None]):
+    early, ends, reports = [], [], []
+    for on in (False, True):
+        pad(on)
+        model = made(problem)
+        opt = MEMBERS[name](model)
+        train(problem, opt, model, 0, 5)
+        early.append(flat(model))
+        train(problem, opt, model, 5, STEPS)
+        ends.append(flat(model))
+        assert isinstance(opt, lw.optim.Layerwise)
+        reports.append(opt.health())
+    assert_close(
+        early[1], early[0], flat(made(problem)), 1e-5 if name in INVERSES else 5e-2 if name == "SOAP" else 3e-3
+    )
+    assert_close(ends[1], ends[0], flat(made(problem)), tolerance(name))
+    plain, padded = reports
+    assert padded.damping == pytest.approx(plain.damping, rel=tolerance(name))
+    assert padded.condition == pytest.approx(plain.condition, rel=0.5 if name == "SOAP" else tolerance(name))
+    assert padded.fallbacks == plain.fallbacks == 0
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_what_is_saved_has_no_padding(name: str, pad: Callable[[bool], None]):
+    shapes = []
+    for on in (False, True):
+        pad(on)
+        model = made("words")
+        opt = MEMBERS[name](model)
+        train("words", opt, model, 0, 4)
+        shapes.append({key: (value.shape, value.dtype) for key, value in tensors(opt).items()})
+    assert shapes[0] == shapes[1]
+    assert not any(16 in shape for shape, _ in shapes[1].values())
+
+
+@pytest.mark.parametrize("order", ["plain, padded, plain", "padded, plain, padded"])
+@pytest.mark.parametrize("name", ["KFAC", "EKFAC running", "Shampoo"])
+def test_a_checkpoint_goes_from_one_to_the_other_and_back(name: str, order: str, pad: Callable[[bool], None]):
+    """Three parts of a training, each by an optimizer of its own, against the same without padding."""
+    ends = []
+    for kinds in (("plain",) * 3, order.split(", ")):
+        model, saved = made("words"), None
+        for kind, (start, stop) in zip(kinds, ((0, 9), (9, 11), (11, 13)), strict=True):
+            pad(kind == "padded")
+            opt = MEMBERS[name](model)
+            if saved is not None:
+                opt.load_state_dict(saved)
+            train("words", opt, model, start, stop)
+            saved = opt.state_dict()
+        ends.append(flat(model))
+    assert_close(ends[1], ends[0], flat(made("words")), tolerance(name))

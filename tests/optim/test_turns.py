@@ -1,0 +1,91 @@
+"""Turns: everyone once in every round, rounds alike, the same for the same stacks."""
+
+from itertools import accumulate, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerwise.optim.turns import Turn, balanced, one_by_one
+
+SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=12)
+"""Groups of each layer of a stack."""
+STACKS = st.lists(st.tuples(SIZES, st.floats(0.0, 1e9)), min_size=1, max_size=6)
+
+
+def layers_of(sizes: list[int]) -> list[slice]:
+    return [slice(a, b) for a, b in pairwise(accumulate(sizes, initial=0))]
+
+
+def loads(turns: list[list[Turn]], costs: list[float], every: int) -> list[float]:
+    """Work of each step of a round."""
+    found = [0.0] * every
+    for of_stack, cost in zip(turns, costs, strict=True):
+        for turn in of_stack:
+            found[turn.slot] += cost * (turn.groups.stop - turn.groups.start)
+    return found
+
+
+@settings(max_examples=80, deadline=None)
+@given(STACKS, st.integers(1, 20))
+def test_every_group_has_one_turn_and_layers_stay_whole(stacks: list[tuple[list[int], float]], every: int):
+    turns = balanced([(layers_of(sizes), cost) for sizes, cost in stacks], every)
+    assert len(turns) == len(stacks)
+    for of_stack, (sizes, _) in zip(turns, stacks, strict=True):
+        covered = [k for turn in of_stack for k in range(turn.groups.start, turn.groups.stop)]
+        assert covered == list(range(sum(sizes)))  # in order, each once
+        ends = set(accumulate(sizes))
+        assert all(turn.groups.stop in ends for turn in of_stack)
+        assert all(0 <= turn.slot < every for turn in of_stack)
+
+
+@settings(max_examples=80, deadline=None)
+@given(STACKS, st.integers(1, 20))
+def test_steps_are_alike(stacks: list[tuple[list[int], float]], every: int):
+    """The fullest step has an equal share and a batch more at most: a layer, or neighbours of 1½ shares and a layer."""
+    costs = [cost for _, cost in stacks]
+    found = loads(balanced([(layers_of(sizes), cost) for sizes, cost in stacks], every), costs, every)
+    share = sum(cost * sum(sizes) for sizes, cost in stacks) / every
+    largest_layer = max(cost * max(sizes) for sizes, cost in stacks)
+    assert max(found) <= 2.5 * share + 2 * largest_layer + 1e-6
+    assert sum(found) == pytest.approx(every * share)
+
+
+def test_a_transformer_of_twelve_layers():
+    """Attention, its projection and two layers behind it, 768 wide with biases: no step has more than 1.05 shares."""
+    single = [slice(k, k + 1) for k in range(12)]
+    sizes = ((2304, 769), (768, 769), (3072, 769), (768, 3073))
+    stacks = [(single, float(O**3 + I**3)) for O, I in sizes]
+    turns = balanced(stacks, 10)
+    found = loads(turns, [cost for _, cost in stacks], 10)
+    assert max(found) <= 1.05 * sum(found) / 10
+    assert sum(len(of_stack) for of_stack in turns) <= 16  # batches, not 48 layers
+
+
+@settings(max_examples=30, deadline=None)
+@given(STACKS, st.integers(1, 20))
+def test_the_same_stacks_get_the_same_turns(stacks: list[tuple[list[int], float]], every: int):
+    given_stacks = [(layers_of(sizes), cost) for sizes, cost in stacks]
+    assert balanced(given_stacks, every) == balanced(list(given_stacks), every)
+
+
+def test_one_step_a_round_takes_all():
+    turns = balanced([([slice(0, 1), slice(1, 3)], 2.0), ([slice(0, 5)], 1.0)], 1)
+    assert [turn.groups for turn in turns[0]] == [slice(0, 3)] or len(turns[0]) == 2
+    assert {turn.slot for of_stack in turns for turn in of_stack} == {0}
+
+
+def test_what_costs_nothing_still_has_its_turn():
+    assert balanced([([slice(0, 2), slice(2, 3)], 0.0)], 4) == [[Turn(slice(0, 3), 0)]]
+
+
+def test_no_stacks():
+    assert balanced([], 3) == []
+
+
+@pytest.mark.parametrize("every", [1, 3, 10])
+def test_one_by_one_is_a_layer_a_step(every: int):
+    layers = [slice(k, k + 1) for k in range(7)]
+    turns = one_by_one(2, layers, every)
+    assert [turn.groups for turn in turns] == layers
+    assert [turn.slot for turn in turns] == [(2 + k) % every for k in range(7)]
