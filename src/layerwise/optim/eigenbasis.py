@@ -69,6 +69,11 @@ class EigenFactors(Factors):
                 self._refresh_side(state, side, groups, replace(context, plan=plan), health)
         health.refreshes += 1
 
+    @property
+    def follows_closely(self) -> bool:
+        """No: second moments are measured in whatever basis there is. (SOAP's own takes one iteration a refresh.)"""
+        return False
+
     def tracked(self, state: State, side: str) -> bool:
         """Whether the basis is kept up to date by products."""
         M = state[side]
@@ -118,6 +123,11 @@ class CorrectedEigenvalues(EigenFactors):
         super().__post_init__()
         check_side("scaling", self.scaling, ("batch", "running", "none"))
         self.keeps_recorded = self.scaling == "batch"
+
+    @property
+    def follows_closely(self) -> bool:
+        """Where scalings are those of the factors themselves."""
+        return self.scaling == "none"
 
     def init(self, shape: Shape) -> State:
         """And scalings."""

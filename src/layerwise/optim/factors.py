@@ -233,6 +233,11 @@ class Factors(UpdateRule):
                 root.copy_(guarded_root(M, shift, power, root, health, by_eigh=exact))
         health.refreshes += 1
 
+    @property
+    def follows_closely(self) -> bool:
+        """Whether a basis (or an inverse) that lags behind its factor is to be brought up to it in more rounds."""
+        return True
+
     def watched(self, state: State) -> list[str]:
         """Matrices that are refined by products."""
         found = []
@@ -250,7 +255,7 @@ class Factors(UpdateRule):
         for name in names:
             watch = watch_of(state, name, context)
             first = watch.take_exact(context.step, groups, health)
-            more = more or any(watch.slow[groups])
+            more = more or (self.follows_closely and any(watch.slow[groups]))
             if first or (name.endswith("_root") and context.step <= EXACT_STEPS):
                 exact.add(name)
         return Plan(frozenset(exact), more)

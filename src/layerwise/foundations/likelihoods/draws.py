@@ -20,7 +20,10 @@ def _drawn(draw: Callable[..., Tensor], like: Tensor, terms: Terms, generator: t
     """Random numbers of a tensor's shape; a part of a batch gets what it would get in the whole."""
     start, total = terms.part or (0, like.shape[0])
     whole = draw((total, *like.shape[1:]), generator=generator, device=generator.device, dtype=torch.float32)
-    return whole[start : start + like.shape[0]].to(like.device, torch.promote_types(like.dtype, torch.float32))
+    part = whole[start : start + like.shape[0]]
+    if part.device.type == "cpu" and like.device.type == "cuda":  # nobody waits for a copy of pinned memory
+        part = part.pin_memory().to(like.device, non_blocking=True)
+    return part.to(like.device, torch.promote_types(like.dtype, torch.float32))
 
 
 def uniform(like: Tensor, terms: Terms, generator: torch.Generator) -> Tensor:
