@@ -8,6 +8,7 @@ import types
 import layerwise as lw
 
 OPTIONAL = (
+    "triton",
     "pyarrow",
     "PIL",
     "scipy",
