@@ -5,7 +5,6 @@ W ← (1 − η·decay) W − η · momentum(clip(graft(P⁻ᵖ ∇L Q⁻ᑫ)))
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,19 +22,16 @@ from layerwise.optim.capture import Capture, LossScale, Seen
 from layerwise.optim.damping import Damping
 from layerwise.optim.factors import Factors
 from layerwise.optim.graft import Clip, Graft
-from layerwise.optim.graphs import Graphs
 from layerwise.optim.observe import Collector, Sums
 from layerwise.optim.options import check_numbers, fallback_rule, known, parameter_groups, positive
+from layerwise.optim.refreshes import Refreshes, remember
 from layerwise.optim.report import headline, layer_row, measure, table
-from layerwise.optim.rule import Context, Health, Observation, UpdateRule
+from layerwise.optim.rule import Context, Health, UpdateRule
 from layerwise.optim.solver import SOLVERS
 from layerwise.optim.stack import Stack
-from layerwise.optim.turns import balanced, decomposition_cost, one_by_one
 
 LOOK_EVERY = 100
 """Steps after which the model's parameters are listed anew."""
-GRAPHS = True
-"""Whether refreshes on a GPU are recorded and replayed."""
 
 
 class Layerwise(torch.optim.Optimizer):
@@ -236,20 +232,9 @@ class Layerwise(torch.optim.Optimizer):
             stack = Stack(self.rule_for(specs[0], group), tuple(specs), group, {k: params[k] for k in names})
             stack.ensure_state(self._loaded)
             stacks.append(stack)
-        self._give_turns(stacks)
+        self._refreshes = Refreshes(self.refresh_every, self._damping, self.processes, self._health)
+        self._refreshes.give_turns(stacks, self._waits)
         return stacks
-
-    def _give_turns(self, stacks: list[Stack]) -> None:
-        """When each part of a stack is refreshed."""
-        layers = [[groups for _, groups in stack.slices()] for stack in stacks]
-        if self._waits:
-            turns = [one_by_one(number, of_stack, self.refresh_every) for number, of_stack in enumerate(layers)]
-        else:
-            costs = [decomposition_cost(stack.shape, *stack.rule.sides(stack.shape)) for stack in stacks]
-            turns = balanced(list(zip(layers, costs, strict=True)), self.refresh_every)
-        graphs = Graphs()
-        for stack, found in zip(stacks, turns, strict=True):
-            stack.memory |= {"turns": found, "graphs": graphs}
 
     def rule_for(self, spec: LayerSpec, group: Mapping[str, Any]) -> UpdateRule:
         """The rule that a layer gets: the optimizer's own, or the fallback's."""
@@ -448,9 +433,9 @@ class Layerwise(torch.optim.Optimizer):
         """What each stack subtracts, before the learning rate."""
         assert self._stacks is not None
         directions = []
-        for number, (stack, (grad, active)) in enumerate(zip(self._stacks, plans, strict=True)):
+        for stack, (grad, active) in zip(self._stacks, plans, strict=True):
             before = None if all(active) else {k: v.clone() for k, v in stack.state.items()}
-            directions.append(self._direct(stack, number, grad, seen, examples))
+            directions.append(self._direct(stack, grad, seen, examples))
             if before is not None:
                 made = {k: torch.zeros_like(v) for k, v in stack.state.items() if k not in before}
                 stack.restore({**made, **before}, active)
@@ -478,91 +463,20 @@ class Layerwise(torch.optim.Optimizer):
             memory=stack.memory,
         )
 
-    def _direct(self, stack: Stack, number: int, grad: Tensor, seen: dict[str, Sums], examples: int) -> Tensor:
+    def _direct(self, stack: Stack, grad: Tensor, seen: dict[str, Sums], examples: int) -> Tensor:
         rule, state, group = stack.rule, stack.state, stack.group
         context = self._context(stack, examples)
         observed = self._collector.observation(stack, seen, self.processes) if rule is self.rule else None
         if observed is not None:
             rule.observe(state, observed, group["factor_decay"], self._health)
-            self._remember(stack, observed)
+            remember(stack, observed)
         if context.observes:
             rule.observe_gradient(state, grad, group["factor_decay"], self._health)
         if rule.refreshes:
-            self._refresh(stack, number, context)
+            self._refreshes.run(stack, context, self._waits)
         rule.rescale(state, observed, grad, context)
         D = rule.direction(state, grad, context, self._health)
         return self._graft.apply(stack, grad, D, self._health)
-
-    @staticmethod
-    def _remember(stack: Stack, observed: Observation) -> None:
-        """Which groups have statistics, as far as the host can know."""
-        known = stack.memory.setdefault("observed", [False] * stack.groups)
-        stack.memory["observed"] = [old or new for old, new in zip(known, observed.known, strict=True)]
-
-    def _refresh(self, stack: Stack, number: int, context: Context) -> None:
-        """All groups at the first step and, while statistics are young, at its doublings; then each in its turn."""
-        every, step = self.refresh_every, self.steps_taken
-        fresh = self._fresh(stack)
-        young = step < every and step & (step - 1) == 0  # 1, 2, 4, 8, …
-        turns = stack.memory["turns"]
-        due = [t.groups for t in turns if young or not all(fresh[t.groups]) or (step - 1 - t.slot) % every == 0]
-        owners = self.processes.owners([float(groups.stop - groups.start) for groups in due])
-        for groups, owner in zip(due, owners, strict=True):
-            if not self._ready(stack, groups):
-                continue
-            if owner == self.processes.rank:
-                self._refresh_groups(stack, groups, context)
-            if not all(fresh[groups]):
-                stack.state["fresh"][groups] = 1
-                fresh[groups] = [True] * (groups.stop - groups.start)
-        self.processes.share(
-            [
-                (owner, stack.state[name][groups])
-                for groups, owner in zip(due, owners, strict=True)
-                for name in stack.rule.refreshed
-                if name in stack.state
-            ]
-        )
-
-    def _refresh_groups(self, stack: Stack, groups: slice, context: Context) -> None:
-        rule, state, health = stack.rule, stack.state, self._health
-        plan = rule.plan(state, groups, context, health)
-        context = replace(context, plan=plan)
-        if GRAPHS and not self._waits and plan is not None and not plan.exact and self._repeats(stack):
-            graphs = stack.memory["graphs"]
-            key = (id(stack), groups.start, groups.stop, context.damping, plan)
-            again = graphs.run(key, lambda: rule.refresh(state, groups, context, health), stack.shape.device)
-            health.refreshes += again
-        else:
-            rule.refresh(state, groups, context, health)
-        rule.report(groups, context)
-
-    def _repeats(self, stack: Stack) -> bool:
-        """Whether a refresh can be recorded: one process, a damping that stays as it is, and state alone."""
-        steady = self._damping.schedule is None and not self._damping.adaptive
-        on_gpu = stack.shape.device.type == "cuda"
-        return on_gpu and steady and self.processes.count == 1 and stack.rule.replayable(stack.state)
-
-    @staticmethod
-    def _fresh(stack: Stack) -> list[bool]:
-        """Which groups were refreshed since they began; the host keeps a copy, so as not to ask the device."""
-        if "fresh" not in stack.state:
-            stack.state["fresh"] = torch.zeros(stack.groups, device=stack.shape.device)
-        if "fresh" not in stack.memory:
-            stack.memory["fresh"] = [bool(on) for on in stack.state["fresh"].tolist()]
-        return stack.memory["fresh"]
-
-    def _ready(self, stack: Stack, groups: slice) -> bool:
-        """Whether there is anything to decompose; on a GPU, as far as the host knows."""
-        if self._waits:
-            return stack.rule.ready(stack.state, groups)
-        if all(self._fresh(stack)[groups]):
-            return True
-        if stack.rule.needs_inputs or stack.rule.needs_outgrads:
-            known = stack.memory.get("observed", [False] * stack.groups)[groups]
-        else:
-            known = [True]
-        return all(known) and (self._health.gate is None or bool(self._health.gate))  # asked at the first steps alone
 
     def _momentum(self, stack: Stack, D: Tensor, factor: float | Tensor, active: list[bool]) -> Tensor:
         """``μ · buffer + factor · D``, kept; with Nesterov's, one step ahead of it."""
@@ -650,7 +564,7 @@ class Layerwise(torch.optim.Optimizer):
         return {**group, "params": named}
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {k: v for k, v in self.__dict__.items() if k not in ("_capture", "_stacks", "_collector")}
+        kept = {k: v for k, v in self.__dict__.items() if k not in ("_capture", "_stacks", "_collector", "_refreshes")}
         kept["_loaded"], kept["_stacks"], kept["_strangers"] = self._saved(), None, None
         capture = self._capture
         kept["_capture"] = None if capture is None else (capture.example_axis, capture.seed, capture.forwards)
@@ -713,7 +627,8 @@ class Layerwise(torch.optim.Optimizer):
 def _rule(
     left: str, right: str, power: float | tuple[float, float], basis: str, split: str | None, max_factor: int
 ) -> UpdateRule:
-    from layerwise.optim.eigenbasis import CorrectedEigenvalues, RotatedAdam
+    from layerwise.optim.eigenbasis import CorrectedEigenvalues
+    from layerwise.optim.rotated_adam import RotatedAdam
 
     powers = power if isinstance(power, tuple) else (float(power), float(power))
     known("basis", basis, ("factors", "eigen"))

@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from layerwise.optim.eigenbasis import RotatedAdam
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.factors import Factors
+from layerwise.optim.rotated_adam import RotatedAdam
 
 
 class Shampoo(Layerwise):

@@ -1,0 +1,103 @@
+"""When and how decompositions are renewed: whose turn it is, who owns it, and how it is run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from layerwise.distributed.processes import Processes
+from layerwise.optim.damping import Damping
+from layerwise.optim.graphs import Graphs
+from layerwise.optim.rule import Context, Health, Observation
+from layerwise.optim.stack import Stack
+from layerwise.optim.turns import balanced, decomposition_cost, one_by_one
+
+
+@dataclass
+class Refreshes:
+    """Of one optimizer's stacks."""
+
+    every: int
+    damping: Damping
+    processes: Processes
+    health: Health
+    graphs: Graphs = field(default_factory=Graphs)
+
+    def give_turns(self, stacks: Sequence[Stack], waits: bool) -> None:
+        """When each part of a stack is refreshed; where nobody waits for the device, in few batches of equal work."""
+        layers = [[groups for _, groups in stack.slices()] for stack in stacks]
+        if waits:
+            turns = [one_by_one(number, of_stack, self.every) for number, of_stack in enumerate(layers)]
+        else:
+            costs = [decomposition_cost(stack.shape, *stack.rule.sides(stack.shape)) for stack in stacks]
+            turns = balanced(list(zip(layers, costs, strict=True)), self.every)
+        for stack, found in zip(stacks, turns, strict=True):
+            stack.memory["turns"] = found
+
+    def run(self, stack: Stack, context: Context, waits: bool) -> None:
+        """All groups at the first step and, while statistics are young, at its doublings; then each in its turn."""
+        step, turns, fresh = context.step, stack.memory["turns"], freshness(stack)
+        young = step < self.every and step & (step - 1) == 0  # 1, 2, 4, 8, …
+        due = [t.groups for t in turns if young or not all(fresh[t.groups]) or (step - 1 - t.slot) % self.every == 0]
+        owners = self.processes.owners([float(groups.stop - groups.start) for groups in due])
+        for groups, owner in zip(due, owners, strict=True):
+            if not self._ready(stack, groups, waits):
+                continue
+            if owner == self.processes.rank:
+                self._refresh(stack, groups, context)
+            if not all(fresh[groups]):
+                stack.state["fresh"][groups] = 1
+                fresh[groups] = [True] * (groups.stop - groups.start)
+        self.processes.share(
+            [
+                (owner, stack.state[name][groups])
+                for groups, owner in zip(due, owners, strict=True)
+                for name in stack.rule.refreshed
+                if name in stack.state
+            ]
+        )
+
+    def _refresh(self, stack: Stack, groups: slice, context: Context) -> None:
+        rule, state, health = stack.rule, stack.state, self.health
+        plan = rule.plan(state, groups, context, health)
+        context = replace(context, plan=plan)
+        if plan is not None and not plan.exact and self._repeats(stack):
+            key = (id(stack), groups.start, groups.stop, context.damping, plan)
+            device = stack.shape.device
+            health.refreshes += self.graphs.run(key, lambda: rule.refresh(state, groups, context, health), device)
+        else:
+            rule.refresh(state, groups, context, health)
+        rule.report(groups, context)
+
+    def _repeats(self, stack: Stack) -> bool:
+        """Whether a refresh can be recorded: one process, a damping that stays as it is, and state alone."""
+        steady = self.damping.schedule is None and not self.damping.adaptive
+        on_gpu = stack.shape.device.type == "cuda"
+        return on_gpu and steady and self.processes.count == 1 and stack.rule.replayable(stack.state)
+
+    def _ready(self, stack: Stack, groups: slice, waits: bool) -> bool:
+        """Whether there is anything to decompose; where nobody waits, as far as the host knows."""
+        if waits:
+            return stack.rule.ready(stack.state, groups)
+        if all(freshness(stack)[groups]):
+            return True
+        if stack.rule.needs_inputs or stack.rule.needs_outgrads:
+            known = stack.memory.get("observed", [False] * stack.groups)[groups]
+        else:
+            known = [True]
+        return all(known) and (self.health.gate is None or bool(self.health.gate))  # asked at the first steps alone
+
+
+def freshness(stack: Stack) -> list[bool]:
+    """Which groups were refreshed since they began; the host keeps a copy, so as not to ask the device."""
+    if "fresh" not in stack.state:
+        stack.state["fresh"] = torch.zeros(stack.groups, device=stack.shape.device)
+    if "fresh" not in stack.memory:
+        stack.memory["fresh"] = [bool(on) for on in stack.state["fresh"].tolist()]
+    return stack.memory["fresh"]
+
+
+def remember(stack: Stack, observed: Observation) -> None:
+    """Which groups have statistics, as far as the host can know."""
+    known = stack.memory.setdefault("observed", [False] * stack.groups)
+    stack.memory["observed"] = [old or new for old, new in zip(known, observed.known, strict=True)]

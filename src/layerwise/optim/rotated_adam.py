@@ -1,0 +1,174 @@
+"""`RotatedAdam`: SOAP, Adam in the eigenbasis of Shampoo's factors."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.foundations.fused import ema_, rotated_adam_
+from layerwise.foundations.linalg.basis_tracking import carried
+from layerwise.optim import stored
+from layerwise.optim.averaging import finite_moments
+from layerwise.optim.eigenbasis import EigenFactors
+from layerwise.optim.elementwise import average_squares_
+from layerwise.optim.factors import gradient_moment
+from layerwise.optim.rule import Context, Health, Shape, State
+from layerwise.optim.stored import products_of
+
+
+@dataclass
+class RotatedAdam(EigenFactors):
+    """SOAP: Adam in the eigenbasis of Shampoo's factors.
+
+    ``W ← W − η U_P [M′ / (√V + ε)] U_Qᵀ``, ``M′ = U_Pᵀ M U_Q``, V the average of ``(U_Pᵀ ∇L U_Q)²``. The state "M" is
+    M′, in the present basis: it is turned when the basis is, which spares a rotation at every other step.
+    """
+
+    left: str = "gradient"
+    right: str = "gradient"
+    betas: tuple[float, float] = (0.95, 0.95)
+    eps: float = 1e-8
+    skip_first: bool = True
+    name = "soap"
+    formula = "U_P[M′/(√V + ε)]U_Qᵀ"
+
+    def init(self, shape: Shape) -> State:
+        """And both moments, with a count of steps."""
+        moments = {name: shape.zeros(shape.outputs, shape.inputs) for name in ("M", "V")}
+        return {**super().init(shape), **moments, "steps": shape.zeros(), "begun": shape.zeros()}
+
+    def direction(
+        self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
+    ) -> Float[Tensor, "K O I"]:
+        """Adam's direction in the basis; the first step only sets the basis, as in the authors' code."""
+        if self._begins(state, context):
+            if health.gate is not None and not bool(health.gate):  # asked at the first steps alone
+                return torch.zeros_like(grad)
+            self._begin(state, grad, context, health)
+            if self.skip_first:
+                return torch.zeros_like(grad)
+        b1, b2 = self.betas
+        state["steps"] += health.taken(1.0, grad)
+        rotated = self.rotate(state, grad)
+        if health.gate is not None and grad.dtype == torch.float32:
+            D = self.unrotate(state, self._fused_step(state, rotated, health))
+            if context.observes:
+                self._take_gradient(state, grad, b2, health)
+            return D
+        state["M"].lerp_(rotated, health.taken(1 - b1, grad))
+        average_squares_(state["V"], rotated, health.taken(1 - b2, grad))
+        t = state["steps"].clamp_min(1).view(-1, 1, 1)
+        step = (state["M"] / state["V"].sqrt().add_(self.eps)).mul_((1 - b2**t).sqrt() / (1 - b1**t))
+        D = self.unrotate(state, step)
+        if context.observes:
+            self._take_gradient(state, grad, b2, health)
+        return D
+
+    def _fused_step(self, state: State, rotated: Tensor, health: Health) -> Tensor:
+        """The same in one pass."""
+        (b1, b2), t = self.betas, state["steps"].clamp_min(1)
+        return rotated_adam_(
+            state["M"],
+            state["V"],
+            rotated,
+            beta1=b1,
+            beta2=b2,
+            eps=self.eps,
+            correction1=1 - b1**t,
+            correction2=1 - b2**t,
+            gate=health.gate,
+            out=rotated,
+        )
+
+    @staticmethod
+    def _begins(state: State, context: Context) -> bool:
+        """Whether a group has no basis yet; the device is asked once, and after that the host remembers."""
+        if "begun" not in context.memory:
+            context.memory["begun"] = not bool((state["begun"] == 0).any())
+        return not context.memory["begun"]
+
+    def _begin(self, state: State, grad: Tensor, context: Context, health: Health) -> None:
+        self._take_gradient(state, grad, self.betas[1], health)
+        super().refresh(state, slice(0, len(grad)), context, health)
+        state["begun"].fill_(1)
+        context.memory["begun"] = True
+
+    def observe_gradient(self, state: State, grad: Float[Tensor, "K O I"], decay: float, health: Health) -> None:
+        """Not before the direction: the paper updates its factors after the step."""
+        return
+
+    def _take_gradient(self, state: State, grad: Tensor, decay: float, health: Health) -> None:
+        """Plain averages from zero, as in the paper: no bias correction, which the basis does not feel."""
+        for side in ("P", "Q"):
+            if side not in state:
+                continue
+            new = gradient_moment(grad, side)
+            good = finite_moments(new)
+            good = good if health.gate is None else good & health.gate
+            if health.gate is not None and new.dtype == torch.float32:
+                ema_(state[side], new, good * (1 - decay))
+                state[f"{side}_count"] += good.to(state[f"{side}_count"].dtype)
+                continue
+            if health.gate is not None or not bool(good.all()):
+                new = torch.where(good.view(-1, 1, 1), new, state[side])
+            state[side].lerp_(new, 1 - decay)
+            state[f"{side}_count"] += good.to(state[f"{side}_count"].dtype)
+
+    def _refresh_side(self, state: State, side: str, groups: slice, context: Context, health: Health) -> None:
+        """One step of orthogonal iteration from the last basis, sorted, with V permuted along; eigh at the start.
+
+        Where the basis is kept up to date by products, momentum and second moments are turned with it.
+        """
+        if self._begins(state, context):
+            super()._refresh_side(state, side, groups, context, health)
+            if not self.tracked(state, side):  # the order of a tracked basis is of no account
+                state[f"U_{side}"][groups] = state[f"U_{side}"][groups].flip(-1)  # largest first
+            return
+        U_old = stored.value(state, f"U_{side}", groups).clone()
+        if self.tracked(state, side):
+            super()._refresh_side(state, side, groups, context, health)
+            U = stored.value(state, f"U_{side}", groups)
+            self._turn(state, side, groups, U_old, U, rough=products_of(state, f"U_{side}").rough)
+            left = "left" if side == "P" else "right"
+            state["V"][groups] = carried(state["V"][groups], U_old, U, left, products=products_of(state, f"U_{side}"))
+            return
+        M, U = state[side][groups], state[f"U_{side}"][groups]
+        MU = M @ U
+        order = (U * MU).sum(-2).argsort(dim=-1, descending=True)
+        Q, _ = torch.linalg.qr(MU.gather(-1, order.unsqueeze(-2).expand_as(MU)))
+        good = torch.isfinite(Q.flatten(1)).all(1)
+        health.count("fallbacks", (~good).sum())
+        if health.gate is None and not bool(good.all()):
+            return
+        Q = torch.where(good.view(-1, 1, 1), Q, U_old)
+        order = torch.where(good.unsqueeze(-1), order, torch.arange(order.shape[-1], device=order.device))
+        state[f"U_{side}"][groups] = Q
+        self._turn(state, side, groups, U_old, Q)
+        V = state["V"][groups]
+        index = order.unsqueeze(-1 if side == "P" else -2).expand_as(V)
+        state["V"][groups] = V.gather(-2 if side == "P" else -1, index)
+
+    @staticmethod
+    def _turn(
+        state: State,
+        side: str,
+        groups: slice,
+        U_old: Tensor,
+        U_new: Tensor,
+        rough: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
+    ) -> None:
+        """The momentum in the new basis, ``U_newᵀ U_old M`` (left), by whichever order is cheaper."""
+        M = state["M"][groups] if side == "P" else state["M"][groups].mT
+        wide = M.shape[-1] > M.shape[-2]
+        turned = rough(rough(U_new.mT, U_old), M) if wide else rough(U_new.mT, rough(U_old, M))
+        state["M"][groups] = turned if side == "P" else turned.mT
+
+    def conditions(self, state: State, context: Context) -> tuple[Tensor, Tensor] | None:
+        """Of the second moments."""
+        V = state["V"]
+        if context.shape is not None:
+            V = V[:, : context.shape.own_outputs, : context.shape.own_inputs]
+        V = V.flatten(1)
+        return (V.amax(1).sqrt() + self.eps) / (V.amin(1).sqrt() + self.eps), torch.full_like(V[:, 0], self.eps)
