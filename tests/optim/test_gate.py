@@ -1,6 +1,8 @@
 """Steps that never ask the device: the same as those that do, nothing moves behind a shut gate, nobody waits."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -423,3 +425,42 @@ def test_the_test_itself_notices(monkeypatch: pytest.MonkeyPatch):
     for ask in (lambda: x[0].item(), lambda: bool(x[0] > 0), lambda: x[x > 0], lambda: x.nonzero(), lambda: x.tolist()):
         with pytest.raises(AssertionError), nobody_asks(monkeypatch):
             ask()
+
+
+def test_a_step_without_any_gradient_moves_nothing(unwaiting: None):
+    model = net(torch.float32)
+    opt = member("Shampoo", model, lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    opt.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_a_layer_that_is_unfrozen_has_statistics_from_then_on():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    model[0].requires_grad_(False)
+    opt = lw.optim.KFAC(model, lr=0.01)
+    x, y = torch.randn(8, 4), torch.randn(8, 3)
+    (model(x) - y).square().mean().backward()
+    opt.step()
+    model[0].requires_grad_(True)
+    opt.add_param_group({"params": list(model[0].parameters())})
+    opt.zero_grad()
+    (model(x) - y).square().mean().backward()
+    opt.step()
+    saved = [of_layer for of_param in opt.state_dict()["state"].values() for of_layer in of_param.values()]
+    assert all(float(of_layer["Q_count"].min()) > 0 for of_layer in saved)
+    assert len(saved) == 2
+
+
+def test_an_optimizer_that_is_let_go_is_gone_at_once():
+    model = nn.Sequential(nn.Linear(4, 3))
+    opt = lw.optim.KFAC(model, lr=0.01)
+    model(torch.randn(8, 4)).square().mean().backward()
+    opt.step()
+    reference = weakref.ref(opt)
+    gc.disable()
+    try:
+        del opt
+        assert reference() is None
+    finally:
+        gc.enable()

@@ -4,6 +4,7 @@ W ← (1 − η·decay) W − η · momentum(clip(graft(P⁻ᵖ ∇L Q⁻ᑫ)))
 """
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -158,6 +159,7 @@ class Layerwise(torch.optim.Optimizer):
         super().__init__(parameter_groups(self.model, self.table, overrides or {}, defaults), defaults)
         self.steps_taken = 0
         self._strangers: list[tuple[str, nn.Parameter]] | None = None
+        self._gates: dict[torch.device, Tensor] = {}
         self.processes = Processes()
         self._collector = self._make_collector()
         self._capture = self._make_capture(example_axis, seed_of(seed))
@@ -169,16 +171,18 @@ class Layerwise(torch.optim.Optimizer):
         return LayerTable.from_model(self.model, separate_bias=separate)
 
     def _make_collector(self) -> Collector:
-        found, taken = Collector(self.rule, self.sharing), {}
+        found, taken = Collector(self.rule, self.sharing), dict[str, bool]()
+        optimizer = weakref.ref(self)  # nothing that the model's hooks reach may keep it alive
 
         def takes(spec: LayerSpec) -> bool:
-            if spec.name not in taken:
+            owner = optimizer()
+            if owner is not None and spec.name not in taken:
                 name = spec.parameters[0]
-                group = next((g for g in self.param_groups if name in g.get("param_names", ())), None)
-                taken[spec.name] = group is not None and self.rule_for(spec, group) is self.rule
-            return taken[spec.name]
+                group = next((g for g in owner.param_groups if name in g.get("param_names", ())), None)
+                taken[spec.name] = group is not None and owner.rule_for(spec, group) is owner.rule
+            return taken.get(spec.name, False)
 
-        found.takes = takes
+        found.takes, found.forget = takes, taken.clear
         return found
 
     def _make_capture(self, example_axis: int | None, seed: int) -> Capture | None:
@@ -313,8 +317,7 @@ class Layerwise(torch.optim.Optimizer):
         if counts is not None and counts.examples:
             scale = self._scale.to_mean_gradient(counts.examples, counts.tokens)
             examples = counts.examples * self.processes.count
-        if not self._waits:
-            self._set_gate()
+        self._gates = {} if self._waits else self._find_gates()
         plans = [self._prepare(stack, scale) for stack in self._stacks]
         if self._waits and not self._finite([grad for grad, _ in plans]):
             self._health.skipped_steps += 1
@@ -370,19 +373,27 @@ class Layerwise(torch.optim.Optimizer):
         """Whether the host may ask whether gradients are finite. On a GPU it would wait for the whole backward."""
         return self.param_groups[0]["params"][0].device.type == "cpu"
 
-    def _set_gate(self) -> None:
-        """Whether this step is taken, as the device sees it; behind a gate that is shut, gradients are zero."""
+    def _find_gates(self) -> dict[torch.device, Tensor]:
+        """Whether this step is taken, as each device sees it; behind a gate that is shut, gradients are zero."""
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
         by_device: dict[torch.device, list[Tensor]] = {}
         for grad in dense:
             by_device.setdefault(grad.device, []).append(grad)
+        if not by_device:
+            return {}
         flags = [finite_gate(of_device) for of_device in by_device.values()]
         gate = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
         self._health.gate = gate
         self._health.count("skipped_steps", (~gate).to(torch.int64))
+        return {device: gate.to(device) for device in by_device}
+
+    def _turn_to(self, stack: Stack) -> None:
+        """From now on the gate is that of the stack's device."""
+        self._health.gate = self._gates.get(stack.shape.device)
 
     def _prepare(self, stack: Stack, scale: float) -> tuple[Tensor, list[bool]]:
+        self._turn_to(stack)
         return stack.gradient(scale, self._health.gate), stack.active()
 
     @staticmethod
@@ -401,6 +412,7 @@ class Layerwise(torch.optim.Optimizer):
             return
         updates = []
         for stack, D, (_, active) in zip(self._stacks, directions, plans, strict=True):
+            self._turn_to(stack)
             updates.append(self._momentum(stack, D, factor, active))
             lr = self._lr(stack)
             stack.subtract(updates[-1], lr, active, lr * stack.group["weight_decay"], self._health.gate)
@@ -408,6 +420,8 @@ class Layerwise(torch.optim.Optimizer):
 
     def _finish(self, stack: Stack, D: Tensor, factor: float | Tensor, active: list[bool]) -> None:
         """Momentum, decay and descent in one pass, where the stack's layers allow it."""
+        self._turn_to(stack)
+        factor = factor.to(D.device) if isinstance(factor, Tensor) else factor
         lr, group = self._lr(stack), stack.group
         layers = stack.plain_layers() if all(active) else None
         if layers is None:
@@ -465,6 +479,7 @@ class Layerwise(torch.optim.Optimizer):
 
     def _direct(self, stack: Stack, grad: Tensor, seen: dict[str, Sums], examples: int) -> Tensor:
         rule, state, group = stack.rule, stack.state, stack.group
+        self._turn_to(stack)
         context = self._context(stack, examples)
         observed = self._collector.observation(stack, seen, self.processes) if rule is self.rule else None
         if observed is not None:
@@ -549,6 +564,7 @@ class Layerwise(torch.optim.Optimizer):
             return
         self._loaded = self._saved()
         self._stacks = self._strangers = None
+        self._collector.forget()
         self.table = self._read_table()
         if self._capture is not None:
             self._capture.look_again(self.table)

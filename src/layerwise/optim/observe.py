@@ -47,6 +47,8 @@ class Collector:
         self.rule, self.sharing = rule, sharing
         self.takes: Callable[[LayerSpec], bool] = lambda spec: True
         """Which layers the rule treats: others, such as a head with the fallback's update, need no statistics."""
+        self.forget: Callable[[], None] = lambda: None
+        """To be called when that may have changed."""
         self._sums: dict[str, Sums] = {}
 
     @torch.no_grad()
