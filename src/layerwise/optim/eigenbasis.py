@@ -1,5 +1,6 @@
 """Rules that step in an eigenbasis of the factors, with a second moment of their own for every entry there."""
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 
 import torch
@@ -93,11 +94,11 @@ class EigenFactors(Factors):
         state[f"s_{side}"][groups] = values.to(M.dtype)
         state[f"U_{side}"][groups] = vectors.to(M.dtype)
 
+    @abstractmethod
     def direction(
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
     ) -> Float[Tensor, "K O I"]:
-        """Each subclass has its own."""
-        raise NotImplementedError
+        """Each subclass has its own: the roots' would be wrong here."""
 
 
 @dataclass
