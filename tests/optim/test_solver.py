@@ -272,3 +272,31 @@ def test_momentum_is_not_lost(name: str, options: dict[str, Any], tol: float, fi
     other.step()
     for layer, value in layers(other, "momentum").items():
         assert torch.allclose(value, kept[layer], rtol=1e-3, atol=1e-6)
+
+
+def test_what_does_not_converge_is_not_taken(monkeypatch: pytest.MonkeyPatch):
+    """The last inverse stays, it is counted, and the next turn solves exactly."""
+    model = nn.Linear(6, 4)
+    opt = lw.optim.FOOF(model, lr=0.0, momentum=0.0, refresh_every=1, solver="newton")
+
+    def step(number: int) -> None:
+        opt.zero_grad()
+        model(torch.randn(50, 6, generator=torch.Generator().manual_seed(number))).square().mean().backward()
+        opt.step()
+
+    for number in range(12):
+        step(number)
+    before, refusals = layers(opt, "Q_root"), opt.health().refusals
+
+    def astray(M: Any, X: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return 100 * X, torch.full((1,), torch.inf), torch.full((1,), 2.0)
+
+    monkeypatch.setattr("layerwise.optim.refined.refined_inverse", astray)
+    step(12)
+    assert all(torch.equal(root, before[name]) for name, root in layers(opt, "Q_root").items())
+    for number in range(13, 13 + LAG):
+        step(number)
+    assert opt.health().refusals > refusals
+    found, truth = (next(iter(M.values())) for M in (layers(opt, "Q_root"), layers(opt, "Q")))
+    truth = exact(truth, 0.1)
+    assert float((found.double() - truth).norm() / truth.norm()) < 1e-3
