@@ -13,7 +13,7 @@ import layerwise as lw
 from layerwise.foundations.errors import InputError
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.rule import Health
-from layerwise.optim.solver import FAILED, FINE, LAG, REFINED, REFUSED, Watch, method
+from layerwise.optim.solver import EASY, FAILED, FINE, LAG, REFINED, REFUSED, SLOW_TURNS, Watch, method
 
 pytestmark = pytest.mark.usefixtures("untyped")
 SIZE = 12
@@ -215,12 +215,16 @@ def test_the_host_hears_after_its_lag():
     assert not watch.take_exact(5 + LAG, slice(0, 2), health)
     assert watch.take_exact(5 + LAG, slice(2, 3), health)
     assert not watch.take_exact(5 + LAG, slice(2, 3), health)  # it has been
-    assert (health.refusals, health.fallbacks, watch.slow) == (1, 0, [0, 0, 0])
+    assert (health.refusals, health.fallbacks, watch.slow) == (1, 0, [0, 0, SLOW_TURNS])
     watch.verdict[:] = torch.tensor([REFINED, FAILED, FINE])
     watch.post(8, slice(0, 3))
     watch.hear(8 + LAG, health)
     assert (health.refusals, health.fallbacks) == (2, 1)
-    assert watch.slow[0] > 0
+    assert watch.slow == [SLOW_TURNS, 0, SLOW_TURNS]  # fine with more rounds says nothing of one
+    watch.verdict[:] = EASY
+    watch.post(9, slice(0, 3))
+    watch.hear(9 + LAG, health)
+    assert watch.slow == [SLOW_TURNS - 1, 0, SLOW_TURNS - 1]
 
 
 # --- checkpoints -------------------------------------------------------------------------------------------

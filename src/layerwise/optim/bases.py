@@ -11,7 +11,7 @@ from layerwise.optim import stored
 from layerwise.optim.channels import times_inputs
 from layerwise.optim.refined import own_size, watch_of
 from layerwise.optim.rule import Context, Health, State
-from layerwise.optim.solver import FAILED, FINE, REFINED, Plan
+from layerwise.optim.solver import EASY, FAILED, REFINED, Plan
 from layerwise.optim.stored import products_of
 
 BASIS = ("U_P", "U_P_scale", "s_P", "U_Q", "U_Q_scale", "s_Q")
@@ -46,10 +46,10 @@ def track(state: State, side: str, groups: slice, context: Context, health: Heal
     if name in plan.exact:
         begin(state, side, groups, context, health)
         return
-    sweeps, products = MORE_SWEEPS if plan.more else 1, products_of(state, name)
+    sweeps, products = MORE_SWEEPS if name in plan.more else 1, products_of(state, name)
     U, values, left = tracked_basis(M, stored.value(state, name, groups), sweeps=sweeps, products=products)
     good = torch.isfinite(values).all(-1)
-    verdict = torch.where(good, torch.where(left < COUPLED, FINE, REFINED), FAILED)
+    verdict = torch.where(good, torch.where(left < COUPLED, EASY, REFINED), FAILED)
     watch_of(state, name, context).verdict[groups] = verdict.to(torch.int8)
     stored.write(state, name, groups, U, good)
     stored.write(state, f"s_{side}", groups, values.clamp_min(0), good)

@@ -23,7 +23,7 @@ from layerwise.optim.solver import Plan, Watch, method
 
 LEFT = ("outgrads", "gradient", "identity")
 SMALL_POWER = 0.25
-YOUNG_STATISTICS, YOUNG_STEPS = 20, 16
+YOUNG_STEPS = 16
 """Until then a new batch weighs more than its steady share, and a basis turns fast."""
 RIGHT = ("inputs", "gradient", "identity")
 
@@ -220,7 +220,7 @@ class Factors(UpdateRule):
         left, right = self.shifts(state, groups, context)
         p, q = self.power
         for side, shift, power in (("P", left, p), ("Q", right, q), ("Q_bias", right, q)):
-            if shift is None or side not in state:
+            if shift is None or side not in state or plan.only not in (None, f"{side}_root"):
                 continue
             M = state[side][groups]
             if f"U_{side}" in state:
@@ -249,16 +249,28 @@ class Factors(UpdateRule):
         return found
 
     def plan(self, state: State, groups: slice, context: Context, health: Health) -> Plan:
-        """Which matrices are solved exactly."""
-        exact, names = set(), self.watched(state)
-        more = context.step < YOUNG_STEPS or (context.statistics < YOUNG_STATISTICS and "U_P" not in state)
-        for name in names:
-            watch = watch_of(state, name, context)
+        """Which matrices are solved exactly, and which of the others take more rounds."""
+        exact, more = set(), set()
+        for name in self.watched(state):
+            watch, root = watch_of(state, name, context), name.endswith("_root")
             first = watch.take_exact(context.step, groups, health)
-            more = more or (self.follows_closely and any(watch.slow[groups]))
-            if first or (name.endswith("_root") and context.step <= EXACT_STEPS):
+            young = context.step < YOUNG_STEPS
+            if first or (root and context.step <= EXACT_STEPS):
                 exact.add(name)
-        return Plan(frozenset(exact), more)
+            elif young or (self.follows_closely and any(watch.slow[groups])):
+                more.add(name)
+        return Plan(frozenset(exact), frozenset(more))
+
+    def parts(self, state: State, plan: Plan) -> list[Plan]:
+        """Inverses one by one: each is recorded apart, so that few recordings serve all plans."""
+        names = self.watched(state)
+        apart = self._by_products(state) and all(name.endswith("_root") for name in names)
+        return plan.parts(names) if apart else [plan]
+
+    def _by_products(self, state: State) -> bool:
+        """Whether all factors are treated by products (and Cholesky)."""
+        factors = [side for side in ("P", "Q") if side in state]
+        return len(factors) > 0 and len(self.watched(state)) == len(factors)
 
     def report(self, groups: slice, context: Context) -> None:
         """Send what the device says of the matrices that were refined."""
@@ -266,10 +278,9 @@ class Factors(UpdateRule):
             if isinstance(watch, Watch):
                 watch.post(context.step, groups)
 
-    def replayable(self, state: State) -> bool:
-        """Where all factors are refined by products."""
-        factors = [side for side in ("P", "Q") if side in state]
-        return len(factors) > 0 and len(self.watched(state)) == len(factors)
+    def replayable(self, state: State, plan: Plan) -> bool:
+        """Where all factors are treated by products and Cholesky: eigh waits for the device."""
+        return self._by_products(state) and all(name.endswith("_root") for name in plan.exact)
 
     def ready(self, state: State, groups: slice) -> bool:
         """Whether no factor is zero."""

@@ -10,6 +10,7 @@ from layerwise.optim.engine import Layerwise
 from layerwise.optim.factors import Factors
 from layerwise.optim.roots import guarded_root
 from layerwise.optim.rule import Context, Health, State
+from layerwise.optim.solver import Plan
 
 
 class FOOF(Layerwise):
@@ -66,9 +67,13 @@ class LocalStep(Factors):
     left: str = "identity"
     name = "locoprop"
 
-    def replayable(self, state: State) -> bool:
+    def replayable(self, state: State, plan: Plan) -> bool:
         """No: η is part of it."""
         return False
+
+    def parts(self, state: State, plan: Plan) -> list[Plan]:
+        """All at once."""
+        return [plan]
 
     formula = "∇L (I + ηQ)⁻¹"
 

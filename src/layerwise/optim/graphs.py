@@ -25,15 +25,18 @@ class Graphs:
         self._pool: Any = None
         self._met: set[Hashable] = set()
         self._recorded: dict[Hashable, torch.cuda.CUDAGraph] = {}
-        self.failed = ""
-        """Why nothing is recorded any more, if that is so."""
+        self.failed: dict[str, str] = {}
+        """Why calls of some kind are recorded no more, if that is so."""
 
-    def run(self, key: Hashable, call: Callable[[], None], device: torch.device) -> bool:
-        """Make a call, on a stream of its own; returns whether it was replayed."""
+    def run(self, key: Hashable, call: Callable[[], None], device: torch.device, kind: str = "") -> bool:
+        """Make a call, on a stream of its own; returns whether it was replayed.
+
+        Calls of one kind are alike: where one cannot be recorded, no other is tried.
+        """
         stream, current = _stream(device), torch.cuda.current_stream(device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            known = key in self._recorded or self._record(key, call)
+            known = key in self._recorded or self._record(key, call, kind)
             if known:
                 self._recorded[key].replay()
             else:
@@ -41,8 +44,8 @@ class Graphs:
         current.wait_stream(stream)
         return known
 
-    def _record(self, key: Hashable, call: Callable[[], None]) -> bool:
-        if self.failed or key not in self._met or len(self._recorded) >= MOST:
+    def _record(self, key: Hashable, call: Callable[[], None], kind: str) -> bool:
+        if kind in self.failed or key not in self._met or len(self._recorded) >= MOST:
             self._met.add(key)
             return False
         graph = torch.cuda.CUDAGraph()
@@ -54,7 +57,7 @@ class Graphs:
             finally:
                 graph.capture_end()
         except RuntimeError as error:  # some operation cannot be recorded: go on as before
-            self.failed = str(error)
+            self.failed[kind] = str(error)
             return False
         self._recorded[key] = graph
         return True

@@ -8,7 +8,7 @@ from layerwise.foundations.linalg.outliers import without_outliers
 from layerwise.optim import stored
 from layerwise.optim.roots import mean_eigenvalue
 from layerwise.optim.rule import Context, State
-from layerwise.optim.solver import FAILED, FINE, REFINED, REFUSED, Plan, Watch
+from layerwise.optim.solver import EASY, FAILED, FINE, REFINED, REFUSED, Plan, Watch
 from layerwise.optim.stored import products_of
 
 EXACT_STEPS = 8
@@ -17,8 +17,12 @@ FINE_RESIDUAL = 3e-3
 """Of the estimate of a direction's error, which may be three times as large."""
 CONVERGING = 0.7
 """Of the spectral radius of ``I − X M``: below it X is better than what it came from, and a next step will do."""
+EASY_TYPICAL, EASY_GROWN = 0.03, 0.4
+"""Of what a refinement began with: one step squares both, and what is typical shows in every direction."""
+FIRST_TURNS = 2
+"""Easy ones, before an inverse that is new is refined by one step alone."""
 MORE_ROUNDS = 2
-"""Newton's steps while a new batch weighs more than its steady share, and after one did not suffice."""
+"""Newton's steps, after grown directions were taken in, where one step alone did not suffice, or would not."""
 
 
 def refine_inverse(state: State, side: str, groups: slice, shift: Tensor, context: Context, plan: Plan) -> None:
@@ -33,11 +37,14 @@ def refine_inverse(state: State, side: str, groups: slice, shift: Tensor, contex
         verdict = torch.where(good, FINE, FAILED)
     else:
         M_ = products.prepared(damped, definite=True)
-        X = without_outliers(M_, stored.operand(state, name, groups), products=products)
-        X, residual, radius = refined_inverse(M_, X, steps=MORE_ROUNDS if plan.more else 1, products=products)
+        X, rounds, easy = stored.operand(state, name, groups), 1, known
+        if name in plan.more:
+            X, drift = without_outliers(M_, X, products=products)
+            rounds, easy = MORE_ROUNDS, (drift.typical <= EASY_TYPICAL) & (drift.grown <= EASY_GROWN)
+        X, residual, radius = refined_inverse(M_, X, steps=rounds, products=products)
         good = radius < CONVERGING
         fine = accepted(residual, radius) & (residual <= FINE_RESIDUAL)
-        verdict = torch.where(fine, FINE, torch.where(good, REFINED, REFUSED))
+        verdict = torch.where(fine, torch.where(easy, EASY, FINE), torch.where(good, REFINED, REFUSED))
     watch_of(state, name, context).verdict[groups] = torch.where(known, verdict, FINE).to(torch.int8)
     stored.write(state, name, groups, X, good & known)
 
@@ -45,7 +52,8 @@ def refine_inverse(state: State, side: str, groups: slice, shift: Tensor, contex
 def watch_of(state: State, name: str, context: Context) -> Watch:
     """The watch over a matrix."""
     if name not in context.memory:
-        context.memory[name] = Watch.over(len(state[name]), state[name].device)
+        slow = FIRST_TURNS if name.endswith("_root") else 0
+        context.memory[name] = Watch.over(len(state[name]), state[name].device, slow)
     return context.memory[name]
 
 

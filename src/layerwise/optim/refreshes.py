@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -59,21 +61,22 @@ class Refreshes:
 
     def _refresh(self, stack: Stack, groups: slice, context: Context) -> None:
         rule, state, health = stack.rule, stack.state, self.health
-        plan = rule.plan(state, groups, context, health)
-        context = replace(context, plan=plan)
-        if plan is not None and not plan.exact and self._repeats(stack):
-            key = (id(stack), groups.start, groups.stop, context.damping, plan)
-            device = stack.shape.device
-            health.refreshes += self.graphs.run(key, lambda: rule.refresh(state, groups, context, health), device)
-        else:
-            rule.refresh(state, groups, context, health)
+        counted = health.refreshes
+        for part in rule.parts(state, rule.plan(state, groups, context, health)):
+            call = partial(rule.refresh, state, groups, replace(context, plan=part), health)
+            if part is not None and self._repeats(stack, part):
+                key = (id(stack), groups.start, groups.stop, context.damping, part)
+                self.graphs.run(key, call, stack.shape.device, kind="exact" if part.exact else "refined")
+            else:
+                call()
+        health.refreshes = counted + 1  # whatever the number of parts, replayed or not
         rule.report(groups, context)
 
-    def _repeats(self, stack: Stack) -> bool:
+    def _repeats(self, stack: Stack, plan: Any) -> bool:
         """Whether a refresh can be recorded: one process, a damping that stays as it is, and state alone."""
         steady = self.damping.schedule is None and not self.damping.adaptive
         on_gpu = stack.shape.device.type == "cuda"
-        return on_gpu and steady and self.processes.count == 1 and stack.rule.replayable(stack.state)
+        return on_gpu and steady and self.processes.count == 1 and stack.rule.replayable(stack.state, plan)
 
     def _ready(self, stack: Stack, groups: slice, waits: bool) -> bool:
         """Whether there is anything to decompose; where nobody waits, as far as the host knows."""

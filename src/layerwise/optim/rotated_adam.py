@@ -1,6 +1,5 @@
 """`RotatedAdam`: SOAP, Adam in the eigenbasis of Shampoo's factors."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +15,9 @@ from layerwise.optim.elementwise import average_squares_
 from layerwise.optim.factors import gradient_moment
 from layerwise.optim.rule import Context, Health, Shape, State
 from layerwise.optim.stored import products_of
+
+SMALLEST_PART = 2.0**-38
+"""Of a matrix's largest entry, in float16 with a common scale: a step between the smallest numbers."""
 
 
 @dataclass
@@ -126,15 +128,13 @@ class RotatedAdam(EigenFactors):
             if not self.tracked(state, side):  # the order of a tracked basis is of no account
                 state[f"U_{side}"][groups] = state[f"U_{side}"][groups].flip(-1)  # largest first
             return
-        U_old = stored.value(state, f"U_{side}", groups).clone()
         if self.tracked(state, side):
+            U_old = stored.rough_copy(state, f"U_{side}", groups)
             super()._refresh_side(state, side, groups, context, health)
-            U = stored.value(state, f"U_{side}", groups)
-            self._turn(state, side, groups, U_old, U, rough=products_of(state, f"U_{side}").rough)
-            left = "left" if side == "P" else "right"
-            state["V"][groups] = carried(state["V"][groups], U_old, U, left, products=products_of(state, f"U_{side}"))
+            self._carry(state, side, groups, U_old)
             return
         M, U = state[side][groups], state[f"U_{side}"][groups]
+        U_old = U.clone()
         MU = M @ U
         order = (U * MU).sum(-2).argsort(dim=-1, descending=True)
         Q, _ = torch.linalg.qr(MU.gather(-1, order.unsqueeze(-2).expand_as(MU)))
@@ -145,25 +145,24 @@ class RotatedAdam(EigenFactors):
         Q = torch.where(good.view(-1, 1, 1), Q, U_old)
         order = torch.where(good.unsqueeze(-1), order, torch.arange(order.shape[-1], device=order.device))
         state[f"U_{side}"][groups] = Q
-        self._turn(state, side, groups, U_old, Q)
+        M = state["M"][groups]
+        state["M"][groups] = Q.mT @ (U_old @ M) if side == "P" else (M @ U_old.mT) @ Q
         V = state["V"][groups]
         index = order.unsqueeze(-1 if side == "P" else -2).expand_as(V)
         state["V"][groups] = V.gather(-2 if side == "P" else -1, index)
 
     @staticmethod
-    def _turn(
-        state: State,
-        side: str,
-        groups: slice,
-        U_old: Tensor,
-        U_new: Tensor,
-        rough: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
-    ) -> None:
-        """The momentum in the new basis, ``U_newᵀ U_old M`` (left), by whichever order is cheaper."""
-        M = state["M"][groups] if side == "P" else state["M"][groups].mT
-        wide = M.shape[-1] > M.shape[-2]
-        turned = rough(rough(U_new.mT, U_old), M) if wide else rough(U_new.mT, rough(U_old, M))
-        state["M"][groups] = turned if side == "P" else turned.mT
+    def _carry(state: State, side: str, groups: slice, U_old: stored.Kept) -> None:
+        """Momentum and second moments in the new basis, in first halves.
+
+        No second moment becomes smaller than what half precision can tell from zero: steps divide by it.
+        """
+        products, left = products_of(state, f"U_{side}"), side == "P"
+        turn = products.rough(stored.matrix(state, f"U_{side}", groups).mT, U_old)
+        M, V = state["M"][groups], state["V"][groups]
+        least = V.amax((-2, -1), keepdim=True) * SMALLEST_PART
+        V.copy_(torch.maximum(carried(V, turn, "left" if left else "right", products), least))
+        M.copy_(products.rough(turn, M) if left else products.rough(M, turn.mT))
 
     def conditions(self, state: State, context: Context) -> tuple[Tensor, Tensor] | None:
         """Of the second moments."""

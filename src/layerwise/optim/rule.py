@@ -243,7 +243,11 @@ class UpdateRule(ABC):
         """Whether a stack has a left and a right factor. Both, as far as a refresh costs something, by default."""
         return self.refreshes, self.refreshes
 
-    def replayable(self, state: State) -> bool:
+    def parts(self, state: State, plan: Any) -> list[Any]:
+        """Plans that together make one: what is refreshed (and recorded) apart. The plan itself by default."""
+        return [plan]
+
+    def replayable(self, state: State, plan: Any) -> bool:
         """Whether a refresh only works on the state, in place, and may be recorded. No by default."""
         return False
 

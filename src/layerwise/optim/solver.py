@@ -12,6 +12,7 @@ it was, and solved exactly at its next turn: by then the host has heard of it, w
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,9 +23,11 @@ from layerwise.foundations.errors import InputError, describe
 from layerwise.optim.rule import Health
 
 SOLVERS = ("auto", "eigh", "cholesky", "newton")
-FINE, REFINED, REFUSED, FAILED = 0, 1, 2, 3
-"""What a device says of a factor: good enough; better than before; not converging; not to be solved at all."""
+FINE, REFINED, REFUSED, FAILED, EASY = 0, 1, 2, 3, 4
+"""What a device says of a factor: good enough; better than before; not converging; not to be solved at all; good
+enough, and one round would have been, too."""
 SLOW_TURNS = 8
+"""For how many turns a refinement takes more rounds after one round did not suffice."""
 LAG = 2
 """Steps after which the host may read what a device reported, without waiting: it is never so far ahead."""
 
@@ -56,8 +59,14 @@ class Plan(NamedTuple):
 
     exact: frozenset[str]
     """Matrices that are solved exactly."""
-    more: bool
-    """Whether a refinement takes more rounds: statistics have only begun, or the last one did not suffice."""
+    more: frozenset[str]
+    """Matrices whose refinement takes more rounds: statistics have only begun, or the last one did not suffice."""
+    only: str | None = None
+    """The one matrix that is refreshed; None: all of them."""
+
+    def parts(self, names: Sequence[str]) -> "list[Plan]":
+        """A plan for each matrix, which can be carried out (and recorded) apart from the others."""
+        return [Plan(self.exact & {name}, self.more & {name}, name) for name in names]
 
 
 @dataclass
@@ -95,13 +104,13 @@ class Watch:
     verdict: Tensor
     """``[K]``, on the device; a refresh writes it."""
     slow: list[int]
-    """For how many turns more a group's refinement takes more rounds: one lately left something to be desired."""
+    """For how many easy turns more a group's refinement takes more rounds: one lately left something to be desired."""
     _posted: deque[Report] = field(default_factory=deque)
 
     @classmethod
-    def over(cls, groups: int, device: torch.device) -> "Watch":
+    def over(cls, groups: int, device: torch.device, slow: int = 0) -> "Watch":
         """Of a factor that has never been solved."""
-        return cls([True] * groups, torch.zeros(groups, dtype=torch.int8, device=device), [0] * groups)
+        return cls([True] * groups, torch.zeros(groups, dtype=torch.int8, device=device), [slow] * groups)
 
     def post(self, step: int, groups: slice) -> None:
         """Tell the host, in two steps' time."""
@@ -113,8 +122,9 @@ class Watch:
             report = self._posted.popleft()
             for place, verdict in zip(range(report.groups.start, report.groups.stop), report.read(), strict=True):
                 self.exact[place] = self.exact[place] or verdict == REFUSED
-                self.slow[place] = SLOW_TURNS if verdict == REFINED else max(0, self.slow[place] - 1)
-                health.refusals += verdict in (REFINED, REFUSED)
+                wanting = verdict in (REFINED, REFUSED)
+                self.slow[place] = SLOW_TURNS if wanting else max(0, self.slow[place] - (verdict == EASY))
+                health.refusals += wanting
                 health.fallbacks += verdict == FAILED
 
     def take_exact(self, step: int, groups: slice, health: Health) -> bool:

@@ -57,6 +57,14 @@ def operand(state: State, name: str, groups: slice) -> Tensor | HalfPair:
     return found if isinstance(found, HalfPair) else value(state, name, groups)
 
 
+def rough_copy(state: State, name: str, groups: slice) -> Tensor | Half:
+    """A copy that lasts when the matrix is replaced: its first half, where it is kept in halves."""
+    found = matrix(state, name, groups)
+    if isinstance(found, Tensor):
+        return found.clone()
+    return Half(found.hi.clone(), found.scale.clone())
+
+
 def write(state: State, name: str, groups: slice, X: Tensor, good: Tensor | None = None) -> None:
     """Replace some groups; where `good` is false they keep what they have."""
     if not is_halved(state, name):

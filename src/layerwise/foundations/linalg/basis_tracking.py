@@ -190,25 +190,25 @@ def rotation(
 
 def carried(
     V: Float[Tensor, "K O I"],
-    U_old: Float[Tensor, "K n n"],
-    U_new: Float[Tensor, "K n n"],
+    turn: Float[Tensor, "K n n"],
     side: Literal["left", "right"],
     products: Products = TORCH,
 ) -> Float[Tensor, "K O I"]:
-    """Second moments seen from a new basis on one side, coordinates taken as uncorrelated. Two products.
+    """Second moments seen from a new basis on one side, coordinates taken as uncorrelated. One product.
 
-    ``V'_j = Σᵢ W_ji V_i``, W the squares of ``U_newᵀ U_old``, whose rows are made to add up to one. Exact where the
-    basis is only reordered or its signs change; the total is kept.
+    ``V'_j = Σᵢ W_ji V_i``, W the squares of the `turn` ``U_newᵀ U_old``, whose rows are made to add up to one. Exact
+    where the basis is only reordered or its signs change; the total is kept. The product may be rough: no term is
+    negative, so that its relative error is that of the terms.
 
     >>> swapped = torch.eye(2).flip(0)[None]
-    >>> carried(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]), torch.eye(2)[None], swapped, "left").tolist()
+    >>> carried(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]), swapped, "left").tolist()
     [[[3.0, 4.0], [1.0, 2.0]]]
     """
     if side not in ("left", "right"):
         raise InputError(describe(f"side={side!r}", "'left' or 'right'", "name the side of V that U acts on"))
-    W = products.precise(U_new.mT, U_old).square()
+    W = turn.square()
     W = W / W.sum(-1, keepdim=True)
-    return products.precise(W, V) if side == "left" else products.precise(V, W.mT)
+    return products.rough(W, V) if side == "left" else products.rough(V, W.mT)
 
 
 def _seen_from(M: Any, U: Any, products: Products) -> tuple[Tensor, Tensor]:

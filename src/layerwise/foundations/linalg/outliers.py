@@ -10,6 +10,8 @@ after which ``X' M W = W``, and X' is positive definite where X and M are. Where
 first.
 """
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -22,30 +24,44 @@ COLUMNS = 32
 ITERATIONS = 2
 
 
+class Drift(NamedTuple):
+    """How far an inverse X was from ``M⁻¹`` when it came, as ``T = I − X M`` shows it; one number a matrix each."""
+
+    typical: Float[Tensor, "K"]
+    """``‖T v‖/‖v‖`` of random v beside the grown directions, X scaled as it came."""
+    grown: Float[Tensor, "K"]
+    """The largest ``‖Tᵀ y‖`` of unit vectors y in the grown directions."""
+
+
 def without_outliers(
     M: Float[Tensor, "K n n"] | HalfPair,
     X: Float[Tensor, "K n n"] | HalfPair,
     columns: int = COLUMNS,
     iterations: int = ITERATIONS,
     products: Products = TORCH,
-) -> Float[Tensor, "K n n"]:
+) -> tuple[Float[Tensor, "K n n"], Drift]:
     """An approximate inverse X of M, scaled, and made exact on the directions in which ``X M`` is largest.
+
+    Beside it, how far X was from the inverse before: what is small there, Newton's iteration can do alone.
 
     Costs ``2 (iterations + 3)`` products with matrices of `columns` columns and one of that depth; nothing waits for
     the device. Where M is not positive definite on those directions the result is not finite.
 
     >>> M = torch.diag(torch.tensor([1.0, 1.0, 50.0]))[None]  # it was I
-    >>> without_outliers(M, torch.eye(3)[None], columns=1, iterations=6)[0].diagonal().tolist()[2] < 0.03
-    True
+    >>> X, drift = without_outliers(M, torch.eye(3)[None], columns=1, iterations=6)
+    >>> X[0].diagonal().tolist()[2] < 0.03, round(drift.grown.item())
+    (True, 49)
     """
     n = M.shape[-1]
     like = M.scale if isinstance(M, HalfPair) else M
     Y = probe_columns(n, min(columns, n), like=like)[:, :columns].expand(M.shape[0], -1, -1)
     for _ in range(iterations):  # the power method on M X, whose left vectors are X⁻¹ times those of X M
         Y = _orthonormal(_scaled(products.rough(M, products.rough(X, Y))))
-    ratio = _typical_ratio(M, X, Y, products).view(-1, 1, 1)
+    ratio, typical = _typical_ratio(M, X, Y, products)
+    ratio = ratio.view(-1, 1, 1)
     W = products.precise(X, Y)
     MW = products.precise(M, W)
+    drift = Drift(typical, (Y - MW).norm(dim=-2).amax(-1))
     L = _cholesky(W.mT @ MW)
     W, MW = _divided(W, L), _divided(MW, L)  # now A = I, whatever X was multiplied by
     XMW = ratio * products.precise(X, MW)
@@ -54,16 +70,23 @@ def without_outliers(
     inner.diagonal(dim1=-2, dim2=-1).add_(1.0)
     half = 0.5 * (W @ inner) - XMW
     scaled = ratio * (X.value() if isinstance(X, HalfPair) else X)
-    return products.precise(torch.cat([half, W], -1), torch.cat([W, half], -1).mT, add=scaled, symmetric=True)
+    found = products.precise(torch.cat([half, W], -1), torch.cat([W, half], -1).mT, add=scaled, symmetric=True)
+    return found, drift
 
 
-def _typical_ratio(M: Tensor | HalfPair, X: Tensor | HalfPair, Y: Tensor, products: Products) -> Float[Tensor, "K"]:
-    """What X is to be multiplied by, so that ``X M`` is 1 on average beside the directions Y."""
+def _typical_ratio(
+    M: Tensor | HalfPair, X: Tensor | HalfPair, Y: Tensor, products: Products
+) -> tuple[Float[Tensor, "K"], Float[Tensor, "K"]]:
+    """What X is to be multiplied by, so that ``X M`` is 1 on average beside the directions Y; and how far it is from I.
+
+    All directions may be in Y: then X is right as it is, beside them.
+    """
     v = probe_columns(M.shape[-1], like=Y).expand(len(Y), -1, -1)
     v = v - Y @ (Y.mT @ v)
     z = products.rough(X, products.rough(M, v))
-    found = v.square().sum((-2, -1)) / (v * z).sum((-2, -1))
-    return torch.where((found > 0) & (found < torch.inf), found, 1.0)  # all directions may be in Y
+    squares = v.square().sum((-2, -1))
+    ratio, typical = squares / (v * z).sum((-2, -1)), ((v - z).square().sum((-2, -1)) / squares).sqrt()
+    return torch.where((ratio > 0) & (ratio < torch.inf), ratio, 1.0), typical.nan_to_num(nan=0.0)
 
 
 def _scaled(Y: Tensor) -> Tensor:
