@@ -46,11 +46,14 @@ COLUMNS = (
     ("×AdamW", "state_of_adamw", 2),
     ("held", "held_of_adamw", 2),
     ("refused", "refused", 0),
+    ("loss", "loss_now", 2),
 )
 
 
 def print_head() -> None:
-    print("\nms; hidden: hidden matrices only, amortised; first: the first iteration; held: allocated, × AdamW's state")
+    print(
+        "\nms; hidden: hidden matrices only, amortised; first: the first iteration; held: allocated, × AdamW's state; loss: now"
+    )
     print(f"  {'':30s}" + "".join(f"{head:>10s}" for head, _, _ in COLUMNS) + "  synchronisations")
 
 

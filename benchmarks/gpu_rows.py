@@ -14,7 +14,10 @@ import layerwise as lw
 EVERY = 10
 """Steps between refreshes, for every optimizer that has such a number, and steps of a cycle."""
 SMALL = 1e-6
-"""Learning rate: the same batch comes at every step."""
+"""Learning rate: the same batch comes at every step, and is hardly learnt."""
+NATURAL = 1e-8
+"""Of members that divide by curvature: at `SMALL` they learn the batch by heart, and factors change by hundreds of
+times in fifty steps. What that costs is a row of its own."""
 DECAY = 0.01
 Step = Callable[[], object]
 
@@ -63,9 +66,11 @@ JOINT, SEPARATE, TORCH = "AdamW tail", "AdamW tail with biases", "torch fused Ad
 """Tails: of members that take a bias as a column of its matrix; of members whose biases get the fallback; torch's."""
 
 
-def _member(member: str, **options: Any) -> Callable[[nn.Module], Made]:
+def _member(member: str, lr: float | None = None, **options: Any) -> Callable[[nn.Module], Made]:
+    rate = lr or (NATURAL if member in ("KFAC", "EKFAC") else SMALL)
+
     def make(model: nn.Module) -> Made:
-        scale = {"lr": SMALL, "weight_decay": DECAY, "loss_average": "tokens", "overrides": REST}
+        scale = {"lr": rate, "weight_decay": DECAY, "loss_average": "tokens", "overrides": REST}
         return Made([getattr(lw.optim, member)(model, **scale, **options)])
 
     return make
@@ -155,6 +160,7 @@ def _kronecker(every: int) -> list[Row]:
     half: dict[str, Any] = {**common, "precision": "half"}
     if every == EVERY:
         rows += [
+            ("KFAC learning", _member("KFAC", lr=SMALL, **common), JOINT, ()),
             ("KFAC half", _member("KFAC", **half), JOINT, aims),
             ("EKFAC running half", _member("EKFAC", scaling="running", **half), JOINT, aims),
             ("FOOF half", _member("FOOF", **half), JOINT, foof),

@@ -54,8 +54,17 @@ def _measure(task: Task, row: Row, cycles: int) -> dict:
         q.grad = None
     made.zero_grad()
     found |= state(task, made, before)
+    found["loss_before"], found["loss_now"] = (round(_loss(task, m), 3) for m in (task.model, model))
     found["refused"] = sum(opt.health().refusals for opt in made.optimizers if hasattr(opt, "health"))
     found["synchronisations"] = synchronisations(task, model, made) if task.cuda else None
+    return found
+
+
+@torch.no_grad()
+def _loss(task: Task, model: torch.nn.Module) -> float:
+    model.eval()
+    found = float(task.loss(model))
+    model.train()
     return found
 
 

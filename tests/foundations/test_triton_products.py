@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError
-from layerwise.foundations.linalg import half_pairs, triton_products
+from layerwise.foundations.linalg import half_pairs, triton_joins, triton_products
 from layerwise.foundations.linalg.half_pairs import HalfPair
 from layerwise.foundations.linalg.triton_products import Tiles
 
@@ -264,3 +264,23 @@ def test_what_the_kernels_do_not_take():
         triton_products.pair_product(pair, pair.mT, out=torch.ones(4, 8)[:, ::2])
     with pytest.raises(InputError, match="flatten"):
         triton_products.pair_product(half_pairs.split(torch.ones(1, 1, 2, 2)), pair)
+
+
+@interpreted
+@pytest.mark.parametrize("kept", [False, True])
+def test_join(kept: bool):
+    """Also of halves that lie beside each other in one tensor, as an optimizer keeps them."""
+    pair = half_pairs.split(randn(3, 65, 70))
+    expected = pair.hi.float().add_(pair.lo).div_(pair.scale[..., None, None])
+    if kept:
+        both = torch.stack([pair.hi, pair.lo], dim=1)
+        pair = HalfPair(both[:, 0], both[:, 1], pair.scale)
+    assert torch.equal(triton_joins.value(pair), expected)
+
+
+@interpreted
+@pytest.mark.parametrize("columns", [1, 16, 17, 32])
+def test_thin_products(columns: int):
+    A, B = randn(2, 40, 136), randn(2, 136, columns, seed=1)
+    found = triton_products.pair_product(half_pairs.split(A), half_pairs.split(B))
+    torch.testing.assert_close(found.double(), A.double() @ B.double(), rtol=1e-5, atol=1e-4)

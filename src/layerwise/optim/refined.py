@@ -29,8 +29,10 @@ def refine_inverse(state: State, side: str, groups: slice, shift: Tensor, contex
     """``(M + shift I)⁻¹`` of some groups: from the last inverse by Newton's steps, or by Cholesky where that is due."""
     name, M = f"{side}_root", state[side][groups]
     products, mean = products_of(state, name), mean_eigenvalue(M)
-    damped = M + shift.view(-1, 1, 1) * torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
-    damped.diagonal(dim1=-2, dim2=-1)[:, own_size(side, context, M) :] = mean.unsqueeze(-1)  # padding: any number > 0
+    damped, own = M.clone(), own_size(side, context, M)
+    diagonal = damped.diagonal(dim1=-2, dim2=-1)
+    diagonal.add_(shift.unsqueeze(-1))
+    diagonal[:, own:] = mean.unsqueeze(-1)  # padding: any number > 0
     known = mean > 0
     if name in plan.exact:
         X, good = product_inverse(damped, products=products)

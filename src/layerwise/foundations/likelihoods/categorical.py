@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
-from layerwise.foundations.likelihoods.draws import basis, uniform
+from layerwise.foundations.likelihoods.draws import basis, inverse_cdf, uniform
 from layerwise.foundations.likelihoods.likelihood import Likelihood, Terms
 
 
@@ -189,10 +189,9 @@ class Categorical(Likelihood):
         """``√(m w) (p − e_ŷ)`` with ŷ drawn from the model."""
         p = terms.f.detach().softmax(-1)
         # Inverse-CDF: two draws from one generator give the same label whatever the batch's device or chunking.
-        u = uniform(p[..., :1], terms, generator)
-        drawn = (p.to(torch.float64).cumsum(-1) < u.to(torch.float64)).sum(-1, keepdim=True).clamp_max(p.shape[-1] - 1)
-        v = p.scatter_add(-1, drawn, -torch.ones_like(drawn, dtype=p.dtype))
-        return terms.weight.sqrt().unsqueeze(-1) * v
+        drawn = inverse_cdf(p, uniform(p[..., :1], terms, generator))
+        v = p.scatter_add_(-1, drawn, -torch.ones_like(drawn, dtype=p.dtype))  # p is ours, and may be gigabytes
+        return v.mul_(terms.weight.sqrt().unsqueeze(-1))
 
     def hessian_product(self, terms: Terms, u: Float[Tensor, "*B N S C"]) -> Float[Tensor, "*B N S C"]:
         """``m w (p ⊙ u − p pᵀu)``."""

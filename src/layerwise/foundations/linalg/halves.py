@@ -58,6 +58,10 @@ class HalfPair:
 
     def value(self) -> Float32[Tensor, "*batch m n"]:
         """The matrices in float32; NaN throughout where the matrix that was split had an entry not finite."""
+        from layerwise.foundations.linalg import triton_joins  # late, because it imports this module
+
+        if triton_joins.takes(self):
+            return triton_joins.value(self)
         return self.hi.float().add_(self.lo).div_(self.scale[..., None, None])
 
 

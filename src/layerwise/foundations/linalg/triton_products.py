@@ -38,6 +38,8 @@ class Tiles:
 GRAM_TILES = Tiles(stages=4)
 PAIR_TILES = Tiles()
 ROUGH_TILES = Tiles(stages=4)
+THIN = 32
+"""Products with at most as many columns have few tiles: low ones, so that all processors have some."""
 
 
 def gram_update_(
@@ -106,7 +108,7 @@ def pair_product(
     with A or B.
     """
     rough = isinstance(A, Half) or isinstance(B, Half)
-    tiles = tiles or (ROUGH_TILES if rough else PAIR_TILES)
+    tiles = tiles or tiles_for(B.shape[-1], rough)
     A_hi, A_lo, A_scale = _parts_of(A)
     B_hi, B_lo, B_scale = _parts_of(B)
     K, m, depth = A_hi.shape
@@ -139,6 +141,17 @@ def pair_product(
             GROUP=tiles.group, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return C
+
+
+def tiles_for(columns: int, rough: bool) -> Tiles:
+    """The tiles of a product with so many columns.
+
+    >>> tiles_for(8, False).n, tiles_for(32, True).m, tiles_for(768, False).m
+    (16, 32, 128)
+    """
+    if columns <= THIN:
+        return Tiles(m=32, n=16 if columns <= 16 else 32, depth=128, warps=4, stages=3)
+    return ROUGH_TILES if rough else PAIR_TILES
 
 
 def takes(A: HalfPair | Half, B: HalfPair | Half) -> bool:
