@@ -51,9 +51,8 @@ COLUMNS = (
 
 
 def print_head() -> None:
-    print(
-        "\nms; hidden: hidden matrices only, amortised; first: the first iteration; held: allocated, × AdamW's state; loss: now"
-    )
+    print("\nms; hidden: hidden matrices only, amortised; first: the first iteration; ", end="")
+    print("held: allocated, × AdamW's state; loss: at the end")
     print(f"  {'':30s}" + "".join(f"{head:>10s}" for head, _, _ in COLUMNS) + "  synchronisations")
 
 

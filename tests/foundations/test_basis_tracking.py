@@ -280,12 +280,9 @@ def test_moments_are_carried(side):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_small_moments_are_carried_as_precisely_as_large_ones(side):
-    """By a rough product of first halves: eleven bits of each entry, though they differ by eight orders of magnitude."""
-    V = (
-        normal(1, 40, 40).square().clamp(0.1, 1.0)
-        * torch.logspace(-5, 0, 40).view(1, -1, 1)
-        * torch.logspace(0, -2, 40)
-    ).float()
+    """By a rough product of first halves: eleven bits of each entry, though they differ by eight orders."""
+    sizes = torch.logspace(-5, 0, 40).view(1, -1, 1) * torch.logspace(0, -2, 40)
+    V = (normal(1, 40, 40).square().clamp(0.1, 1.0) * sizes).float()
     turn = torch.linalg.matrix_exp(0.01 * (normal(1, 40, 40) - normal(1, 40, 40).mT)).float()
     found, exact = carried(V, turn, side, HALF_PAIRS), carried(V.double(), turn.double(), side)
     assert float(((found - exact).abs() / exact).max()) < 2e-3
