@@ -15,6 +15,8 @@ from torch import Tensor
 
 from layerwise.foundations import fused_launch, fused_reference
 from layerwise.foundations.fused_checks import check_layers, check_means, check_whole
+from layerwise.foundations.fused_gate import finite_gate as finite_gate
+from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.linalg.triton_products import available
 
 TAKEN = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,30 +43,10 @@ def gather_(
 
 
 @torch.no_grad()
-def finite_gate(tensors: Sequence[Float[Tensor, "..."]]) -> Bool[Tensor, ""]:
-    """Whether all entries are finite, by the largest magnitude of each tensor: no sum that could overflow.
-
-    >>> finite_gate([torch.tensor([3e38, 3e38]), torch.ones(2, 2)]), finite_gate([torch.tensor([0.0, torch.nan])])
-    (tensor(True), tensor(False))
-    """
-    kinds: dict[torch.dtype, list[Tensor]] = {}
-    for X in tensors:
-        if X.numel():
-            kinds.setdefault(X.dtype, []).append(X)
-    if not kinds:
-        return torch.ones((), dtype=torch.bool, device=tensors[0].device if len(tensors) else None)
-    flags = []
-    for alike in kinds.values():  # torch fuses lists of one type only
-        largest = torch.stack(torch._foreach_norm(alike, torch.inf))  # pyright: ignore[reportPrivateImportUsage]
-        flags.append((largest < torch.inf).all())
-    return flags[0] if len(flags) == 1 else torch.stack(flags).all()
-
-
-@torch.no_grad()
 def finish_(
     weights: Layers,
     biases: Vectors,
-    D: Float[Tensor, "K O I"],
+    D: Float[Tensor, "K O I"] | Scaled,
     momentum: Float[Tensor, "K O I"] | None = None,
     *,
     lr: int | float,
@@ -79,13 +61,14 @@ def finish_(
         momentum ← mu·momentum + factor·D,    W ← (1 − lr·decay) W − lr·momentum
 
     With `nesterov` the update is ``factor·D + mu·momentum``, without `momentum` it is ``factor·D``. D may be a
-    transposed view (``X.mT``), or of half precision.
+    transposed view (``X.mT``), or of half precision, or `Scaled`.
 
     >>> W = torch.zeros(1, 2)
     >>> finish_([W], None, torch.ones(1, 1, 2), lr=0.5, factor=3.0)
     >>> W
     tensor([[-1.5000, -1.5000]])
     """
+    D, scales = parts(D)
     check_whole(D, "D", transposed=True)
     check_layers(D, "D", weights, biases)
     if momentum is not None:
@@ -93,7 +76,7 @@ def finish_(
     if D.numel():
         first = D if momentum is None else momentum
         way = way_of(first, layers=(weights, biases), others=(D,), half=momentum is None)
-        way.finish_(weights, biases, D, momentum, lr, decay, mu, nesterov, factor, gate)
+        way.finish_(weights, biases, D, scales, momentum, lr, decay, mu, nesterov, factor, gate)
 
 
 @torch.no_grad()
@@ -207,17 +190,25 @@ def momentum_half_(
 
 
 @torch.no_grad()
-def dot(X: Float[Tensor, "K *n"], Y: Float[Tensor, "K *n"]) -> Float[Tensor, ""]:
+def dot(X: Float[Tensor, "K *n"] | Scaled, Y: Float[Tensor, "K *n"]) -> Float[Tensor, ""]:
     """``⟨X, Y⟩`` in float32, added in an order that does not change; the types may differ.
 
     >>> dot(torch.ones(2, 3), torch.full((2, 3), 2.0))
     tensor(12.)
     """
+    X, scales = parts(X)
     check_whole(X, "X")
     check_whole(Y, "Y")
-    if X.ndim == 1 or (X.is_contiguous() and Y.is_contiguous() and X.numel() <= fused_launch.MOST_ENTRIES):
+    if X.ndim == 1 or (
+        not scales and X.is_contiguous() and Y.is_contiguous() and X.numel() <= fused_launch.MOST_ENTRIES
+    ):
         X, Y = X.reshape(1, -1), Y.reshape(1, -1)
-    return way_of(X, others=(Y,), half=True).dot(X, Y)
+    return way_of(X, others=(Y,), half=True).dot(X, scales, Y)
+
+
+def parts(X: Tensor | Scaled) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """A tensor and its scales."""
+    return (X.C, X.scales) if isinstance(X, Scaled) else (X, ())
 
 
 # --- which way ----------------------------------------------------------------------------------------------

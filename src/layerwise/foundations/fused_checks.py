@@ -9,7 +9,7 @@ from layerwise.foundations.errors import InputError, describe
 
 def check_whole(X: Tensor, name: str, transposed: bool = False) -> None:
     """Refuse a stack whose matrices do not each lie in one piece, or their transposes if they may be `transposed`."""
-    if len(X) and not (X[0].is_contiguous() or (transposed and X[0].mT.is_contiguous())):
+    if not X.is_contiguous() and len(X) and not (X[0].is_contiguous() or (transposed and X[0].mT.is_contiguous())):
         raise InputError(
             describe(
                 f"{name} of shape {tuple(X.shape)} with strides {X.stride()}",

@@ -50,6 +50,18 @@ def lerp(a, b, weight):
 
 @_jit
 @no_type_check
+def unscaled(x, scales, k, SCALES: tl.constexpr):
+    """x over the product of its group's scales, powers of two whose reciprocals are exact."""
+    if SCALES > 0:
+        by = tl.div_rn(1.0, tl.load(scales[0] + k))
+        for q in tl.static_range(1, SCALES):
+            by = by * tl.div_rn(1.0, tl.load(scales[q] + k))
+        x = x * by
+    return x
+
+
+@_jit
+@no_type_check
 def gather_kernel(
     out, weights, biases, gate, factor, O, I, o, i, out_k, weight_row,
     LISTED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GATE: tl.constexpr,
@@ -78,10 +90,10 @@ def gather_kernel(
 @_jit
 @no_type_check
 def finish_kernel(
-    weights, biases, D, momentum, factor_at, gate, factor, keep, lr, mu, O, I, o, i, weight_row,
+    weights, biases, D, scales, momentum, factor_at, gate, factor, keep, lr, mu, O, I, o, i, weight_row,
     D_k, D_row, D_column, momentum_k,
-    LISTED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
-    HAS_FACTOR: tl.constexpr, HAS_GATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    LISTED: tl.constexpr, SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
+    NESTEROV: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_GATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Momentum and weights (and biases) of one tile: W ← keep·W − lr·update."""
     k = tl.program_id(1).to(tl.int64)
@@ -90,7 +102,8 @@ def finish_kernel(
     if HAS_GATE:
         inside = inside & (tl.load(gate) != 0)
     at = rows * I + columns
-    update = tl.load(D + k * D_k + rows * D_row + columns * D_column, mask=inside, other=0.0).to(tl.float32) * factor
+    update = tl.load(D + k * D_k + rows * D_row + columns * D_column, mask=inside, other=0.0).to(tl.float32)
+    update = unscaled(update, scales, k, SCALES) * factor
     if HAS_FACTOR:
         update = update * tl.load(factor_at)
     if HAS_MOMENTUM:
@@ -151,9 +164,9 @@ def finite_kernel(flags, X, n, X_k, step, BLOCK: tl.constexpr):
 @no_type_check
 def adam_kernel(
     M, V, G, step, gate, correction1, correction2, weight1, beta2, weight2, eps, entries, M_k, V_k, G_k, step_k,
-    ROTATED: tl.constexpr, HAS_GATE: tl.constexpr, BLOCK: tl.constexpr,
+    ROTATED: tl.constexpr, FLAT: tl.constexpr, HAS_GATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Both moments and Adam's step on one block; ROTATED: with ε beside √V as it is, uncorrected."""
+    """Both moments and Adam's step on one block, of FLAT > 0: of all groups, each so large; ROTATED: ε as it is."""
     k = tl.program_id(1).to(tl.int64)
     at, inside = block(entries, BLOCK)
     taken = inside
@@ -164,7 +177,11 @@ def adam_kernel(
     v = beta2 * tl.load(V + k * V_k + at, mask=taken, other=0.0).to(tl.float32) + weight2 * g * g
     tl.store(M + k * M_k + at, m, mask=taken)
     tl.store(V + k * V_k + at, v.to(V.dtype.element_ty), mask=taken)
-    c1, c2 = tl.load(correction1 + k), tl.load(correction2 + k)
+    if FLAT > 0:
+        c1 = tl.load(correction1 + at // FLAT, mask=inside, other=1.0)
+        c2 = tl.load(correction2 + at // FLAT, mask=inside, other=1.0)
+    else:
+        c1, c2 = tl.load(correction1 + k), tl.load(correction2 + k)
     root = tl.sqrt_rn(v)
     c = tl.sqrt_rn(c2)
     d = tl.div_rn(m, root + eps) * (c / c1) if ROTATED else tl.div_rn(m / c1, root / c + eps)
@@ -194,10 +211,38 @@ def momentum_half_kernel(
 
 @_jit
 @no_type_check
-def dot_kernel(X, Y, partial, entries, X_k, Y_k, BLOCK: tl.constexpr):
+def dot_kernel(X, scales, Y, partial, entries, X_k, Y_k, SCALES: tl.constexpr, BLOCK: tl.constexpr):
     """The part of ⟨X, Y⟩ of one block."""
     k = tl.program_id(1).to(tl.int64)
     at, inside = block(entries, BLOCK)
-    x = tl.load(X + k * X_k + at, mask=inside, other=0.0).to(tl.float32)
+    x = unscaled(tl.load(X + k * X_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
     y = tl.load(Y + k * Y_k + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(partial + k * tl.num_programs(0) + tl.program_id(0), tl.sum(x * y, 0))
+
+
+@_jit
+@no_type_check
+def unscale_kernel(X, scales, entries, X_k, SCALES: tl.constexpr, BLOCK: tl.constexpr):
+    """One block over its group's scales, in place."""
+    k = tl.program_id(1).to(tl.int64)
+    at, inside = block(entries, BLOCK)
+    here = X + k * X_k + at
+    tl.store(here, unscaled(tl.load(here, mask=inside, other=0.0), scales, k, SCALES), mask=inside)
+
+
+@_jit
+@no_type_check
+def corrections_kernel(
+    steps, correction1, correction2, gate, log1, log2, groups, HAS_GATE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One more step where the gate is open, and 1 − βᵗ."""
+    at, inside = block(groups, BLOCK)
+    t = tl.load(steps + at, mask=inside, other=0.0)
+    taken = inside
+    if HAS_GATE:
+        taken = inside & (tl.load(gate) != 0)
+    t = tl.where(taken, t + 1.0, t)
+    tl.store(steps + at, t, mask=taken)
+    t = tl.maximum(t, 1.0).to(tl.float64)  # in float32 a first 1 − β of 1e-3 would have four digits
+    tl.store(correction1 + at, (1.0 - tl.exp(t * log1)).to(tl.float32), mask=inside)
+    tl.store(correction2 + at, (1.0 - tl.exp(t * log2)).to(tl.float32), mask=inside)

@@ -1,23 +1,30 @@
 """The passes of `fused` as Triton's kernels: one launch a stack, or one for each 32 listed layers."""
 
+import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.fused_handing import (
+    Gate,
+    basis_kernels,
+    byte,
+    from_group,
+    kernels,
+    listed,
+    power_of_two,
+    row_stride,
+)
+from layerwise.foundations.linalg.triton_device import on
 
 LISTED = 32
 """Layers whose tensors are handed to one kernel; a kernel for every smaller count is compiled."""
 TILE = {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
 BLOCK = {"BLOCK": 2048, "num_warps": 4}
+SMALL = 256  # entries of groups that one block takes several of
 MOST_GROUPS = 65535  # of the second axis of a grid
 MOST_ENTRIES = 2**31 - 2**16  # of one group: offsets in it are 32 bits
-
-Gate = Tensor | None
 
 
 def gather_(
@@ -39,6 +46,7 @@ def finish_(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor] | None,
     D: Tensor,
+    scales: Sequence[Tensor],
     momentum: Tensor | None,
     lr: int | float,
     decay: int | float,
@@ -57,9 +65,9 @@ def finish_(
             these = tuple(weights[start : start + LISTED])
             those = None if biases is None else tuple(biases[start : start + LISTED])
             kernels().finish_kernel[(tiles(O, I), len(these))](
-                these, those, from_group(D, start), from_group(momentum, start), factor_at, byte(gate),
-                host, float(1 - lr * decay), float(lr), float(mu), O, I, o, i, row_stride(these[0]),
-                *D.stride(), momentum_k, LISTED=len(these), HAS_BIAS=those is not None,
+                these, those, from_group(D, start), listed(scales, start), from_group(momentum, start), factor_at,
+                byte(gate), host, float(1 - lr * decay), float(lr), float(mu), O, I, o, i, row_stride(these[0]),
+                *D.stride(), momentum_k, LISTED=len(these), SCALES=len(scales), HAS_BIAS=those is not None,
                 HAS_MOMENTUM=momentum is not None, NESTEROV=nesterov, HAS_FACTOR=factor_at is not None,
                 HAS_GATE=gate is not None, **TILE,
             )  # fmt: skip
@@ -102,13 +110,16 @@ def adam_(
     gate: Gate,
 ) -> None:
     """`fused.adam_` and `fused.rotated_adam_`."""
-    entries = M[0].numel()
+    entries, groups = M[0].numel(), len(M)
+    flat = entries if entries < SMALL and all(X.is_contiguous() for X in (M, V, G, step)) else 0
+    if flat and entries * groups <= MOST_ENTRIES:
+        entries, groups = entries * groups, 1
     with on(M.device):
-        kernels().adam_kernel[(blocks(entries), len(M))](
+        kernels().adam_kernel[(blocks(entries), groups)](
             M, V, G, step, byte(gate), correction1.contiguous(), correction2.contiguous(),
             float(1 - beta1), float(beta2), float(1 - beta2), float(eps), entries,
             M.stride(0), V.stride(0), G.stride(0), step.stride(0),
-            ROTATED=rotated, HAS_GATE=gate is not None, **BLOCK,
+            ROTATED=rotated, FLAT=flat if groups == 1 else 0, HAS_GATE=gate is not None, **BLOCK,
         )  # fmt: skip
 
 
@@ -125,12 +136,34 @@ def momentum_half_(M: Tensor, G: Tensor, mu: int | float, nesterov: bool, gate: 
     return half, partial.sum(1)
 
 
-def dot(X: Tensor, Y: Tensor) -> Tensor:
+def corrections_(
+    steps: Tensor, correction1: Tensor, correction2: Tensor, beta1: int | float, beta2: int | float, gate: Gate
+) -> None:
+    """`fused_adam.corrections_`."""
+    logs = (math.log(max(beta, 1e-300)) for beta in (beta1, beta2))
+    with on(steps.device):
+        kernels().corrections_kernel[(blocks(len(steps)),)](
+            steps, correction1, correction2, byte(gate), *logs, len(steps), HAS_GATE=gate is not None, **BLOCK
+        )
+
+
+def unscale_(X: Tensor, scales: Sequence[Tensor]) -> None:
+    """`fused_unscaled.unscaled`."""
+    entries = X[0].numel()
+    with on(X.device):
+        kernels().unscale_kernel[(blocks(entries), len(X))](
+            X, listed(scales, 0), entries, X.stride(0), SCALES=len(scales), **BLOCK
+        )
+
+
+def dot(X: Tensor, scales: Sequence[Tensor], Y: Tensor) -> Tensor:
     """`fused.dot`."""
     entries = X[0].numel()
     partial = torch.empty(len(X), blocks(entries), dtype=torch.float32, device=X.device)
     with on(X.device):
-        kernels().dot_kernel[(blocks(entries), len(X))](X, Y, partial, entries, X.stride(0), Y.stride(0), **BLOCK)
+        kernels().dot_kernel[(blocks(entries), len(X))](
+            X, listed(scales, 0), Y, partial, entries, X.stride(0), Y.stride(0), SCALES=len(scales), **BLOCK
+        )
     return partial.sum()
 
 
@@ -176,22 +209,7 @@ def scaled(R: Tensor, a: Tensor | None, b: Tensor | None, out: Tensor) -> None:
         )
 
 
-# --- launching -----------------------------------------------------------------------------------------------
-
-
-def byte(gate: Gate) -> Tensor | None:
-    """A gate as the kernels read it."""
-    return None if gate is None else gate.view(torch.uint8)
-
-
-def from_group(X: Tensor | None, start: int) -> Tensor | None:
-    """The stack from some group on; most have all their groups in one launch."""
-    return X if X is None or start == 0 else X[start:]
-
-
-def row_stride(W: Tensor) -> int:
-    """Entries from row to row; of a single row, its length."""
-    return W.stride(0) if W.shape[0] > 1 else W.shape[1]
+# --- how many --------------------------------------------------------------------------------------------------
 
 
 def tiles(rows: int, columns: int) -> int:
@@ -202,32 +220,3 @@ def tiles(rows: int, columns: int) -> int:
 def blocks(entries: int) -> int:
     """How many blocks cover so many entries."""
     return -(-entries // BLOCK["BLOCK"])
-
-
-def power_of_two(n: int) -> int:
-    """The least that is not smaller."""
-    return 1 << (n - 1).bit_length()
-
-
-def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be that of the tensors."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-@cache
-def kernels() -> Any:
-    """The kernels, compiled at their first launch."""
-    from layerwise.foundations import fused_kernels
-
-    if fused_kernels.triton is None:
-        raise InputError(describe("no Triton", "Triton, for these kernels", "ask `available(device)` first"))
-    return fused_kernels
-
-
-@cache
-def basis_kernels() -> Any:
-    """Those of `fused_basis`."""
-    kernels()
-    from layerwise.foundations import fused_basis_kernels
-
-    return fused_basis_kernels

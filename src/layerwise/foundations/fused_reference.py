@@ -34,6 +34,7 @@ def finish_(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor] | None,
     D: Tensor,
+    scales: Sequence[Tensor],
     momentum: Tensor | None,
     lr: int | float,
     decay: int | float,
@@ -44,7 +45,7 @@ def finish_(
 ) -> None:
     """`fused.finish_`."""
     dtype = torch.promote_types(D.dtype, torch.float32)
-    update = D.to(dtype) * factor
+    update = over(D.to(dtype), scales) * factor
     if momentum is not None:
         buffer = update + mu * momentum
         momentum.copy_(chosen(gate, buffer, momentum))
@@ -105,10 +106,38 @@ def momentum_half_(M: Tensor, G: Tensor, mu: int | float, nesterov: bool, gate: 
     return update.to(torch.bfloat16), update.square().flatten(1).sum(1)
 
 
-def dot(X: Tensor, Y: Tensor) -> Tensor:
+def corrections_(
+    steps: Tensor, correction1: Tensor, correction2: Tensor, beta1: int | float, beta2: int | float, gate: Gate
+) -> None:
+    """`fused_adam.corrections_`."""
+    steps.copy_(chosen(gate, steps + 1, steps))
+    t = steps.double().clamp_min(1)
+    for correction, beta in ((correction1, beta1), (correction2, beta2)):
+        correction.copy_(1 - beta**t)
+
+
+def over(X: Tensor, scales: Sequence[Tensor]) -> Tensor:
+    """X over the product of each group's scales, which are powers of two."""
+    return X * per_group(reciprocal(scales), X) if scales else X
+
+
+def reciprocal(scales: Sequence[Tensor]) -> Tensor:
+    """Of their product, exactly; that of reciprocals may be subnormal where the product would be infinite."""
+    by = scales[0].reciprocal()
+    for scale in scales[1:]:
+        by = by * scale.reciprocal()
+    return by
+
+
+def unscale_(X: Tensor, scales: Sequence[Tensor]) -> None:
+    """`fused_unscaled.unscaled`."""
+    X.mul_(per_group(reciprocal(scales), X))
+
+
+def dot(X: Tensor, scales: Sequence[Tensor], Y: Tensor) -> Tensor:
     """`fused.dot`."""
     dtype = torch.promote_types(torch.promote_types(X.dtype, Y.dtype), torch.float32)
-    return (X.to(dtype) * Y.to(dtype)).sum()
+    return (over(X.to(dtype), scales) * Y.to(dtype)).sum()
 
 
 def squares_ema_(s: Tensor, R: Tensor, weight: Tensor, factor: int | float) -> None:

@@ -5,6 +5,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.errors import NumericalError
+from layerwise.foundations.fused_scaled import Scaled
+from layerwise.foundations.fused_unscaled import unscaled
 from layerwise.foundations.linalg import guarded_eigh
 from layerwise.foundations.linalg.basis_tracking import tracked_basis
 from layerwise.optim import stored
@@ -22,22 +24,27 @@ COUPLED = 0.045
 a sixth (power ½) or a fourteenth (¼)."""
 
 
-def rotate(state: State, X: Float[Tensor, "*B K O I"]) -> Float[Tensor, "*B K O I"]:
-    """``U_Pᵀ X U_Q``."""
+def rotate(state: State, X: Float[Tensor, "*B K O I"], largest: Tensor | None = None) -> Float[Tensor, "*B K O I"]:
+    """``U_Pᵀ X U_Q``; `largest` is what no entry of each matrix exceeds, where that is known."""
     P, Q = (stored.matrix(state, name) if name in state else None for name in ("U_P", "U_Q"))
     if isinstance(P, Tensor) or isinstance(Q, Tensor):
         X = X if P is None else P.mT @ X  # type: ignore[operator]
         return X if Q is None else times_inputs(X, Q, state.get("Q_bias"))  # type: ignore[arg-type]  # that block is 1
-    return stored.between(None if P is None else P.mT, X, Q)
+    return stored.between(None if P is None else P.mT, X, Q, largest=largest)
 
 
 def unrotate(state: State, Y: Float[Tensor, "*B K O I"]) -> Float[Tensor, "*B K O I"]:
     """``U_P Y U_Qᵀ``. Nothing magnifies its rounding: of a basis that is kept in pairs, the first halves are enough."""
+    return unscaled(scaled_unrotate(state, Y))
+
+
+def scaled_unrotate(state: State, Y: Float[Tensor, "*B K O I"]) -> Float[Tensor, "*B K O I"] | Scaled:
+    """The same, perhaps not yet divided."""
     P, Q = (stored.matrix(state, name) if name in state else None for name in ("U_P", "U_Q"))
     if isinstance(P, Tensor) or isinstance(Q, Tensor):
         Y = Y if P is None else P @ Y  # type: ignore[operator]
         return Y if Q is None else times_inputs(Y, Q.mT, state.get("Q_bias"))  # type: ignore[arg-type]
-    return stored.between(P, Y, None if Q is None else Q.mT, rough=True)
+    return stored.scaled_between(P, Y, None if Q is None else Q.mT, rough=True)
 
 
 def track(state: State, side: str, groups: slice, context: Context, health: Health, plan: Plan) -> None:

@@ -11,13 +11,15 @@ from layerwise.foundations.errors import NumericalError
 from layerwise.foundations.fused import ema_
 from layerwise.foundations.fused_basis import damped_quotient, squares_ema_
 from layerwise.foundations.fused_reference import damped
+from layerwise.foundations.fused_scaled import Scaled
+from layerwise.foundations.fused_unscaled import unscaled
 from layerwise.foundations.kronecker import split_damping
 from layerwise.foundations.linalg import guarded_eigh
 from layerwise.layers.half_io import half_chunks, was_half
 from layerwise.layers.one_hot import OneHot
 from layerwise.layers.standard import Standard
 from layerwise.optim import stored
-from layerwise.optim.bases import BASIS, rotate, track, unrotate
+from layerwise.optim.bases import BASIS, rotate, scaled_unrotate, track, unrotate
 from layerwise.optim.channels import times_inputs, whole_spectrum
 from layerwise.optim.factors import Factors, check_side
 from layerwise.optim.rule import Context, Health, Observation, Recorded, Shape, State
@@ -49,9 +51,9 @@ class EigenFactors(Factors):
             state["s_Q"] = shape.zeros(shape.inputs)
         return state
 
-    def rotate(self, state: State, X: Tensor) -> Tensor:
+    def rotate(self, state: State, X: Tensor, largest: Tensor | None = None) -> Tensor:
         """``U_Pᵀ X U_Q``."""
-        return rotate(state, X)
+        return rotate(state, X, largest)
 
     def unrotate(self, state: State, Y: Tensor) -> Tensor:
         """``U_P Y U_Qᵀ``."""
@@ -94,11 +96,24 @@ class EigenFactors(Factors):
         state[f"s_{side}"][groups] = values.to(M.dtype)
         state[f"U_{side}"][groups] = vectors.to(M.dtype)
 
-    @abstractmethod
     def direction(
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
     ) -> Float[Tensor, "K O I"]:
-        """Each subclass has its own: the roots' would be wrong here."""
+        """The step in the basis, turned back."""
+        return unscaled(self.scaled_direction(state, grad, context, health))
+
+    def scaled_direction(
+        self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
+    ) -> Float[Tensor, "K O I"] | Scaled:
+        """The same, not yet divided."""
+        Y = self.step_in_basis(state, grad, context, health)
+        return torch.zeros_like(grad) if Y is None else scaled_unrotate(state, Y)
+
+    @abstractmethod
+    def step_in_basis(
+        self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
+    ) -> Float[Tensor, "K O I"] | None:
+        """What the step subtracts, as the basis sees it; None: nothing."""
 
 
 @dataclass
@@ -138,7 +153,7 @@ class CorrectedEigenvalues(EigenFactors):
     def rescale(self, state: State, seen: Observation | None, grad: Tensor, context: Context) -> None:
         """Scalings in the present basis."""
         if self.scaling == "running":
-            R = self.rotate(state, grad).contiguous()
+            R = self.rotate(state, grad, context.largest_of(grad)).contiguous()
             context.memory["rotated"] = (context.step, grad, grad._version, R)
             self._rescale_by_gradient(state, R, context)
         elif self.scaling == "batch" and seen is not None:
@@ -214,21 +229,20 @@ class CorrectedEigenvalues(EigenFactors):
             return Standard(a, chunk.g).rotated_squared_sum(None, U_P)
         return self.rotate(basis, chunk.per_example_grads()).square().sum((0, 1))
 
-    def direction(
+    def step_in_basis(
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
     ) -> Float[Tensor, "K O I"]:
-        """Divide by the damped scalings, in the basis."""
+        """Divide by the damped scalings."""
         R = self._rotated(state, grad, context)
         out = None if R is grad else R
-        Y = damped_quotient(R, state["s"], state["s_P"], state["s_Q"], *self._added(state, context), out=out)
-        return self.unrotate(state, Y)
+        return damped_quotient(R, state["s"], state["s_P"], state["s_Q"], *self._added(state, context), out=out)
 
     def _rotated(self, state: State, grad: Tensor, context: Context) -> Tensor:
         """The gradient in the basis: from `rescale`, if that was of this gradient at this step, and used once."""
         step, same, version, R = context.memory.pop("rotated", (0, None, 0, None))
         if R is not None and same is grad and (step, version) == (context.step, grad._version):
             return R
-        return self.rotate(state, grad).contiguous()
+        return self.rotate(state, grad, context.largest_of(grad)).contiguous()
 
     def _added(self, state: State, context: Context) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """(left, right, constant), one number a group: ``s_P·right + left·s_Q + constant`` is added to the scalings.

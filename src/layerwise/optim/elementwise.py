@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.fused import adam_
+from layerwise.foundations.fused_adam import corrections_
 from layerwise.optim.rule import Context, Health, Shape, State, UpdateRule
 
 
@@ -58,18 +59,31 @@ class AdamRule(UpdateRule):
     ) -> Float[Tensor, "K O I"]:
         """Adam's direction."""
         b1, b2 = self.betas
-        state["steps"] += health.taken(1.0, grad)
         if health.gate is not None and grad.dtype == torch.float32:
-            t = state["steps"].clamp_min(1)
-            corrections = {"correction1": 1 - b1**t, "correction2": 1 - b2**t}
-            return adam_(
-                state["m"], state["v"], grad, beta1=b1, beta2=b2, eps=self.eps, gate=health.gate, **corrections
-            )
+            return self._in_one_pass(state, grad, health)
+        state["steps"] += health.taken(1.0, grad)
         state["m"].lerp_(grad, health.taken(1 - b1, grad))
         average_squares_(state["v"], grad, health.taken(1 - b2, grad))
         t = state["steps"].clamp_min(1).view(-1, 1, 1)  # 0 only if the very first step is left out
         denominator = (state["v"].sqrt() / (1 - b2**t).sqrt()).add_(self.eps)
         return state["m"] / (1 - b1**t) / denominator
+
+    def _in_one_pass(self, state: State, grad: Tensor, health: Health) -> Tensor:
+        """The same, the moments in the gradient's own order in memory."""
+        (b1, b2), transposed = self.betas, not grad.is_contiguous() and grad.mT.is_contiguous()
+        for name in ("m", "v"):
+            state[name] = laid_out(state[name], transposed)
+        m, v, g = (X.mT if transposed else X.contiguous() for X in (state["m"], state["v"], grad))
+        c1, c2 = corrections_(state["steps"], b1, b2, health.gate)
+        D = adam_(m, v, g, beta1=b1, beta2=b2, eps=self.eps, correction1=c1, correction2=c2, gate=health.gate)
+        return D.mT if transposed else D
+
+
+def laid_out(X: Float[Tensor, "K O I"], transposed: bool) -> Float[Tensor, "K O I"]:
+    """The same, its matrices or their transposes each in one piece; as it is, where they are."""
+    if transposed:
+        return X if X.mT.is_contiguous() else X.mT.contiguous().mT
+    return X.contiguous()
 
 
 @dataclass

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from layerwise.distributed.processes import Processes
 from layerwise.foundations import likelihoods
 from layerwise.foundations.errors import InputError, LayerwiseError, describe
-from layerwise.foundations.fused import finish_, finite_gate
+from layerwise.foundations.fused import finish_
+from layerwise.foundations.fused_scaled import Scaled
+from layerwise.foundations.fused_unscaled import unscaled
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
 from layerwise.foundations.vectors import unwrap
@@ -22,6 +24,7 @@ from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.capture import Capture, LossScale, Seen
 from layerwise.optim.damping import Damping
 from layerwise.optim.factors import Factors
+from layerwise.optim.gates import Sizes, bounds, sizes_of
 from layerwise.optim.graft import Clip, Graft
 from layerwise.optim.observe import Collector, Sums
 from layerwise.optim.options import check_numbers, fallback_rule, known, parameter_groups, positive
@@ -160,6 +163,7 @@ class Layerwise(torch.optim.Optimizer):
         self.steps_taken = 0
         self._strangers: list[tuple[str, nn.Parameter]] | None = None
         self._gates: dict[torch.device, Tensor] = {}
+        self._sizes: dict[torch.device, Sizes] = {}
         self.processes = Processes()
         self._collector = self._make_collector()
         self._capture = self._make_capture(example_axis, seed_of(seed))
@@ -375,18 +379,14 @@ class Layerwise(torch.optim.Optimizer):
 
     def _find_gates(self) -> dict[torch.device, Tensor]:
         """Whether this step is taken, as each device sees it; behind a gate that is shut, gradients are zero."""
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for grad in dense:
-            by_device.setdefault(grad.device, []).append(grad)
-        if not by_device:
+        self._sizes = sizes_of(p for group in self.param_groups for p in group["params"])
+        if not self._sizes:
             return {}
-        flags = [finite_gate(of_device) for of_device in by_device.values()]
+        flags = [sizes.finite for sizes in self._sizes.values()]
         gate = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
         self._health.gate = gate
         self._health.count("skipped_steps", (~gate).to(torch.int64))
-        return {device: gate.to(device) for device in by_device}
+        return {device: gate.to(device) for device in self._sizes}
 
     def _turn_to(self, stack: Stack) -> None:
         """From now on the gate is that of the stack's device."""
@@ -394,7 +394,21 @@ class Layerwise(torch.optim.Optimizer):
 
     def _prepare(self, stack: Stack, scale: float) -> tuple[Tensor, list[bool]]:
         self._turn_to(stack)
-        return stack.gradient(scale, self._health.gate), stack.active()
+        grad, active = stack.gradient(scale, self._health.gate)
+        if stack.splits_gradient and self._health.gate is not None:
+            self._bound(stack, scale)
+            stack.memory["gradient"] = grad
+        return grad, active
+
+    def _bound(self, stack: Stack, scale: float) -> None:
+        """How large the gradients are of all stacks that split them into halves, when a device's first one comes."""
+        device, gate = stack.shape.device, self._health.gate
+        if gate is None or device not in self._sizes:  # not the first
+            return
+        stacks = [other for other in self._stacks or () if other.splits_gradient and other.shape.device == device]
+        found = bounds(stacks, self._sizes.pop(device), gate, scale, stack.memory.setdefault("places", {}))
+        for other in stacks:
+            other.memory["largest"] = found.get(id(other))
 
     @staticmethod
     def _finite(grads: Iterable[Tensor]) -> bool:
@@ -413,28 +427,26 @@ class Layerwise(torch.optim.Optimizer):
         updates = []
         for stack, D, (_, active) in zip(self._stacks, directions, plans, strict=True):
             self._turn_to(stack)
-            updates.append(self._momentum(stack, D, factor, active))
+            updates.append(self._momentum(stack, unscaled(D), factor, active))
             lr = self._lr(stack)
             stack.subtract(updates[-1], lr, active, lr * stack.group["weight_decay"], self._health.gate)
         self._damping.predict(self._stacks, updates, plans, self._lr)
 
-    def _finish(self, stack: Stack, D: Tensor, factor: float | Tensor, active: list[bool]) -> None:
+    def _finish(self, stack: Stack, D: Tensor | Scaled, factor: float | Tensor, active: list[bool]) -> None:
         """Momentum, decay and descent in one pass, where the stack's layers allow it."""
         self._turn_to(stack)
-        factor = factor.to(D.device) if isinstance(factor, Tensor) else factor
-        lr, group = self._lr(stack), stack.group
-        layers = stack.plain_layers() if all(active) else None
-        if layers is None:
-            update = self._momentum(stack, D.to(stack.shape.dtype), factor, active)
+        factor = factor.to(stack.shape.device) if isinstance(factor, Tensor) else factor
+        lr, group, listed = self._lr(stack), stack.group, stack.listed
+        layers = listed.parameters() if listed is not None and all(active) else None
+        if listed is None or layers is None:
+            update = self._momentum(stack, unscaled(D).to(stack.shape.dtype), factor, active)
             stack.subtract(update, lr, active, lr * group["weight_decay"], self._health.gate)
             return
         mu = 0.0 if stack.rule is not self.rule and stack.rule.own_momentum else group["momentum"]
-        if mu and "momentum" not in stack.state:
-            stack.state["momentum"] = stack.shape.zeros(stack.shape.outputs, stack.shape.inputs)
         finish_(
             *layers,
-            D,
-            stack.state["momentum"] if mu else None,
+            listed.directions(D),
+            listed.matrices(stack.momentum()) if mu else None,
             lr=lr,
             decay=group["weight_decay"],
             mu=mu,
@@ -443,7 +455,9 @@ class Layerwise(torch.optim.Optimizer):
             gate=self._health.gate,
         )
 
-    def _directions(self, plans: list[tuple[Tensor, list[bool]]], seen: dict[str, Sums], examples: int) -> list[Tensor]:
+    def _directions(
+        self, plans: list[tuple[Tensor, list[bool]]], seen: dict[str, Sums], examples: int
+    ) -> list[Tensor | Scaled]:
         """What each stack subtracts, before the learning rate."""
         assert self._stacks is not None
         directions = []
@@ -477,10 +491,11 @@ class Layerwise(torch.optim.Optimizer):
             memory=stack.memory,
         )
 
-    def _direct(self, stack: Stack, grad: Tensor, seen: dict[str, Sums], examples: int) -> Tensor:
+    def _direct(self, stack: Stack, grad: Tensor, seen: dict[str, Sums], examples: int) -> Tensor | Scaled:
         rule, state, group = stack.rule, stack.state, stack.group
         self._turn_to(stack)
         context = self._context(stack, examples)
+        context.gradient, context.largest = (stack.memory.pop(name, None) for name in ("gradient", "largest"))
         observed = self._collector.observation(stack, seen, self.processes) if rule is self.rule else None
         if observed is not None:
             rule.observe(state, observed, group["factor_decay"], self._health)
@@ -490,8 +505,9 @@ class Layerwise(torch.optim.Optimizer):
         if rule.refreshes:
             self._refreshes.run(stack, context, self._waits)
         rule.rescale(state, observed, grad, context)
-        D = rule.direction(state, grad, context, self._health)
-        return self._graft.apply(stack, grad, D, self._health)
+        looked_at = self._waits or self._damping.adaptive or self._graft.method or self._clip.kind == "norm"
+        direction = rule.direction if looked_at else rule.scaled_direction
+        return self._graft.apply(stack, grad, direction(state, grad, context, self._health), self._health)
 
     def _momentum(self, stack: Stack, D: Tensor, factor: float | Tensor, active: list[bool]) -> Tensor:
         """``μ · buffer + factor · D``, kept; with Nesterov's, one step ahead of it."""

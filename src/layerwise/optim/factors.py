@@ -1,5 +1,6 @@
 """`Factors`: ``P⁻ᵖ ∇L Q⁻ᑫ`` with factors from inputs, output gradients, or the gradient itself."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -8,12 +9,14 @@ from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.fused_basis import scaled
+from layerwise.foundations.fused_scaled import Scaled
+from layerwise.foundations.fused_unscaled import unscaled
 from layerwise.foundations.kronecker import split_damping
 from layerwise.foundations.linalg import gram
-from layerwise.foundations.linalg.half_pairs import product, split
+from layerwise.foundations.linalg.half_pairs import product
 from layerwise.optim import stored
 from layerwise.optim.averaging import finite_moments, update_mean
-from layerwise.optim.bases import BASIS, rotate, track, unrotate
+from layerwise.optim.bases import BASIS, rotate, scaled_unrotate, track
 from layerwise.optim.channels import block_state, mean_input_eigenvalue, times_inputs
 from layerwise.optim.refined import EXACT_STEPS, refine_inverse, watch_of
 from layerwise.optim.roots import condition_numbers, guarded_root, mean_eigenvalue
@@ -34,12 +37,20 @@ def check_side(name: str, value: str, known: tuple[str, ...]) -> None:
         raise InputError(describe(f"{name}={value!r}", " or ".join(f'"{k}"' for k in known), "choose one of them"))
 
 
-def gradient_moment(grad: Float[Tensor, "K O I"], side: str) -> Float[Tensor, "K n n"]:
-    """``∇L ∇Lᵀ`` (P) or ``∇Lᵀ ∇L`` (Q); on a GPU in pairs of float16, one triangle."""
-    if grad.device.type == "cuda" and grad.dtype == torch.float32:
-        pair = split(grad)
-        return product(pair, pair.mT, symmetric=True) if side == "P" else product(pair.mT, pair, symmetric=True)
-    return gram(grad.mT if side == "P" else grad)
+def gradient_moments(
+    grad: Float[Tensor, "K O I"], sides: Sequence[str], largest: Tensor | None = None
+) -> Iterator[tuple[str, Float[Tensor, "K n n"]]]:
+    """``∇L ∇Lᵀ`` (P) or ``∇Lᵀ ∇L`` (Q), one after the other; on a GPU in pairs of float16, one triangle.
+
+    `largest` is what no entry of each matrix exceeds, where that is known.
+    """
+    by_halves = grad.device.type == "cuda" and grad.dtype == torch.float32
+    pair = stored.operand_of(grad, largest) if by_halves and sides else None
+    for side in sides:
+        if pair is None:
+            yield side, gram(grad.mT if side == "P" else grad)
+        else:
+            yield side, product(*((pair, pair.mT) if side == "P" else (pair.mT, pair)), symmetric=True)
 
 
 def _same_shift(M: Tensor | None, damping: float) -> Tensor | None:
@@ -171,10 +182,8 @@ class Factors(UpdateRule):
 
     def observe_gradient(self, state: State, grad: Float[Tensor, "K O I"], decay: float, health: Health) -> None:
         """Second moments of the gradient itself."""
-        for side, made in (("P", self.left == "gradient"), ("Q", self.right == "gradient")):
-            if not made or side not in state:
-                continue
-            new = gradient_moment(grad, side)
+        made = {"P": self.left == "gradient", "Q": self.right == "gradient"}
+        for side, new in gradient_moments(grad, [side for side in made if made[side] and side in state]):
             if self.accumulate:
                 good = finite_moments(new)
                 good = good if health.gate is None else good & health.gate
@@ -303,15 +312,27 @@ class Factors(UpdateRule):
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
     ) -> Float[Tensor, "K O I"]:
         """``P⁻ᵖ ∇L Q⁻ᑫ``."""
+        return unscaled(self._preconditioned(state, grad, context))
+
+    def scaled_direction(
+        self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
+    ) -> Float[Tensor, "K O I"] | Scaled:
+        """The same, not yet divided; a member with a direction of its own has that."""
+        if type(self).direction is not Factors.direction:
+            return super().scaled_direction(state, grad, context, health)
+        return self._preconditioned(state, grad, context)
+
+    def _preconditioned(self, state: State, grad: Tensor, context: Context) -> Tensor | Scaled:
         P, Q = (stored.matrix(state, name) if name in state else None for name in ("P_root", "Q_root"))
+        largest = context.largest_of(grad)
         if isinstance(P, Tensor) or isinstance(Q, Tensor):
-            D = stored.between(P, grad, None)
+            D = stored.between(P, grad, None, largest=largest)
             D = D if Q is None else times_inputs(D, Q, state.get("Q_bias_root"))  # type: ignore[arg-type]
         else:
-            D = stored.between(P, grad, Q)
-        return self._in_basis(state, D, context) if "U_P" in state or "U_Q" in state else D
+            D = stored.scaled_between(P, grad, Q, largest=largest)
+        return self._in_basis(state, unscaled(D), context) if "U_P" in state or "U_Q" in state else D
 
-    def _in_basis(self, state: State, grad: Tensor, context: Context) -> Tensor:
+    def _in_basis(self, state: State, grad: Tensor, context: Context) -> Tensor | Scaled:
         """``U_P [(s_P + shift)⁻ᵖ (s_Q + shift)⁻ᑫ ⊙ U_Pᵀ ∇L U_Q] U_Qᵀ``: the same where a basis is kept, not roots."""
         shifts = self.shifts(state, slice(None), context)
         a, b = (
@@ -320,8 +341,8 @@ class Factors(UpdateRule):
             else None
             for side, shift, power in zip(("P", "Q"), shifts, self.power, strict=True)
         )
-        Y = rotate(state, grad)
-        return unrotate(state, scaled(Y, a, b, out=Y))
+        Y = rotate(state, grad, context.largest_of(grad))
+        return scaled_unrotate(state, scaled(Y, a, b, out=Y))
 
     def quadratic(self, state: State, D: Float[Tensor, "K O I"]) -> Tensor | None:
         """``⟨D, P D Q⟩``."""

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from layerwise.foundations import fused
 from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.fused_scaled import Scaled
+from layerwise.foundations.fused_unscaled import unscaled
 from layerwise.optim.elementwise import AdamRule
 from layerwise.optim.rule import Context, Health
 from layerwise.optim.stack import Stack
@@ -26,10 +28,10 @@ class Graft:
             raise InputError(describe(f"graft={self.method!r}", 'None, "gradient" or "adam"', "choose one of them"))
 
     def apply(
-        self, stack: Stack, grad: Float[Tensor, "K O I"], D: Float[Tensor, "K O I"], health: Health
-    ) -> Float[Tensor, "K O I"]:
+        self, stack: Stack, grad: Float[Tensor, "K O I"], D: Float[Tensor, "K O I"] | Scaled, health: Health
+    ) -> Float[Tensor, "K O I"] | Scaled:
         """``D ‖G‖ / ‖D‖``, layer by layer."""
-        if self.method is None or not stack.rule.matrix_only:
+        if self.method is None or not stack.rule.matrix_only or isinstance(D, Scaled):
             return D
         wanted = grad if self.method == "gradient" else self._adam(stack, grad, health)
         size, target = _layer_norms(stack, D), _layer_norms(stack, wanted)
@@ -83,13 +85,17 @@ class Clip:
         return None if self.kind is None else f"{self.kind} {self.bound:g}"
 
     def factor(
-        self, stacks: Sequence[Stack], directions: Sequence[Tensor], grads: Sequence[Tensor], waits: bool = True
+        self,
+        stacks: Sequence[Stack],
+        directions: Sequence[Tensor | Scaled],
+        grads: Sequence[Tensor],
+        waits: bool = True,
     ) -> float | Tensor:
         """What all directions are multiplied by, at most 1; where nobody `waits` for the device, a tensor there."""
         if self.kind is None:
             return 1.0
         if self.kind == "norm":
-            terms, bound = [(1.0, dot(D, D)) for D in directions], self.bound**2
+            terms, bound = [(1.0, dot(D, D)) for D in map(unscaled, directions)], self.bound**2
         else:
             terms = [
                 (float(stack.group["lr"]) ** 2, dot(D, grad))
@@ -106,8 +112,10 @@ class Clip:
         return torch.where(total > 0, (bound / total).sqrt().clamp(max=1.0), 1.0)
 
 
-def dot(X: Tensor, Y: Tensor) -> Tensor:
+def dot(X: Tensor | Scaled, Y: Tensor) -> Tensor:
     """``⟨X, Y⟩``; on a GPU in one pass, whatever their types."""
+    if isinstance(X, Scaled):
+        return fused.dot(X, Y.contiguous())
     if X.device.type == "cpu" or X.dtype == torch.float64:
         return (X * Y).sum()
     return fused.dot(X.contiguous(), Y.contiguous())

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from layerwise.distributed.processes import Processes
 from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.linalg import conjugate_gradient, guarded_cholesky
 from layerwise.kernel.contraction import contract, rows_of
 from layerwise.layers.one_hot import OneHot
@@ -205,7 +206,9 @@ class NGD(Layerwise):
             **options,
         )
 
-    def _directions(self, plans: list[tuple[Tensor, list[bool]]], seen: dict[str, Sums], examples: int) -> list[Tensor]:
+    def _directions(
+        self, plans: list[tuple[Tensor, list[bool]]], seen: dict[str, Sums], examples: int
+    ) -> list[Tensor | Scaled]:
         assert self._stacks is not None
         solved = list(plans)
         mine = [place for place, stack in enumerate(self._stacks) if stack.rule is self.rule]

@@ -7,12 +7,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.fused import ema_, rotated_adam_
+from layerwise.foundations.fused_adam import corrections_
+from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.linalg.basis_tracking import carried
 from layerwise.optim import stored
 from layerwise.optim.averaging import finite_moments
 from layerwise.optim.eigenbasis import EigenFactors
 from layerwise.optim.elementwise import average_squares_
-from layerwise.optim.factors import gradient_moment
+from layerwise.optim.factors import gradient_moments
 from layerwise.optim.rule import Context, Health, Shape, State
 from layerwise.optim.stored import products_of
 
@@ -41,36 +43,40 @@ class RotatedAdam(EigenFactors):
         moments = {name: shape.zeros(shape.outputs, shape.inputs) for name in ("M", "V")}
         return {**super().init(shape), **moments, "steps": shape.zeros(), "begun": shape.zeros()}
 
-    def direction(
+    def scaled_direction(
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
-    ) -> Float[Tensor, "K O I"]:
+    ) -> Float[Tensor, "K O I"] | Scaled:
+        """Factors are updated after the step, as in the paper."""
+        begins = self._begins(state, context)
+        D = super().scaled_direction(state, grad, context, health)
+        if context.observes and not (begins and self.skip_first):
+            self._take_gradient(state, grad, context, health)
+        return D
+
+    def step_in_basis(
+        self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
+    ) -> Float[Tensor, "K O I"] | None:
         """Adam's direction in the basis; the first step only sets the basis, as in the authors' code."""
         if self._begins(state, context):
             if health.gate is not None and not bool(health.gate):  # asked at the first steps alone
-                return torch.zeros_like(grad)
+                return None
             self._begin(state, grad, context, health)
             if self.skip_first:
-                return torch.zeros_like(grad)
+                return None
         b1, b2 = self.betas
-        state["steps"] += health.taken(1.0, grad)
-        rotated = self.rotate(state, grad)
+        rotated = self.rotate(state, grad, context.largest_of(grad))
         if health.gate is not None and grad.dtype == torch.float32:
-            D = self.unrotate(state, self._fused_step(state, rotated, health))
-            if context.observes:
-                self._take_gradient(state, grad, b2, health)
-            return D
+            return self._fused_step(state, rotated, health)
+        state["steps"] += health.taken(1.0, grad)
         state["M"].lerp_(rotated, health.taken(1 - b1, grad))
         average_squares_(state["V"], rotated, health.taken(1 - b2, grad))
         t = state["steps"].clamp_min(1).view(-1, 1, 1)
-        step = (state["M"] / state["V"].sqrt().add_(self.eps)).mul_((1 - b2**t).sqrt() / (1 - b1**t))
-        D = self.unrotate(state, step)
-        if context.observes:
-            self._take_gradient(state, grad, b2, health)
-        return D
+        return (state["M"] / state["V"].sqrt().add_(self.eps)).mul_((1 - b2**t).sqrt() / (1 - b1**t))
 
     def _fused_step(self, state: State, rotated: Tensor, health: Health) -> Tensor:
         """The same in one pass."""
-        (b1, b2), t = self.betas, state["steps"].clamp_min(1)
+        b1, b2 = self.betas
+        c1, c2 = corrections_(state["steps"], b1, b2, health.gate)
         return rotated_adam_(
             state["M"],
             state["V"],
@@ -78,8 +84,8 @@ class RotatedAdam(EigenFactors):
             beta1=b1,
             beta2=b2,
             eps=self.eps,
-            correction1=1 - b1**t,
-            correction2=1 - b2**t,
+            correction1=c1,
+            correction2=c2,
             gate=health.gate,
             out=rotated,
         )
@@ -92,7 +98,7 @@ class RotatedAdam(EigenFactors):
         return not context.memory["begun"]
 
     def _begin(self, state: State, grad: Tensor, context: Context, health: Health) -> None:
-        self._take_gradient(state, grad, self.betas[1], health)
+        self._take_gradient(state, grad, context, health)
         super().refresh(state, slice(0, len(grad)), context, health)
         state["begun"].fill_(1)
         context.memory["begun"] = True
@@ -101,12 +107,11 @@ class RotatedAdam(EigenFactors):
         """Not before the direction: the paper updates its factors after the step."""
         return
 
-    def _take_gradient(self, state: State, grad: Tensor, decay: float, health: Health) -> None:
+    def _take_gradient(self, state: State, grad: Tensor, context: Context, health: Health) -> None:
         """Plain averages from zero, as in the paper: no bias correction, which the basis does not feel."""
-        for side in ("P", "Q"):
-            if side not in state:
-                continue
-            new = gradient_moment(grad, side)
+        decay = self.betas[1]
+        sides = [side for side in ("P", "Q") if side in state]
+        for side, new in gradient_moments(grad, sides, context.largest_of(grad)):
             good = finite_moments(new)
             good = good if health.gate is None else good & health.gate
             if health.gate is not None and new.dtype == torch.float32:

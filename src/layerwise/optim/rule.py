@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from layerwise.foundations.fused_scaled import Scaled
 from layerwise.layers.io import RecordedIO
 
 State = dict[str, Tensor]
@@ -122,6 +123,14 @@ class Context:
     """Of the stack."""
     memory: dict[str, Any] = field(default_factory=dict)
     """What the host remembers of a stack from step to step; never saved."""
+    gradient: Tensor | None = None
+    """The step's own, ``[K, O, I]``."""
+    largest: Float[Tensor, "K"] | None = None
+    """What none of its entries exceeds, one number a group, where that is known."""
+
+    def largest_of(self, X: Tensor) -> Tensor | None:
+        """`largest`, if this is the step's gradient and not another tensor."""
+        return self.largest if X is self.gradient else None
 
 
 @dataclass
@@ -268,6 +277,12 @@ class UpdateRule(ABC):
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
     ) -> Float[Tensor, "K O I"]:
         """What the step subtracts, before momentum and learning rate."""
+
+    def scaled_direction(
+        self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
+    ) -> Float[Tensor, "K O I"] | Scaled:
+        """The same as `direction`, where whoever subtracts it can divide on the way."""
+        return self.direction(state, grad, context, health)
 
     def quadratic(self, state: State, D: Float[Tensor, "K O I"]) -> Tensor | None:
         """``⟨D, F D⟩`` with the rule's own curvature, summed; None where it has none."""

@@ -14,6 +14,7 @@ from layerwise.foundations.fused import gather_
 from layerwise.foundations.types import statistics_dtype
 from layerwise.layers.table import LayerSpec
 from layerwise.optim import stored
+from layerwise.optim.listed import Listed
 from layerwise.optim.rule import Shape, State, UpdateRule
 
 PAD_TO = {"cuda": 16}
@@ -74,39 +75,41 @@ class Stack:
 
     # --- parameters and gradients ------------------------------------------------------------------------
 
+    @cached_property
+    def listed(self) -> Listed | None:
+        """The layers as lists, if they can be taken so."""
+        return Listed.of(self.specs, self.params, self.shape)
+
+    @cached_property
+    def splits_gradient(self) -> bool:
+        """Whether the rule multiplies the gradient by matrices that are kept in halves."""
+        return any(name.endswith("_scale") for name in self.state)
+
     def active(self) -> list[bool]:
         """Which layers have a gradient this step."""
         return [any(self.params[name].grad is not None for name in spec.parameters) for spec in self.specs]
 
-    def gradient(self, scale: float = 1.0, gate: Tensor | None = None) -> Float[Tensor, "K O I"]:
-        """All gradients times a number; zero where there is none, and all zero where the gate is shut."""
-        layers = None if gate is None else self.plain_layers(gradients=True)
-        if layers is not None:
-            shape = self.shape
-            out = torch.empty(self.groups, shape.outputs, shape.inputs, dtype=shape.dtype, device=shape.device)
-            return gather_(out, *layers, scale, gate)
+    def gradient(self, scale: float = 1.0, gate: Tensor | None = None) -> tuple[Float[Tensor, "K O I"], list[bool]]:
+        """All gradients times a number, and which layers have one; zero where there is none or the gate is shut."""
+        listed = None if gate is None else self.listed
+        if listed is not None and not (listed.transposed and self.rule.matrix_only):  # such rules multiply matrices
+            layers = listed.gradients()
+            if layers is not None:
+                out = listed.room(self.shape)
+                gather_(listed.matrices(out), *layers, scale, gate)
+                return out, [True] * len(self.specs)
         grad = self._join({name: p.grad for name, p in self.params.items()})
         grad = grad if scale == 1.0 else grad * scale
-        return grad if gate is None else torch.where(gate.to(grad.device), grad, 0.0).contiguous()
+        grad = grad if gate is None else torch.where(gate.to(grad.device), grad, 0.0).contiguous()
+        return grad, self.active()
 
-    def plain_layers(self, gradients: bool = False) -> tuple[list[Tensor], list[Tensor] | None] | None:
-        """Weights (or their gradients) and biases, if every layer is one matrix ``[O, I]`` as it is stored."""
-        form = self.specs[0].form
-        if form.groups != 1 or form.transposed or form.weight is None or self.shape.dtype != torch.float32:
-            return None
-        found: list[list[Tensor]] = []
-        for part in (form.weight, form.bias):
-            if part is not None:
-                found.append([])
-                for spec in self.specs:
-                    own = spec.form.weight if part is form.weight else spec.form.bias
-                    assert own is not None
-                    p = self.params[own.name]
-                    t = p.grad if gradients else p.detach()
-                    if own.rows is not None or t is None or t.is_sparse or t.ndim != (2 if part is form.weight else 1):
-                        return None
-                    found[-1].append(t)
-        return found[0], found[1] if form.bias is not None else None
+    def momentum(self) -> Float[Tensor, "K O I"]:
+        """The direction's running sum, zero at the start; in the memory's order of the parameters."""
+        if "momentum" not in self.state:
+            self.state["momentum"] = self.shape.zeros(self.shape.outputs, self.shape.inputs)
+        if self.listed is not None:
+            self.state["momentum"] = self.listed.laid_out(self.state["momentum"])
+        return self.state["momentum"]
 
     def weight(self) -> Float[Tensor, "K O I"]:
         """All parameters."""

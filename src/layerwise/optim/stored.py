@@ -10,10 +10,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.foundations.linalg import triton_products
+from layerwise.foundations.fused_scaled import Scaled
+from layerwise.foundations.fused_unscaled import unscaled
+from layerwise.foundations.linalg import triton_products, triton_splits
 from layerwise.foundations.linalg.half_pairs import halved, scaled_product, split
 from layerwise.foundations.linalg.halves import Half, HalfPair
 from layerwise.foundations.linalg.products import HALF_PAIRS, TORCH, Products
+from layerwise.foundations.linalg.triton_device import available
 from layerwise.optim.rule import Shape, State
 
 ALL = slice(None)
@@ -86,27 +89,57 @@ def products_of(state: State, name: str) -> Products:
     return HALF_PAIRS if is_halved(state, name) else TORCH
 
 
-def between(left: Kept | None, X: Float[Tensor, "K O I"], right: Kept | None, rough: bool = False) -> Tensor:
-    """``left X right``, where one may be missing; in first halves if one is kept so, or if it may be `rough`."""
+def between(
+    left: Kept | None,
+    X: Float[Tensor, "K O I"],
+    right: Kept | None,
+    rough: bool = False,
+    largest: Float[Tensor, "K"] | None = None,
+) -> Tensor:
+    """``left X right``, where one may be missing; in first halves if one is kept so, or if it may be `rough`.
+
+    `largest` is what no entry of each matrix of X exceeds, where that is known.
+    """
+    return unscaled(scaled_between(left, X, right, rough, largest))
+
+
+def scaled_between(
+    left: Kept | None,
+    X: Float[Tensor, "K O I"],
+    right: Kept | None,
+    rough: bool = False,
+    largest: Float[Tensor, "K"] | None = None,
+) -> Tensor | Scaled:
+    """The same before it is divided: the scales are powers of two, which are carried along and taken out once."""
     kept = [M for M in (left, right) if M is not None]
     if all(isinstance(M, Tensor) for M in kept):
         X = X if left is None else left @ X  # type: ignore[operator]
         return X if right is None else X @ right  # type: ignore[operator]
     rough = rough or any(isinstance(M, Half) for M in kept)
-    C, scale = X, None
+    C, scales = X, ()
     for M, first in ((left, True), (right, False)):
         if M is not None:
-            A, B = (_operand(M, rough), _operand(C, rough)) if first else (_operand(C, rough), _operand(M, rough))
-            C, more = scaled_product(A, B)
-            scale = more if scale is None else scale * more
-    # The scales are powers of two: they are carried along, and taken out once.
-    return C if scale is None else C.mul_(scale.reciprocal().view(-1, 1, 1))
+            kept_one, other = _operand(M, rough), _operand(C, rough, largest)
+            C, scale = scaled_product(kept_one, other) if first else scaled_product(other, kept_one)
+            scales, largest = (*scales, scale), None
+    return Scaled(C, scales)
 
 
-def _operand(M: Kept, rough: bool) -> HalfPair | Half:
-    if rough:
-        return halved(M)
-    return split(M) if isinstance(M, Tensor) else M  # type: ignore[return-value]
+def _operand(M: Kept, rough: bool, largest: Tensor | None = None) -> HalfPair | Half:
+    if not rough:
+        return operand_of(M, largest) if isinstance(M, Tensor) else M  # type: ignore[return-value]
+    if isinstance(M, Tensor) and _known(M, largest):
+        return triton_splits.halved(M, amax=largest)
+    return halved(M)
+
+
+def operand_of(X: Float[Tensor, "K m n"], largest: Float[Tensor, "K"] | None = None) -> HalfPair:
+    """The pair; where the kernels run and a bound on its entries is known, without a search for the largest."""
+    return triton_splits.split(X, amax=largest) if _known(X, largest) else split(X)
+
+
+def _known(X: Tensor, largest: Tensor | None) -> bool:
+    return largest is not None and X.dtype == torch.float32 and available(X.device)
 
 
 # --- what is saved -----------------------------------------------------------------------------------------

@@ -6,14 +6,13 @@ from typing import no_type_check
 
 from layerwise.foundations.linalg.triton_kernels import _jit, tl, triton
 
-__all__ = ["split_kernel", "triton"]
+__all__ = ["largest_kernel", "split_kernel", "triton"]
 
 
 @_jit
 @no_type_check
-def power_of_two(amax):
-    """`half_pairs.power_of_two_scale` on the bits: 1 for zero, NaN for what is not finite."""
-    bits = amax.to(tl.int32, bitcast=True)
+def power_of_two(bits):
+    """`half_pairs.power_of_two_scale` of a magnitude's bits: 1 for zero, NaN for what is not finite."""
     exponent = 14 - ((bits >> 23) - 127)
     exponent = tl.minimum(tl.maximum(exponent, -120), 120)
     scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
@@ -23,11 +22,41 @@ def power_of_two(amax):
 
 @_jit
 @no_type_check
+def entry(X, at, width, X_row, LINEAR: tl.constexpr):
+    """Where entries of a matrix lie whose rows may be apart."""
+    if LINEAR:  # noqa: SIM108 (decided when compiled)
+        place = X + at
+    else:
+        place = X + (at // width).to(tl.int64) * X_row + at % width
+    return place
+
+
+@_jit
+@no_type_check
+def largest_kernel(
+    parts, X, entries, width, X_k, X_row, LINEAR: tl.constexpr, REPEATS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The largest magnitude of one part of a matrix, as bits: integers of the same order, in which NaN comes last."""
+    index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    largest = tl.zeros([BLOCK], dtype=tl.int32)
+    for q in tl.static_range(REPEATS):
+        at = (index * REPEATS + q) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(entry(X + k * X_k, at, width, X_row, LINEAR), mask=at < entries, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.store(parts + k * tl.num_programs(0) + index, tl.max(largest, 0))
+
+
+@_jit
+@no_type_check
 def split_kernel(
-    hi, lo, scale, X, amax, where, bound_scale, entries, width, X_k, X_row, out_k,
-    FROM: tl.constexpr, PAIR: tl.constexpr, LINEAR: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    hi, lo, scale, X, largest, parts, where, bound_scale, entries, width, X_k, X_row, out_k,
+    FROM: tl.constexpr, PARTS: tl.constexpr, PAIR: tl.constexpr, LINEAR: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """hi and, with PAIR, lo of scale·X in one pass. FROM says where the scale is found: 0 given, 1 amax, 2 a number."""
+    """hi and, with PAIR, lo of scale·X in one pass.
+
+    FROM says where the scale is found: 0 given, 1 from the bits of the largest magnitudes of some parts, 2 a number.
+    """
     index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
     wanted = True
     if MASKED:
@@ -36,7 +65,8 @@ def split_kernel(
         if FROM == 0:
             factor = tl.load(scale + k)
         elif FROM == 1:
-            factor = power_of_two(tl.load(amax + k).to(tl.float32))
+            part = tl.arange(0, PARTS)
+            factor = power_of_two(tl.max(tl.load(largest + k * parts + part, mask=part < parts, other=0), 0))
         else:
             factor = bound_scale
         if FROM != 0:  # noqa: SIM102 (decided when compiled, the next when run)
@@ -44,10 +74,7 @@ def split_kernel(
                 tl.store(scale + k, factor)
         at = index * BLOCK + tl.arange(0, BLOCK)
         inside = at < entries
-        if LINEAR:  # noqa: SIM108 (decided when compiled)
-            source = X + k * X_k + at
-        else:
-            source = X + k * X_k + (at // width).to(tl.int64) * X_row + at % width
+        source = entry(X + k * X_k, at, width, X_row, LINEAR)
         scaled = tl.load(source, mask=inside, other=0.0).to(tl.float32) * factor
         upper = scaled.to(tl.float16)
         tl.store(hi + k * out_k + at, upper, mask=inside)

@@ -1,9 +1,9 @@
-"""`half_pairs.split` and `half_pairs.halved` on a GPU: one pass for the largest entry, and one kernel."""
+"""`half_pairs.split` and `half_pairs.halved` on a GPU: one pass for the largest entries, and one more."""
 
 import math
 
 import torch
-from jaxtyping import Bool, Float, Float32
+from jaxtyping import Bool, Float, Float32, Int32
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
@@ -11,6 +11,8 @@ from layerwise.foundations.linalg.half_pairs import TOP_EXPONENT, Half, HalfPair
 from layerwise.foundations.linalg.triton_device import ceil, kernels, on
 
 SPLIT_BLOCK = 4096
+MOST_PARTS, MOST_REPEATS = 128, 16
+"""Parts of a matrix, each with a largest entry of its own; blocks of a part."""
 GIVEN, FROM_LARGEST, FROM_BOUND = range(3)
 
 
@@ -69,22 +71,59 @@ def _launch(
         if not given:
             scale.fill_(1.0)
         return
-    source = GIVEN if given else FROM_LARGEST if bound is None else FROM_BOUND
-    if source == FROM_LARGEST and amax is None:
-        amax = torch.linalg.vector_norm(X, float("inf"), dim=(-2, -1))
-    X = X.reshape(-1, m, n)
-    X = X if X.stride(2) == 1 or n == 1 else X.contiguous()
+    X = _stacked(X)
+    source, parts = GIVEN if given else FROM_LARGEST if bound is None else FROM_BOUND, X
+    if source == FROM_LARGEST:
+        parts = largest_parts(X) if amax is None else _bits(amax)
+    count = parts.shape[1] if source == FROM_LARGEST else 1
     out_k = _matrix_stride(hi)
     if (lo is not None and out_k != _matrix_stride(lo)) or hi.shape[-2:] != (m, n) or not scale.is_contiguous():
         raise InputError(describe(f"out of shape {tuple(hi.shape)}", "halves alike, of the shape of X", "allocate it"))
     with on(X.device):
         kernels("triton_split_kernels").split_kernel[(ceil(m * n, SPLIT_BLOCK), X.shape[0])](
-            hi, hi if lo is None else lo, scale, X, X if amax is None else amax.contiguous(),
+            hi, hi if lo is None else lo, scale, X, parts, count,
             X if where is None else where.contiguous().view(torch.uint8), float(bound_scale(bound or 1.0)),
             m * n, n, X.stride(0), X.stride(1), out_k,
-            FROM=source, PAIR=lo is not None, LINEAR=X.stride(1) == n or m == 1, MASKED=where is not None,
+            FROM=source, PARTS=_power_of_two(count), PAIR=lo is not None, LINEAR=_linear(X), MASKED=where is not None,
             BLOCK=SPLIT_BLOCK, num_warps=8,
         )  # fmt: skip
+
+
+def largest_parts(X: Float[Tensor, "K m n"]) -> Int32[Tensor, "K parts"]:
+    """The largest magnitude of each part of each matrix, as the bits of a float32; one pass, whose order is no matter.
+
+    NaN counts as the largest of all, so that it stays visible.
+    """
+    X = _stacked(X)
+    K, m, n = X.shape
+    blocks = ceil(m * n, SPLIT_BLOCK)
+    repeats = min(_power_of_two(ceil(blocks, MOST_PARTS)), MOST_REPEATS)
+    parts = torch.empty(K, ceil(blocks, repeats), dtype=torch.int32, device=X.device)
+    with on(X.device):
+        kernels("triton_split_kernels").largest_kernel[(parts.shape[1], K)](
+            parts, X, m * n, n, X.stride(0), X.stride(1),
+            LINEAR=_linear(X), REPEATS=repeats, BLOCK=SPLIT_BLOCK, num_warps=8,
+        )  # fmt: skip
+    return parts
+
+
+def _stacked(X: Tensor) -> Tensor:
+    """As a stack [K, m, n] with adjacent columns."""
+    X = X.reshape(-1, *X.shape[-2:])
+    return X if X.stride(2) == 1 or X.shape[2] == 1 else X.contiguous()
+
+
+def _linear(X: Tensor) -> bool:
+    return X.stride(1) == X.shape[2] or X.shape[1] == 1
+
+
+def _bits(amax: Tensor) -> Tensor:
+    """Magnitudes as one part of each matrix."""
+    return amax.reshape(-1, 1).float().contiguous().view(torch.int32)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
 
 
 def bound_scale(bound: int | float) -> float:

@@ -1,0 +1,23 @@
+"""Products of scaled matrices, divided."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.foundations import fused
+from layerwise.foundations.fused_checks import check_whole
+from layerwise.foundations.fused_scaled import Scaled
+
+
+@torch.no_grad()
+def unscaled(X: Float[Tensor, "K O I"] | Scaled) -> Float[Tensor, "K O I"]:
+    """A tensor as it is; a scaled one over its scales, in place.
+
+    >>> unscaled(Scaled(torch.ones(1, 1, 1), (torch.tensor([4.0]),)))
+    tensor([[[0.2500]]])
+    """
+    C, scales = fused.parts(X)
+    if scales and C.numel():
+        check_whole(C, "C")
+        fused.way_of(C).unscale_(C, scales)
+    return C

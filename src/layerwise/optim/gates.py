@@ -1,0 +1,72 @@
+"""How large a step's gradients are, by the pass that tells whether they are finite; nothing is asked of the device."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.foundations.fused_gate import magnitudes
+from layerwise.optim.stack import Stack
+
+
+@dataclass
+class Sizes:
+    """Of the gradients on one device."""
+
+    finite: Tensor
+    largest: Tensor
+    places: dict[int, int]
+    """Where the largest magnitude of a parameter's gradient is found, by the parameter's id."""
+
+
+def sizes_of(params: Iterable[nn.Parameter]) -> dict[torch.device, Sizes]:
+    """The largest magnitude of every gradient there is, one pass a device."""
+    by_device: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
+    for p in params:
+        grad = p.grad
+        if grad is not None:
+            names, grads = by_device.setdefault(grad.device, ([], []))
+            names.append(id(p))
+            grads.append(grad.coalesce().values() if grad.is_sparse else grad)
+    found = {}
+    for device, (names, grads) in by_device.items():
+        sizes = magnitudes(grads)
+        found[device] = Sizes(sizes.finite, sizes.largest, dict(zip(names, sizes.places, strict=True)))
+    return found
+
+
+def bounds(
+    stacks: Sequence[Stack], sizes: Sizes, gate: Tensor, scale: float, memory: dict[str, Any]
+) -> dict[int, Tensor]:
+    """What no entry of each group's gradient exceeds, ``[K]`` by the stack's id: ``|scale|`` times the largest of its
+    layer's, or zero behind a shut gate, as the gradient itself is there.
+
+    A stack of which some gradient is missing has none. `memory` keeps on the device which numbers belong together.
+    """
+    wanted, key = [], []
+    for stack in stacks:
+        places = [sizes.places.get(id(p), -1) for p in stack.params.values()]
+        if min(places) >= 0:
+            wanted.append(stack)
+            key.append((id(stack), *places))
+    if not wanted:
+        return {}
+    if memory.get("key") != key:
+        memory.update(key=key, index=_index(wanted, sizes).to(gate.device, non_blocking=True))
+    found = sizes.largest[memory["index"]].amax(1)
+    found = torch.where(gate, found if scale == 1.0 else found * abs(scale), 0.0).float()
+    pieces = found.split([stack.groups for stack in wanted])
+    return {id(stack): piece for stack, piece in zip(wanted, pieces, strict=True)}
+
+
+def _index(stacks: Sequence[Stack], sizes: Sizes) -> Tensor:
+    """The places of each group's parameters, a row a group; one is repeated where others have more."""
+    rows = []
+    for stack in stacks:
+        for spec in stack.specs:
+            places = [sizes.places[id(stack.params[name])] for name in spec.parameters]
+            rows += [places] * spec.form.groups
+    most = max(len(row) for row in rows)
+    return torch.tensor([row + row[:1] * (most - len(row)) for row in rows])

@@ -1,0 +1,170 @@
+"""Passes that save others, on a GPU: kernels against torch, and the optimizer's steps by lists and bounds."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layerwise as lw
+from layerwise.foundations import fused, fused_launch, fused_reference
+from layerwise.foundations.fused_adam import corrections_
+from layerwise.foundations.fused_scaled import Scaled
+from layerwise.foundations.fused_unscaled import unscaled
+from layerwise.foundations.linalg import half_pairs, triton_splits
+from layerwise.foundations.linalg.triton_products import available
+from layerwise.optim.engine import Layerwise
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and available(torch.device("cuda"))),
+        reason="needs triton and a GPU of capability 8.0; run `make test-gpu` on one",
+    ),
+]
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
+
+
+def powers(*exponents: int) -> Tensor:
+    return torch.tensor([2.0**e for e in exponents], device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(12, 768, 784), (3, 3072, 784), (1, 1, 1), (2, 50257, 48), (40, 33, 19)])
+def test_largest_entries(shape: tuple[int, int, int], dtype: torch.dtype):
+    X = randn(*shape).to(dtype)
+    for Y in (X, X[..., : max(shape[2] - 3, 1)]):
+        expected = Y.float().abs().amax((1, 2))
+        assert torch.equal(triton_splits.largest_parts(Y).amax(1).view(torch.float32), expected)
+        found, known = triton_splits.split(Y), triton_splits.split(Y, amax=expected)
+        scale = half_pairs.power_of_two_scale(expected)
+        assert torch.equal(found.scale, scale)
+        assert torch.equal(known.scale, scale)
+        assert torch.equal(found.hi, known.hi)
+        assert torch.equal(found.hi, (Y.float() * scale.view(-1, 1, 1)).half())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_makes_its_matrix_nan(value: float):
+    X = randn(3, 300, 300)
+    X[1, 299, 299] = value
+    assert torch.isnan(triton_splits.split(X).scale).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("momentum", [False, True])
+def test_a_scaled_direction(momentum: bool):
+    K, o, i = 12, 768, 768
+    scales = (powers(*range(-6, 6)), powers(*[20] * K))
+    D = randn(K, o, i + 16)
+    C = D * (scales[0] * scales[1]).view(-1, 1, 1)
+    found, expected = ([randn(o, i, seed=k) for k in range(K)] for _ in range(2))
+    m, n = (torch.zeros_like(D) if momentum else None for _ in range(2))
+    factor = torch.tensor(0.5, device="cuda")
+    assert fused.way_of(C, layers=(found,)) is fused_launch
+    fused.finish_(found, None, Scaled(C, scales), m, lr=0.1, mu=0.9, factor=factor)
+    fused.finish_(expected, None, D, n, lr=0.1, mu=0.9, factor=factor)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    Y = randn(K, o, i + 16, seed=3)
+    torch.testing.assert_close(fused.dot(Scaled(C, scales), Y), fused.dot(D, Y), rtol=1e-3, atol=1e-1)
+    assert torch.equal(unscaled(Scaled(C, scales)), D)
+
+
+def test_subnormal_reciprocals_are_not_flushed():
+    D = Scaled(torch.full((1, 1, 2), 2.0**10, device="cuda"), (powers(100), powers(30)))
+    assert unscaled(D).tolist() == [[[2.0**-120, 2.0**-120]]]
+
+
+@pytest.mark.parametrize("gate", [None, True, False])
+def test_corrections(gate: bool | None):
+    steps = torch.arange(19200.0, device="cuda")
+    other, flag = steps.clone(), None if gate is None else torch.tensor(gate, device="cuda")
+    expected = torch.empty_like(steps), torch.empty_like(steps)
+    found = corrections_(steps, 0.9, 0.999, flag)
+    fused_reference.corrections_(other, *expected, 0.9, 0.999, flag)
+    assert torch.equal(steps, other)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(19200, 1, 2), (12, 768, 1), (70000, 1, 1), (3, 300, 40)])
+def test_adam_of_small_groups(shape: tuple[int, int, int]):
+    g, c = randn(*shape, seed=2), torch.linspace(0.1, 1.0, shape[0], device="cuda")
+    results = []
+    for way in (fused_launch, fused_reference):
+        m, v = randn(*shape), randn(*shape, seed=1).square()
+        step = torch.empty_like(m)
+        if shape[0] > fused_launch.MOST_GROUPS and way is fused_launch:
+            fused.adam_(m, v, g, beta1=0.9, beta2=0.99, eps=1e-8, correction1=c, correction2=c, out=step)
+        else:
+            way.adam_(m, v, g, step, 0.9, 0.99, 1e-8, c, c, False, None)
+        results.append((m, v, step))
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+# --- steps -------------------------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """An embedding, norms, biases and two layers of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 64)
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.head = nn.Linear(64, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.words(x)
+        for norm, layer in zip(self.norms, self.layers, strict=False):
+            h = h + torch.tanh(layer(norm(h)))
+        return self.head(self.norms[2](h))
+
+
+REST = {"words": {"update": "fallback"}}
+MEMBERS: dict[str, Any] = {
+    "KFAC": lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=1, overrides=REST, weight_decay=0.1),
+    "KFAC half": lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=1, overrides=REST, precision="half", clip=None),
+    "FOOF": lambda m: lw.optim.FOOF(m, lr=0.01, refresh_every=1, overrides=REST),
+    "SOAP": lambda m: lw.optim.SOAP(m, lr=0.003, refresh_every=1),
+    "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.01, refresh_every=1),
+}
+
+
+def trained(name: str, model: nn.Module, steps: int) -> Layerwise:
+    opt = MEMBERS[name](model)
+    for step in range(steps):
+        g = torch.Generator("cuda").manual_seed(step)
+        x = torch.randint(50, (16, 12), generator=g, device="cuda")
+        y = torch.randn(16, 12, 7, generator=g, device="cuda")
+        opt.zero_grad()
+        (model(x) - y).square().mean().backward()
+        if step == 3:
+            grad = next(model.parameters()).grad
+            assert isinstance(grad, Tensor)
+            grad[0, 0] = torch.nan
+        opt.step()
+    return opt
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_steps_with_and_without_what_is_known(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Bounds of gradients, directions divided late, lists: none of them changes a step by more than rounding."""
+    torch.manual_seed(0)
+    model = Words().cuda()
+    other, start = copy.deepcopy(model), copy.deepcopy(model)
+    opt = trained(name, model, 8)
+    assert opt.health().skipped_steps == 1
+    monkeypatch.setattr("layerwise.optim.engine.bounds", lambda *given: {})
+    monkeypatch.setattr("layerwise.optim.stack.Stack.listed", None)
+    monkeypatch.setattr(type(opt.rule), "scaled_direction", type(opt.rule).direction)
+    trained(name, other, 8)
+    moved = sum(float((p - q).square().sum()) for p, q in zip(model.parameters(), start.parameters(), strict=True))
+    apart = sum(float((p - q).square().sum()) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert moved > 0
+    assert apart < (2e-2 if name == "SOAP" else 2e-3) ** 2 * moved
