@@ -2,6 +2,7 @@
 
     LAYERWISE_DATA=… python benchmarks/shakespeare.py              # text/tinyshakespeare.txt in that folder
     python benchmarks/shakespeare.py --members KFAC SOAP "torch AdamW" --rates 1 --budget 60
+    python benchmarks/shakespeare.py --total 400 --json race.json  # no run begins after 400 seconds
     python benchmarks/shakespeare.py --tiny --device cpu           # seconds, to see that all runs
 
 A character GPT of 6 × 384 with biases and dropout 0.2, batches of 64 × 256, bf16 autocast on a GPU, gradients clipped
@@ -12,7 +13,9 @@ evaluations, but for the first step, whose time is a column (`first`) and part o
 Before the clock starts a few steps are taken so that kernels are loaded: by another copy of model and optimizer; with
 --compile, which is for all alike, by the same ones, and then taken back (weights, optimizer state, batches), so that
 compilation is not timed; nor is then the look that K-FAC takes at a model once.
-`rate` is a multiple of each member's own; embeddings, norm layers and the head have AdamW's rate under all members.
+`--rates` are multiples of each member's own rate; embeddings, norm layers and the head have AdamW's rate under all
+members. Members take turns, the own rate first, so that all have had it before any has another. A run ends as soon as
+it reaches the loss, when it diverges, or after as many steps as another run of its member needed.
 """
 
 import argparse
@@ -20,6 +23,7 @@ import json
 import math
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -56,6 +60,16 @@ def _order(r: Run) -> tuple[bool, float]:
     return not r.reached, r.seconds if r.reached else r.best
 
 
+def turns(members: list[str], rates: list[float]) -> list[tuple[str, float]]:
+    """Every member at its own rate first, then every member at the next."""
+    return [(member, rate) for rate in sorted(rates, key=lambda rate: rate != 1.0) for member in members]
+
+
+def to_beat(runs: list[Run], member: str, steps: int) -> int:
+    """Steps of the member's best run that reached the loss: with more, a run tells nothing new of the member."""
+    return min((r.steps for r in runs if r.member == member and r.reached), default=steps)
+
+
 def aim(chosen: list[Run]) -> dict:
     fast = [r.member for r in chosen if r.reached and r.seconds <= AIM_SECONDS]
     bound = {"seconds": AIM_SECONDS, "members": AIM_MEMBERS}
@@ -65,10 +79,11 @@ def aim(chosen: list[Run]) -> dict:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--members", nargs="+", choices=list(MEMBERS), default=list(MEMBERS))
-    parser.add_argument("--rates", nargs="+", type=float, default=[0.3, 1.0, 3.0], help="multiples of the own rate")
+    parser.add_argument("--rates", nargs="+", type=float, default=[1.0, 2.0, 0.5], help="multiples of the own rate")
     parser.add_argument("--target", type=float, default=1.5, help="validation loss")
     parser.add_argument("--steps", type=int, help="at most; the schedule is stretched to it")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds of training for each run")
+    parser.add_argument("--total", type=float, default=math.inf, help="seconds after which no further run begins")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a small model: a check, not a measurement")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -86,6 +101,35 @@ def load(size: Size, device: str, tiny: bool) -> Text:
     return Text.read(path, size, device)
 
 
+def results(args: argparse.Namespace, where: str, runs: list[Run], left_out: list[tuple[str, float]]) -> str:
+    """The JSON line."""
+    settings = {"machine": where, "torch": torch.__version__, **{k: v for k, v in vars(args).items() if k != "json"}}
+    for name in ("budget", "total"):
+        settings[name] = None if math.isinf(settings[name]) else settings[name]
+    chosen = best(runs)
+    found = {"runs": [r.record() for r in runs], "best": [r.record() for r in chosen], "aim": aim(chosen)}
+    return json.dumps({"benchmark": "shakespeare", **settings, **found, "left_out": left_out})
+
+
+def hold(race: Race, args: argparse.Namespace, where: str) -> tuple[list[Run], str]:
+    """All runs, each printed as it ends; a file, if one is asked for, holds those so far."""
+    runs: list[Run] = []
+    start, due = time.perf_counter(), turns(args.members, args.rates)
+    line = results(args, where, runs, due)
+    while due and time.perf_counter() - start < args.total:
+        member, rate = due.pop(0)
+        runs.append(run(race, member, MEMBERS[member].rate * rate, to_beat(runs, member, race.size.steps)))
+        print_run(runs[-1])
+        line = results(args, where, runs, due)
+        if args.json:
+            Path(args.json).write_text(line + "\n", encoding="utf-8")
+        if args.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+    if due:
+        print(f"  no time left for: {', '.join(f'{member} × {rate:g}' for member, rate in due)}")
+    return runs, line
+
+
 def main() -> int:
     args = arguments()
     warnings.simplefilter("ignore")  # of the compiler
@@ -96,13 +140,7 @@ def main() -> int:
     where = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
     print(f"{where}, torch {torch.__version__}, {'compiled' if args.compile else 'eager'}")
     print_head(args.target)
-    runs: list[Run] = []
-    for member in args.members:
-        for rate in args.rates:
-            runs.append(run(race, member, MEMBERS[member].rate * rate))
-            print_run(runs[-1])
-            if args.device.startswith("cuda"):
-                torch.cuda.empty_cache()
+    runs, line = hold(race, args, where)
     chosen = best(runs)
     print("\nbest of each member")
     for r in chosen:
@@ -111,13 +149,7 @@ def main() -> int:
     if not args.tiny:
         held = "held" if found["held"] else "NOT HELD"
         print(f"\naim: {args.target} in ≤ {AIM_SECONDS:g} s by {AIM_MEMBERS} members: {', '.join(found['by'])}  {held}")
-    settings = {"machine": where, "torch": torch.__version__, **{k: v for k, v in vars(args).items() if k != "json"}}
-    settings["budget"] = None if math.isinf(args.budget) else args.budget
-    results = {"runs": [r.record() for r in runs], "best": [r.record() for r in chosen], "aim": found}
-    line = json.dumps({"benchmark": "shakespeare", **settings, **results})
     print(line)
-    if args.json:
-        Path(args.json).write_text(line + "\n", encoding="utf-8")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import math
 import time
 from dataclasses import asdict, dataclass, field
@@ -14,8 +15,11 @@ from torch import nn
 
 import layerwise as lw
 
-WARM_UP = {False: 3, True: 12}
-"""Steps that are taken and taken back before the clock starts: kernels are loaded, and compiled under --compile."""
+WARM_UP = 22
+"""Steps that are taken and taken back before the clock starts, so that kernels are loaded, and compiled under
+--compile: a first refresh, those while statistics are young, and two turns of every layer after that."""
+HOPELESS_AFTER, HOPELESS = 300, 4.0
+"""A run whose validation loss is still above the second after so many steps is given up: letters alone give 3.3."""
 
 
 @dataclass
@@ -42,7 +46,8 @@ class Run:
         ms = 1e3 * self.seconds / max(self.steps, 1)
         steady = 1e3 * (self.seconds - self.startup) / max(self.steps - 1, 1)
         best = self.best if self.losses and math.isfinite(self.best) else None
-        rounded = {"seconds": round(self.seconds, 3), "startup": round(self.startup, 3)}
+        losses = [loss if math.isfinite(loss) else None for loss in self.losses]  # JSON has no other numbers
+        rounded = {"seconds": round(self.seconds, 3), "startup": round(self.startup, 3), "losses": losses}
         return asdict(self) | rounded | {"best": best, "ms": round(ms, 3), "steady_ms": round(steady, 3)}
 
 
@@ -137,11 +142,11 @@ class Trainer:
         return found.fallbacks, found.skipped_steps
 
 
-def run(race: Race, member: str, rate: float) -> Run:
-    """Train until the target, the last step or the end of the budget."""
+def run(race: Race, member: str, rate: float, steps: int) -> Run:
+    """Train until the target, but no more than some steps, and no longer than the budget."""
     found = Run(member, rate)
     try:
-        _run(race, found)
+        _run(race, found, min(steps, race.size.steps))
     except Exception as error:  # a member may fail in any way at all; the table says how
         found.note = f"fails: {reason(error)}"
     return found
@@ -150,26 +155,32 @@ def run(race: Race, member: str, rate: float) -> Run:
 def _ready(race: Race, found: Run) -> Trainer:
     """A trainer whose kernels are loaded. Without --compile another one did that, and this one has done nothing."""
     trainer = Trainer(race, found.member, found.rate)
-    trainer.warm_up(WARM_UP[race.compile])
-    return trainer if race.compile else Trainer(race, found.member, found.rate)
+    trainer.warm_up(min(WARM_UP, race.size.warm_up))
+    if not race.compile:
+        del trainer
+        trainer = Trainer(race, found.member, found.rate)
+    gc.collect()  # what is left of other runs is not collected on this one's clock
+    return trainer
 
 
-def _run(race: Race, found: Run) -> None:
+def _run(race: Race, found: Run, steps: int) -> None:
     trainer = _ready(race, found)
     before = trainer.health() or (0, 0)
     torch.manual_seed(race.seed)  # of dropout
-    while trainer.steps < race.size.steps and not found.reached and not found.note:
-        _train(race, trainer, found)
+    while trainer.steps < steps and not found.reached and not found.note:
+        _train(race, trainer, found, steps)
         found.losses.append(trainer.validation_loss())
         found.reached = not found.note and found.losses[-1] <= race.target
-        if not math.isfinite(found.losses[-1]):
-            found.note = "diverged"
+        if not math.isfinite(found.losses[-1]) or (found.steps >= HOPELESS_AFTER and found.losses[-1] > HOPELESS):
+            found.note = "given up: diverges"
+    if not found.reached and not found.note and steps < race.size.steps:
+        found.note = "stopped: no sooner than before"
     after = trainer.health()
     if after is not None:
         found.fallbacks, found.skipped_steps = after[0] - before[0], after[1] - before[1]
 
 
-def _train(race: Race, trainer: Trainer, found: Run) -> None:
+def _train(race: Race, trainer: Trainer, found: Run, steps: int) -> None:
     """Up to the next evaluation, on the clock."""
     synchronize(race.device)
     start = time.perf_counter()
@@ -178,7 +189,7 @@ def _train(race: Race, trainer: Trainer, found: Run) -> None:
         if trainer.steps == 1:
             synchronize(race.device)
             found.startup = time.perf_counter() - start
-        if trainer.steps % race.size.evaluate_every == 0 or trainer.steps == race.size.steps:
+        if trainer.steps % race.size.evaluate_every == 0 or trainer.steps == steps:
             break
         if found.seconds + time.perf_counter() - start > race.budget:
             found.note = "stopped: beyond the budget"

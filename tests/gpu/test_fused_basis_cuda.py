@@ -18,6 +18,7 @@ pytestmark = [
         not (torch.cuda.is_available() and available(torch.device("cuda"))),
         reason="needs triton and a GPU of capability 8.0; run `make test-gpu` on one",
     ),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # torch, at the first product of a thread
 ]
 SHAPES = [(12, 768, 784), (3, 770, 131), (40, 33, 18), (2, 1, 1)]
 

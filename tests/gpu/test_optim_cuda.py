@@ -16,6 +16,7 @@ import layerwise as lw
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # torch, at the first product of a thread
 ]
 CLASSES, WIDTH, LENGTH, HEADS = 32, 64, 16, 4
 Make = Callable[..., torch.optim.Optimizer]
@@ -34,7 +35,8 @@ MEMBERS: dict[str, Make] = {
     "Adam": lambda m, **k: lw.optim.Adam(m, lr=3e-3, **k),
     "SGD": lambda m, **k: lw.optim.SGD(m, lr=0.1, momentum=0.9, nesterov=True, **k),
 }
-SOLVED = ("KFAC", "EKFAC running", "FOOF", "Shampoo", "SOAP")
+SAVED = ("KFAC", "EKFAC running", "Shampoo", "SOAP", "Muon", "Adam")
+"""One for each kind of state."""
 
 
 class Block(nn.Module):
@@ -169,12 +171,17 @@ def test_a_gradient_that_is_not_finite_is_left_out(name: str):
     assert opt.health().skipped_steps == 2
 
 
-@pytest.mark.parametrize("solver", ["eigh", "auto"])
-@pytest.mark.parametrize("name", SOLVED)
-def test_a_gpu_takes_the_steps_of_a_cpu(name: str, solver: str):
-    """Five steps in float32, refreshed at each: within a part of the way gone."""
+@pytest.mark.parametrize("solvers", [("eigh", "eigh"), ("newton", "auto")], ids=["eigh", "products"])
+@pytest.mark.parametrize("name", ["KFAC", "EKFAC running", "FOOF"])
+def test_a_gpu_takes_the_steps_of_a_cpu(name: str, solvers: tuple[str, str]):
+    """Five steps in float32, refreshed at each, on the GPU with "auto", which takes products there.
+
+    On a CPU, gradients changed by 1e-7 change the way gone by 1e-5; with EKFAC, whose scalings depend on the choice of
+    a basis where eigenvalues are nearly equal, by 1e-3. There steps by eigh and by products differ by a tenth: a basis
+    is followed by sweeps, which in the first steps lag behind.
+    """
     ends = []
-    for device in ("cpu", "cuda"):
+    for device, solver in zip(("cpu", "cuda"), solvers, strict=True):
         model = made(device)
         opt = MEMBERS[name](model, refresh_every=1, solver=solver)
         for x, y in data(5, device):
@@ -183,10 +190,10 @@ def test_a_gpu_takes_the_steps_of_a_cpu(name: str, solver: str):
             opt.step()
         ends.append(flat(model).cpu())
     way = float((ends[0] - flat(made("cpu"))).norm())
-    assert float((ends[1] - ends[0]).norm()) < (0.1 if name in ("SOAP", "EKFAC running") else 2e-2) * way
+    assert float((ends[1] - ends[0]).norm()) < (1e-2 if name == "EKFAC running" else 1e-3) * way
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", SAVED)
 def test_a_checkpoint_goes_to_a_cpu_and_back(name: str):
     """Saved on a GPU, taken up on a CPU for a step, saved there, taken up on the GPU again."""
     model, batches = made(), data(20)
@@ -209,7 +216,9 @@ def test_a_checkpoint_goes_to_a_cpu_and_back(name: str):
     again.load_state_dict(other.state_dict())
     losses = torch.stack([iterate(back, again, batch) for batch in batches[13:]]).tolist()
     assert all(value == value for value in losses)
-    first = float(iterate(made(), MEMBERS[name](made()), batches[0]))
+    x, y = batches[0]
+    with torch.no_grad():
+        first = float(F.cross_entropy(made()(x).flatten(0, 1), y.flatten()))
     assert max(losses) < 1.5 * first
     kept = {key.rsplit(".", 1)[1] for key in tensors(again)} & {"momentum", "M", "m"}
     assert kept == {key.rsplit(".", 1)[1] for key in tensors(opt)} & {"momentum", "M", "m"}

@@ -322,6 +322,13 @@ def test_notes_do_not_hold_the_model_so_that_it_can_be_freed():
     assert not any(isinstance(item, nn.Module | Tensor) or inspect.ismethod(item) for item in held)
 
 
+def test_notes_hold_for_one_device():
+    """A model moved in place keeps its parameters, but a GPU's operations may refuse what a CPU's take (GRU)."""
+    model = _mlp()
+    _rows(model, _x(), _y())
+    assert torch.device("cpu") in _items(_KEPT[model][0])
+
+
 def _items(value: object) -> list[object]:
     """Whatever containers hold, however deep."""
     inside = [*value.keys(), *value.values()] if isinstance(value, dict) else value

@@ -90,7 +90,7 @@ def _signature(model: nn.Module, table: LayerTable, x: Tree, y: object, example_
         )
         for name, module in model.named_modules()
     )
-    parameters = tuple((name, id(p), p.requires_grad, p.dtype) for name, p in model.named_parameters())
+    parameters = tuple((name, id(p), p.requires_grad, p.dtype, p.device) for name, p in model.named_parameters())
     tensors = list(leaves(x))
     sizes = [t.shape[0] if t.ndim else None for t in tensors]
     inputs = tuple((t.dtype, t.shape[1:], n == 1, n == sizes[0]) for t, n in zip(tensors, sizes, strict=True))

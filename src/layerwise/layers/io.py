@@ -32,6 +32,8 @@ class LayerCall:
     x: Tensor
     dy: Tensor | None
     layout: Layout
+    lent: bool = False
+    """Whether x is (a view of) the user's own tensor, who may write over it once the backward is over."""
 
     def narrow(self, start: int, stop: int, examples: int) -> "LayerCall":
         """Some examples."""

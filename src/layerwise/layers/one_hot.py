@@ -20,9 +20,13 @@ class OneHot:
         return (*self.index.shape, 1, self.size)
 
     def counts(self, keep: Tensor | None, dtype: torch.dtype) -> Float[Tensor, "I"]:
-        """Diagonal of ``Σ a aᵀ``: how often each token occurs."""
+        """Diagonal of ``Σ a aᵀ``: how often each token occurs.
+
+        Integers add up exactly; `torch.bincount` would ask the device for the largest of them.
+        """
         index = self.index if keep is None else torch.where(keep, self.index, -1)
-        return torch.bincount(index.reshape(-1) + 1, minlength=self.size + 1)[1:].to(dtype)
+        index = index.reshape(-1).long() + 1
+        return index.new_zeros(self.size + 1).scatter_add_(0, index, torch.ones_like(index))[1:].to(dtype)
 
     def add_rows(self, rows: Float[Tensor, "M O"]) -> Float[Tensor, "O I"]:
         """``Σ_m rows_m ⊗ a_m``, for rows in the order of the flattened indices."""
@@ -31,12 +35,15 @@ class OneHot:
         return total[1:].mT
 
     def example_tokens(self) -> tuple[Int[Tensor, "P"], Int[Tensor, "M"]]:
-        """Distinct (example, token) pairs: the token of each pair, and for each position which pair it is in.
+        """Pairs (example, token), all distinct: the token of each, and for each position which pair it is in.
 
-        Rows of one example that fall on one token add up before they are squared.
+        Rows of one example that fall on one token add up before they are squared. On a GPU there are as many pairs as
+        positions, so that nobody waits for their number; those that are left over have the token −1.
         """
         index = self.index.reshape(self.index.shape[0], -1)
-        example = torch.arange(index.shape[0], device=index.device).unsqueeze(1)
+        if index.device.type != "cpu":
+            return _pairs_without_waiting(index)
+        example = torch.arange(index.shape[0]).unsqueeze(1)
         pairs, inverse = torch.unique(example * (self.size + 1) + index + 1, return_inverse=True)
         return pairs % (self.size + 1) - 1, inverse.reshape(-1)
 
@@ -44,3 +51,15 @@ class OneHot:
         """The vectors themselves; small vocabularies only."""
         eye = torch.eye(self.size, dtype=dtype, device=self.index.device)
         return torch.nn.functional.pad(eye, (0, 0, 1, 0))[self.index + 1].unsqueeze(-2)
+
+
+def _pairs_without_waiting(index: Int[Tensor, "N S"]) -> tuple[Int[Tensor, "M"], Int[Tensor, "M"]]:
+    """`OneHot.example_tokens`, a pair named by where its token begins in the sorted row of its example.
+
+    `torch.unique` would ask the device how many pairs there are.
+    """
+    n, s = index.shape
+    index = index.contiguous()  # torch warns otherwise
+    place = torch.searchsorted(index.sort(dim=1).values, index)
+    pair = (place + s * torch.arange(n, device=index.device).unsqueeze(1)).reshape(-1)
+    return torch.full_like(pair, -1).scatter_(0, pair, index.reshape(-1)), pair

@@ -137,8 +137,8 @@ class Standard(Chunk):
         return super().bias_cross_sum()
 
     def rotated_squared_sum(
-        self, U_A: Float[Tensor, "K I I"] | None, U_G: Float[Tensor, "K O O"]
-    ) -> Float[Tensor, "K O I"]:
+        self, U_A: Float[Tensor, "K I J"] | None, U_G: Float[Tensor, "K O P"]
+    ) -> Float[Tensor, "K P J"]:
         """``Σ_{v,n} (U_Gᵀ (Σ_s g aᵀ) U_A)²``: the diagonal of the exact block in a Kronecker basis.
 
         Rotating a and g costs S (I² + O²) an example, rotating the gradient O I (O + I): the cheaper is taken.

@@ -32,7 +32,7 @@ SiteKey = tuple[str, str, int]
 """Module name, call site, and how many calls came before: what a layout is kept under."""
 
 
-@dataclass
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Event:
     """One recorded call."""
 
@@ -43,8 +43,13 @@ class Event:
     x: Tensor
     version: int
     edge: GradientEdge | None
+    """None where the output needs no gradient, and in a tape that only listens."""
     out_shape: torch.Size
     out_dtype: torch.dtype
+    live: bool = True
+    """Whether a gradient may come."""
+    lent: bool = False
+    """Whether x was made outside the graph, by the user."""
     waiting: int = 0
     """Layers that still need the gradient."""
     grad: Tensor | None = field(default=None, repr=False)
@@ -88,8 +93,11 @@ class Tape:
         broadcast: Collection[str] = (),
         examples: int = 1,
         until_released: bool = False,
+        listens: bool = False,
     ) -> None:
         self.broadcast, self.examples = broadcast, examples
+        self.listens = listens
+        """Whether it takes gradients from the user's backward alone: then it holds no part of the graph."""
         self.until_released = until_released
         """Whether modules inside a checkpoint keep the rule's forward after the tape is closed, until `release`."""
         self.model, self.table = unwrap(model), table
@@ -104,7 +112,7 @@ class Tape:
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._held: list[nn.Module] = []
         self._own = False
-        self._counts: dict[tuple[str, str], int] = {}
+        self._self: weakref.ref[Tape] = weakref.ref(self)
 
     # --- recording ---------------------------------------------------------------------------------------
 
@@ -153,8 +161,13 @@ class Tape:
         return ((spread, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): spread})
 
     def _hook(self, sites: list[Site]) -> Callable[..., None]:
+        only = sites[0] if len(sites) == 1 else None
+
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
             x = args[0] if args else next(iter(kwargs.values()), None)
+            if only is not None:
+                self._record(only, x, out)
+                return
             for site in sites:
                 self._record(site, x, out)
 
@@ -209,20 +222,24 @@ class Tape:
         if in_own_forward() != self._own:  # someone else looks at the model while this forward is under way
             return
         where = (site.module_name, site.key)
-        number = self._counts.get(where, 0)
-        self._counts[where] = number + 1
-        edge = get_gradient_edge(out) if out.requires_grad else None
-        raw = x.detach()
-        event = Event(site, number, len(self.events), raw, raw._version, edge, out.shape, out.dtype)
+        before = self._events_at.get(where)
+        if before is None:
+            before = self._events_at[where] = []
+        live = out.requires_grad
+        edge = get_gradient_edge(out) if live and not self.listens else None
+        raw, order = x.detach(), len(self.events)
+        lent = not x.requires_grad
+        event = Event(site, len(before), order, raw, raw._version, edge, out.shape, out.dtype, live, lent)
         self.events.append(event)
-        self._events_at.setdefault(where, []).append(event)
-        if edge is not None:
-            out.register_hook(_notify(weakref.ref(self), weakref.ref(event)))
+        before.append(event)
+        if live:
+            out.register_hook(_notify(self._self, weakref.ref(event)))
 
     def on_grad(self, event: Event, g: Tensor) -> None:
         """A gradient reached a recorded output."""
-        if self._arrived is not None and not backward_of_another(self):
-            self._arrived(event, g)
+        arrived = self._arrived
+        if arrived is not None and not backward_of_another(self):
+            arrived(event, g)
 
     # --- pulling back ------------------------------------------------------------------------------------
 
@@ -338,6 +355,8 @@ class Tape:
 
     def calls_of(self, spec: LayerSpec) -> list[Event]:
         """The recorded calls of a layer, in order."""
+        if len(spec.sites) == 1:
+            return self._events_at.get((spec.sites[0].module_name, spec.sites[0].key), [])
         places = dict.fromkeys((site.module_name, site.key) for site in spec.sites)
         found = [event for place in places for event in self._events_at.get(place, ())]
         return found if len(places) == 1 else sorted(found, key=lambda event: event.order)
@@ -352,7 +371,7 @@ class Tape:
         for spec in specs:
             for event in self.calls_of(spec):
                 event.waiting += 1
-                if event.edge is not None:
+                if event.live:
                     waiting.setdefault(id(event), []).append(spec)
                     missing[spec.name] = missing.get(spec.name, 0) + 1
         return waiting, missing
@@ -362,17 +381,20 @@ class Tape:
         calls = []
         for event in self.calls_of(spec):
             dy = event.missing_grad(vectors) if event.grad is None else event.grad
-            calls.append(LayerCall(event.site, event.x, dy, self.layout_of(event, examples)))
+            calls.append(LayerCall(event.site, event.x, dy, self.layout_of(event, examples), event.lent))
         return RecordedIO(spec, tuple(calls), examples, mask, self.chunk_bytes)
 
     def layout_of(self, event: Event, examples: int) -> Layout:
         """Where the examples are in this call."""
-        known = self.layouts.get(event.key) or self.layouts.get((*event.key[:2], 0), Layout())
-        lead = tuple(event.x.shape[: event.site.rule.lead(event.site.module, event.site.key, event.x)])
+        site, x = event.site, event.x
+        known = self.layouts.get((site.module_name, site.key, event.number))
+        if known is None:
+            known = self.layouts.get((site.module_name, site.key, 0), Layout())
+        lead = x.shape[: site.rule.lead(site.module, site.key, x)]
         if not known.fits(lead, examples) and not (examples == 1 and known.merged):
             raise InputError(
                 describe(
-                    f"layer {event.site.module_name!r} called on an input of shape {tuple(event.x.shape)}",
+                    f"layer {site.module_name!r} called on an input of shape {tuple(x.shape)}",
                     f"{examples} examples on axis {known.axis}{' merged with positions' if known.merged else ''}, "
                     "as in the first batch",
                     "give batches of one kind, or leave the layer out with select=",

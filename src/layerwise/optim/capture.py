@@ -124,10 +124,16 @@ class Capture:
         self.forwards = 0
         """Training forwards so far: names the random labels of each."""
         self.notes: Notes | None = None
-        self.observe: Callable[[LayerSpec, Recorded], None] | None = None
+        self.observe: Callable[[LayerSpec, Recorded], bool | None] | None = None
+        """Gets what a layer did; answers False for a layer that it never wants."""
+        self.observe_rows: Callable[[LayerSpec, Tensor, Tensor, int, float], bool] | None = None
+        """Asked first, with the input and the output's gradient of a layer that was called once; False: not taken."""
         self.seen = Seen()
         self._open: list[tuple[Tape | None, Tree]] = []
         self._pending: list[Forward] = []
+        self._unwanted: set[str] = set()
+        self._recorded: LayerTable | None = None
+        """The table without the layers that nobody wants: those need not be recorded."""
         before: Any = RootHook(self, "before")
         after: Any = RootHook(self, "after")
         self._handles = [
@@ -185,15 +191,22 @@ class Capture:
         """Hand every layer over as the user's backward reaches it."""
         tape = forward.tape
         assert tape is not None
-        factor = self.scale.to_sum(forward.examples, forward.tokens)
+        examples, batch = forward.examples, (forward.number, 0)
+        factor = self.scale.to_sum(examples, forward.tokens)
         remaining, missing = tape.subscriptions()
 
+        take, none = self.observe_rows, list[LayerSpec]()
+
         def arrived(event: Event, g: Tensor) -> None:
-            event.grad = g.detach().unsqueeze(0)
-            for spec in remaining.pop(id(event), []):
-                missing[spec.name] -= 1
-                if missing[spec.name] == 0:
-                    self._keep(spec, tape.io(spec, 1, forward.examples), factor, (forward.number, 0))
+            g, specs = g.detach() if g.requires_grad else g, remaining.pop(id(event), none)
+            plain = len(specs) == 1 and not event.lent and len(tape.calls_of(specs[0])) == 1
+            if plain and take is not None and take(specs[0], event.x, g, examples, factor):
+                return
+            event.grad = g.unsqueeze(0)
+            for spec in specs:
+                left = missing[spec.name] = missing[spec.name] - 1
+                if left == 0:
+                    self._keep(spec, tape.io(spec, 1, examples), factor, batch)
 
         tape.notify(arrived)
 
@@ -229,8 +242,9 @@ class Capture:
 
     def _keep(self, spec: LayerSpec, io: LayerIO, factor: float, batch: tuple[int, int]) -> None:
         assert isinstance(io, RecordedIO)
-        if self.observe is not None:
-            self.observe(spec, Recorded(io, factor, batch))
+        if self.observe is not None and self.observe(spec, Recorded(io, factor, batch)) is False:
+            self._unwanted.add(spec.name)
+            self._recorded = None
 
     def _arrange(self, n: int) -> Callable[[Tensor], Tensor]:
         layout = Layout() if self.notes is None else self.notes.output
@@ -263,7 +277,7 @@ class Capture:
             with undisturbed(self.model):
                 self.model.eval()
                 self.notes = examine(self.model, self.table, x, None, self.example_axis)
-            self.table = self.table.demote(self.notes.reasons)
+            self.table, self._recorded = self.table.demote(self.notes.reasons), None
         except InteractionError:
             self.notes = Notes(self.example_axis or 0, Layout())  # examples first, as far as anyone can tell
         return True
@@ -271,11 +285,22 @@ class Capture:
     def look_again(self, table: LayerTable) -> None:
         """The model has changed: examine it at the next forward."""
         self.table, self.notes = table, None
+        self._recorded, self._unwanted = None, set()
 
     def _tape(self, examples: int) -> Tape:
         assert self.notes is not None
-        layouts, broadcast = self.notes.layouts, self.notes.broadcast
-        return Tape(self.model, self.table, layouts, broadcast=broadcast, examples=examples, until_released=True)
+        if self._recorded is None:
+            wanted = tuple(spec for spec in self.table.layers if spec.name not in self._unwanted)
+            self._recorded = replace(self.table, layers=wanted)
+        return Tape(
+            self.model,
+            self._recorded,
+            self.notes.layouts,
+            broadcast=self.notes.broadcast,
+            examples=examples,
+            until_released=True,
+            listens=self.estimator == "empirical",
+        )
 
     def _count(self, x: Tree) -> int:
         axis = self.example_axis or 0 if self.notes is None else self.notes.example_axis

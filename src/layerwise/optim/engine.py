@@ -212,7 +212,7 @@ class Layerwise(torch.optim.Optimizer):
         found = Capture(
             self.model, self.table, estimator, law, self._settings["samples"], seed, self._scale, example_axis
         )
-        found.observe = self._collector.add
+        found.observe, found.observe_rows = self._collector.add, self._collector.add_rows
         return found
 
     # --- stacks ------------------------------------------------------------------------------------------

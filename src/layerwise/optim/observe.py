@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -12,12 +13,12 @@ from layerwise.foundations.linalg import gram
 from layerwise.layers.form import Form
 from layerwise.layers.io import RecordedIO
 from layerwise.layers.table import LayerSpec
-from layerwise.optim.rows import Rows, together, waits_for_step
+from layerwise.optim.rows import Rows, plain_linear, together, waits_for_step
 from layerwise.optim.rule import Observation, Recorded, UpdateRule
 from layerwise.optim.stack import Stack
 
 
-@dataclass
+@dataclass(slots=True)
 class Sums:
     """One layer's sums over the forwards of a step."""
 
@@ -50,31 +51,55 @@ class Collector:
         self.forget: Callable[[], None] = lambda: None
         """To be called when that may have changed."""
         self._sums: dict[str, Sums] = {}
+        self._kept: dict[str, tuple[Any, ...]] = {}
+        """How layers looked whose rows were kept as they came."""
 
-    @torch.no_grad()
-    def add(self, spec: LayerSpec, call: Recorded) -> None:
-        """One layer of one forward and cotangent; inputs and examples are counted with the first cotangent."""
-        if self.rule.kronecker_only and (not spec.form.kronecker or spec.form.weight is None):
-            return
-        if not self.takes(spec):
-            return
-        sums = self._sums.setdefault(spec.name, Sums())
+    def add_rows(self, spec: LayerSpec, x: Tensor, g: Tensor, examples: int, factor: float) -> bool:
+        """The same as `add` for one call of a linear layer that looks as it did when its rows were last kept.
+
+        Returns whether it does. Most of what hooks cost is what they build and ask for, layer by layer: here little.
+        """
+        name = spec.name
+        if self._kept.get(name) != (x.shape, x.dtype, g.shape, g.dtype, x.device, examples):
+            return False
+        if name in self._sums or not self.takes(spec):
+            return False
+        rule, half = self.rule, g.dtype
+        inputs = Rows(x, half, 1.0, spec.form.bias is not None) if rule.needs_inputs else None
+        outgrads = Rows(g, half, factor**2) if rule.needs_outgrads else None
+        self._sums[name] = Sums(None, 0 if inputs is None else len(inputs), None, examples, [], inputs, outgrads)
+        return True
+
+    def add(self, spec: LayerSpec, call: Recorded) -> bool:
+        """One layer of one forward and cotangent; inputs and examples are counted with the first cotangent.
+
+        Returns whether the rule treats the layer at all. It is called in the backward, once a layer: where rows wait
+        for the step, nothing is computed here.
+        """
+        rule, form = self.rule, spec.form
+        if (rule.kronecker_only and (not form.kronecker or form.weight is None)) or not self.takes(spec):
+            return False
+        sums = self._sums.get(spec.name)
+        if sums is None:
+            sums = self._sums[spec.name] = Sums()
         io, factor, (_, cotangent) = call
         first = cotangent == 0
         if first:
             sums.examples += io.examples
-        if self.rule.keeps_recorded:
+        if rule.keeps_recorded:
             sums.recorded.append(call)
-        if not self.rule.averages:
-            return
-        if self.sharing == "reduce" and not spec.form.one_hot:
+        if rule.averages and not (first and self._defer(sums, io, factor)):
+            self._add_moments(sums, io, factor, first)
+        return True
+
+    @torch.no_grad()
+    def _add_moments(self, sums: Sums, io: RecordedIO, factor: float, first: bool) -> None:
+        if self.sharing == "reduce" and not io.spec.form.one_hot:
             self._add_reduced(sums, io, factor, first)
-            return
-        if first and self._defer(sums, io, factor):
             return
         sums.settle()
         if self.rule.needs_inputs and first:
-            A, rows = io.channel_moment() if self._by_channel(spec) else io.input_moment()
+            A, rows = io.channel_moment() if self._by_channel(io.spec) else io.input_moment()
             sums.A, sums.rows = A if sums.A is None else sums.A + A, sums.rows + rows
         if self.rule.needs_outgrads:
             G = io.output_moment() * factor**2
@@ -82,19 +107,20 @@ class Collector:
 
     def _defer(self, sums: Sums, io: RecordedIO, factor: float) -> bool:
         """Keep the layer's rows for the step, where one kernel then averages the moments of a whole stack."""
-        if (
-            not self.rule.takes_rows
-            or not waits_for_step(io)
-            or sums.rows
-            or sums.G is not None
-            or sums.outgrads is not None
-        ):
+        rule = self.rule
+        if not rule.takes_rows or sums.rows or sums.G is not None or sums.outgrads is not None:
             return False
-        if self.rule.needs_inputs:
+        if self.sharing == "reduce" or not waits_for_step(io):
+            return False
+        if rule.needs_inputs:
             sums.inputs = Rows.of_inputs(io)
-            sums.rows += len(sums.inputs.X)
-        if self.rule.needs_outgrads:
+            sums.rows += len(sums.inputs)
+        if rule.needs_outgrads:
             sums.outgrads = Rows.of_outgrads(io, factor)
+        call = io.calls[0]
+        if plain_linear(call) and not rule.keeps_recorded and call.dy is not None:
+            x, g = call.x, call.dy[0]
+            self._kept[io.spec.name] = (x.shape, x.dtype, g.shape, g.dtype, x.device, io.examples)
         return True
 
     def _add_reduced(self, sums: Sums, io: RecordedIO, factor: float, first: bool) -> None:

@@ -1,6 +1,6 @@
 """`RotatedAdam`: SOAP, Adam in the eigenbasis of Shampoo's factors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -97,9 +97,17 @@ class RotatedAdam(EigenFactors):
             context.memory["begun"] = not bool((state["begun"] == 0).any())
         return not context.memory["begun"]
 
+    def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:
+        """Not before the first direction, which makes the first factors."""
+        if not self._begins(state, context):
+            super().refresh(state, groups, context, health)
+
     def _begin(self, state: State, grad: Tensor, context: Context, health: Health) -> None:
         self._take_gradient(state, grad, context, health)
-        super().refresh(state, slice(0, len(grad)), context, health)
+        groups = slice(0, len(grad))
+        # Always by eigh: where nobody waits, a plan has been made before there were factors.
+        plan = self.plan(state, groups, context, health)._replace(exact=frozenset(self.watched(state)))
+        super().refresh(state, groups, replace(context, plan=plan), health)
         state["begun"].fill_(1)
         context.memory["begun"] = True
 

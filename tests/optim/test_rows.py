@@ -1,0 +1,210 @@
+"""Rows that wait for the step, by torch on the CPU: the same means as from moments made in the backward."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layerwise as lw
+from layerwise.optim import observe, rows
+from layerwise.optim.averaging import update_mean
+from layerwise.optim.observe import Collector
+from layerwise.optim.rows import Rows, RowsOfStack, average_rows_, together
+from layerwise.optim.rule import Health
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stack_of(X: list[Tensor], bias: bool = False) -> RowsOfStack:
+    found = together([Rows(x, torch.bfloat16, 4.0 if not bias else 1.0, bias) for x in X], [40] * len(X))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("gate", [None, True, False])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_the_same_as_moments(bias: bool, gate: bool | None, kind: torch.dtype):
+    X = [randn(4, 10, 16, seed=k).to(kind) for k in range(3)]
+    X[1][2, 3, 4] = torch.inf
+    found, expected = (randn(3, 16 + bias, 16 + bias, seed=7) for _ in range(2))
+    before = found.clone()
+    counts = [torch.tensor([0.0, 1.0, 2.0]) for _ in range(2)]
+    healths = [Health(gate=None if gate is None else torch.tensor(gate)) for _ in range(2)]
+    stack = stack_of(X, bias)
+    average_rows_(found, counts[0], stack, 0.9, healths[0])
+    moments = torch.cat([layer.moment() for layer in stack.layers]) / stack.count
+    update_mean(expected, counts[1], moments, 0.9, None, healths[1])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(counts[0], counts[1])
+    assert torch.equal(found[1], before[1])
+    for health in healths:
+        health.gate = None
+        health.settle()
+    assert healths[0].skipped_statistics == healths[1].skipped_statistics == (gate is not False)
+
+
+def test_squares_that_overflow_are_left_out():
+    X = [torch.ones(40, 16).bfloat16(), torch.full((40, 16), 1e20).bfloat16()]
+    mean, count, health = torch.zeros(2, 16, 16), torch.zeros(2), Health()
+    average_rows_(mean, count, stack_of(X), 0.9, health)
+    assert count.tolist() == [1, 0]
+    assert not mean[1].any()
+    assert health.skipped_statistics == 1
+
+
+def test_only_layers_alike_go_together():
+    one = Rows(torch.ones(4, 16).half(), torch.float16)
+    assert together([one, one], [4, 4]) is not None
+    assert together([one, one], [4, 5]) is None
+    assert together([one, None], [4, 4]) is None
+    assert together([None, one], [4, 4]) is None
+    for other in (
+        Rows(torch.ones(5, 16).half(), torch.float16),
+        Rows(torch.ones(4, 16), torch.float16),
+        Rows(torch.ones(4, 16).half(), torch.float16, 2.0),
+        Rows(torch.ones(4, 16).half(), torch.float16, 1.0, True),
+    ):
+        assert together([one, other], [4, 4]) is None
+    across = Rows(torch.ones(16, 16).half().mT, torch.float16)
+    assert together([across, across], [16, 16]) is None
+
+
+class Residual(nn.Module):
+    """Blocks with a norm before their linear layers, whose inputs are of single precision under autocast."""
+
+    def __init__(self, shared: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
+        self.linears = nn.ModuleList(nn.Linear(16, 16, bias=i > 0) for i in range(3))
+        self.head = nn.Linear(16, 4)
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for norm, linear in zip(self.norms, self.linears, strict=True):
+            x = x + linear(norm(x))
+        return self.head(self.linears[1](x) if self.shared else x)
+
+
+def train(model: nn.Module, steps: int = 3, batches: int = 1, **options) -> tuple[lw.optim.Layerwise, list[Tensor]]:
+    opt = lw.optim.KFAC(model, lr=0.01, overrides={"head": {"update": "fallback"}}, accumulate=batches, **options)
+    x = torch.empty(6, 8)
+    for step in range(steps):
+        opt.zero_grad()
+        for b in range(batches):
+            x.copy_(randn(6, 8, seed=10 * step + b))  # one tensor for every batch: the first layer's own input
+            with torch.autocast("cpu", torch.bfloat16):
+                f = model(x)
+            (f.float().square().sum(1).mean() / batches).backward()
+        opt.step()
+    return opt, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Rows wait on the CPU, too; counts what is asked for."""
+    calls = {"kept": 0, "again": 0, "averaged": 0}
+    keep, again, average = rows.Rows.of_inputs, Collector.add_rows, rows.average_rows_
+
+    def kept(io):
+        calls["kept"] += 1
+        return keep(io)
+
+    def add_rows(*args):
+        found = again(*args)
+        calls["again"] += found
+        return found
+
+    def averaged(*args):
+        calls["averaged"] += 1
+        average(*args)
+
+    monkeypatch.setattr(observe, "waits_for_step", rows.has_plain_rows)
+    monkeypatch.setattr(rows.Rows, "of_inputs", staticmethod(kept))
+    monkeypatch.setattr(Collector, "add_rows", add_rows)
+    monkeypatch.setattr("layerwise.optim.factors.average_rows_", averaged)
+    return calls
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)  # inputs in bfloat16 here, in float32 there
+
+
+def test_training_with_rows_that_wait(waiting: dict[str, int]):
+    model = Residual()
+    plain = copy.deepcopy(model)
+    _, found = train(model)
+    # Three linear layers after a norm, of which two have one shape; the first layer's input is the user's own.
+    assert waiting == {"kept": 3, "again": 6, "averaged": 12}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(observe, "waits_for_step", lambda io: False)
+        _, expected = train(plain)
+    assert waiting["kept"] == 3
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("case", ["accumulate", "shared", "reduce"])
+def test_what_does_not_wait(waiting: dict[str, int], case: str):
+    model = Residual(shared=case == "shared")
+    plain = copy.deepcopy(model)
+    options = {"batches": 2} if case == "accumulate" else {"sharing": "reduce"} if case == "reduce" else {}
+    _, found = train(model, **options)
+    if case == "reduce":
+        assert waiting["kept"] == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(observe, "waits_for_step", lambda io: False)
+        _, expected = train(plain, **options)
+    assert_close(found, expected)
+
+
+def test_layers_that_the_rule_does_not_treat_are_not_recorded():
+    model = Residual()
+    opt, _ = train(model, steps=1)
+    capture = opt._capture
+    assert capture is not None
+    tape = capture._tape(6)
+    assert [spec.name for spec in tape.table.layers] == ["first", "linears.0", "linears.1", "linears.2"]
+    capture.look_again(opt.table)
+    assert not capture._unwanted
+
+
+def test_a_tape_that_listens_holds_no_graph():
+    model = Residual()
+    opt = lw.optim.KFAC(model)
+    f = model(randn(6, 8))
+    tape = opt._capture._pending[0].tape
+    assert all(event.edge is None and event.live for event in tape.events)
+    assert [event.lent for event in tape.events] == [True] + [False] * (len(tape.events) - 1)
+    f.sum().backward()
+    opt.step()
+
+
+def test_gradients_in_between_do_not_count(waiting: dict[str, int]):
+    """A backward that is thrown away, an evaluation, and a forward without a backward."""
+    model = Residual()
+    plain = copy.deepcopy(model)
+    results = []
+    for waits, m in ((True, model), (False, plain)):
+        with pytest.MonkeyPatch.context() as patch:
+            if not waits:
+                patch.setattr(observe, "waits_for_step", lambda io: False)
+            opt = lw.optim.KFAC(m, lr=0.01)
+            for step in range(3):
+                for discarded in (True, False):
+                    opt.zero_grad()
+                    with torch.autocast("cpu", torch.bfloat16):
+                        f = m(randn(6, 8, seed=step + 5 * discarded))
+                        f.float().square().sum(1).mean().backward()
+                        m(randn(2, 8))
+                        m.eval()
+                        m(randn(5, 8)).float().sum().backward() if discarded else None
+                        m.train()
+                opt.step()
+            results.append([p.detach().clone() for p in m.parameters()])
+    assert_close(*results)
