@@ -6,6 +6,7 @@ A form is data alone (no module), so that a saved matrix can be loaded without t
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class Form:
         """(K, O, I)."""
         return self.groups, self.outputs, self.inputs
 
-    @property
+    @cached_property
     def parts(self) -> tuple[Part, ...]:
         """Weight, then bias, whichever exist."""
         return tuple(part for part in (self.weight, self.bias) if part is not None)

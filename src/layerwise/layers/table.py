@@ -1,8 +1,10 @@
 """`LayerTable`: which parameters get which form, decided once. ``print(table)`` is the first thing to look at."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -50,7 +52,7 @@ class LayerSpec:
     reason: str | None = None
     """Why the block falls back; None if it has a rule."""
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[str, ...]:
         """Names of the parameters in this block."""
         return tuple(part.name for part in self.form.parts)
@@ -131,16 +133,26 @@ class LayerTable:
             return self
         if not patterns:
             raise InputError(describe("select=[]", "at least one pattern", 'pass e.g. select="*"'))
-        kept = []
+        kept, by_name = set[int](), self._by_name()
         for pattern in patterns:
-            matching = [spec for spec in self.layers if matches(spec, pattern)]
+            # A name as it is, is looked up: a list of all layers' names is a common selection.
+            matching = by_name.get(pattern) or [spec for spec in self.layers if matches(spec, pattern)]
             if not matching:
                 raise NameLookupError(unknown("layer", pattern, self.names()))
-            kept += matching
-        layers = tuple(spec for spec in self.layers if spec in kept)
+            kept.update(id(spec) for spec in matching)
+        layers = tuple(spec for spec in self.layers if id(spec) in kept)
         names = {name for spec in layers for name in spec.parameters}
         _require_whole(layers, names, self.shapes)
         return replace(self, layers=layers, shapes={k: v for k, v in self.shapes.items() if k in names})
+
+    def _by_name(self) -> dict[str, list[LayerSpec]]:
+        """The blocks that a name without wildcards means: as a layer's, or as a parameter's."""
+        found: dict[str, list[LayerSpec]] = {}
+        for spec in self.layers:
+            for name in {spec.name, *spec.parameters}:
+                if not set(name) & set("*?["):
+                    found.setdefault(name, []).append(spec)
+        return found
 
     def names(self) -> list[str]:
         """Names of the blocks."""
@@ -415,9 +427,12 @@ def _assemble(pieces: list[tuple[int, Tensor, Part]]) -> Tensor:
 
 def _require_whole(layers: tuple[LayerSpec, ...], names: set[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Rows of a packed parameter are selected together or not at all."""
+    covered = Counter[str]()
+    for spec in layers:
+        for part in spec.form.parts:
+            covered[part.name] += part.numel()
     for name in names:
-        covered = sum(part.numel() for spec in layers for part in spec.form.parts if part.name == name)
-        if covered != torch.Size(shapes[name]).numel():
+        if covered[name] != torch.Size(shapes[name]).numel():
             raise InputError(
                 describe(
                     f"a selection with some rows of {name!r}",
