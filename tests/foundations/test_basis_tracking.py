@@ -14,7 +14,7 @@ from layerwise.foundations.linalg.basis_tracking import (
     rotation,
     tracked_basis,
 )
-from layerwise.foundations.linalg.products import HALF_PAIRS, TorchProducts
+from layerwise.foundations.linalg.products import HALF_PAIRS, TORCH, TorchProducts
 
 N = 48
 
@@ -294,3 +294,24 @@ def test_arguments_are_checked():
         tracked_basis(eye, eye, 0)
     with pytest.raises(InputError, match="root=0"):
         near_diagonal_root(eye, 0)
+
+
+@pytest.mark.parametrize("products", [TORCH, HALF_PAIRS])
+def test_a_basis_stays_one_where_all_of_it_turns(products):
+    """A factor of few examples, most of it new at every refresh: many vectors turn at once, by large angles."""
+    n, m = 256, 64
+    sizes, draws = torch.logspace(0, -3, m), generator(0)
+
+    def normals(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draws) / m**0.5
+
+    M, features = torch.zeros(n, n), normals(n, m)
+    U = torch.eye(n)[None]
+    for turn in range(9):
+        for _ in range(10):
+            features = 0.97 * features + 0.25 * normals(n, m)
+            G = (features * sizes) @ normals(m, m)
+            M = 0.95 * M + 0.05 * G @ G.mT
+        U = torch.linalg.eigh(M)[1][None] if turn == 0 else tracked_basis(M[None], U, products=products)[0]
+    stretched = torch.linalg.svdvals(U[0])
+    assert 0.97 < float(stretched.min()) <= float(stretched.max()) < 1.01

@@ -284,3 +284,10 @@ def test_thin_products(columns: int):
     A, B = randn(2, 40, 136), randn(2, 136, columns, seed=1)
     found = triton_products.pair_product(half_pairs.split(A), half_pairs.split(B))
     torch.testing.assert_close(found.double(), A.double() @ B.double(), rtol=1e-5, atol=1e-4)
+
+
+@interpreted
+def test_small_symmetric_products():
+    A = half_pairs.split(randn(2, 8, 40))
+    found = triton_products.pair_product(A, A.mT, symmetric=True)
+    torch.testing.assert_close(found, A.value() @ A.value().mT, rtol=1e-5, atol=1e-4)

@@ -22,6 +22,9 @@ MORE_SWEEPS = 3
 COUPLED = 0.045
 """Of the coupling before the last sweep. On factors of trainings EKFAC's directions err by a fifth of it, Shampoo's by
 a sixth (power ½) or a fourteenth (¼)."""
+LOOSELY_COUPLED = 0.5
+"""The same where second moments are measured in whatever basis there is: about what a step of orthogonal iteration,
+SOAP's own, leaves of a factor that changes fast."""
 
 
 def rotate(state: State, X: Float[Tensor, "*B K O I"], largest: Tensor | None = None) -> Float[Tensor, "*B K O I"]:
@@ -47,8 +50,13 @@ def scaled_unrotate(state: State, Y: Float[Tensor, "*B K O I"]) -> Float[Tensor,
     return stored.scaled_between(P, Y, None if Q is None else Q.mT, rough=True)
 
 
-def track(state: State, side: str, groups: slice, context: Context, health: Health, plan: Plan) -> None:
-    """The basis of some groups after their factor has changed: by sweeps of products; at first by eigh."""
+def track(
+    state: State, side: str, groups: slice, context: Context, health: Health, plan: Plan, limit: float = COUPLED
+) -> None:
+    """The basis of some groups after their factor has changed: by sweeps of products; at first by eigh.
+
+    Beyond a coupling of `limit` the next turns take more sweeps.
+    """
     name, M = f"U_{side}", state[side][groups]
     if name in plan.exact:
         begin(state, side, groups, context, health)
@@ -56,7 +64,7 @@ def track(state: State, side: str, groups: slice, context: Context, health: Heal
     sweeps, products = MORE_SWEEPS if name in plan.more else 1, products_of(state, name)
     U, values, left = tracked_basis(M, stored.value(state, name, groups), sweeps=sweeps, products=products)
     good = torch.isfinite(values).all(-1)
-    verdict = torch.where(good, torch.where(left < COUPLED, EASY, REFINED), FAILED)
+    verdict = torch.where(good, torch.where(left < limit, EASY, REFINED), FAILED)
     watch_of(state, name, context).verdict[groups] = verdict.to(torch.int8)
     stored.write(state, name, groups, U, good)
     stored.write(state, f"s_{side}", groups, values.clamp_min(0), good)

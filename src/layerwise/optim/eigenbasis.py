@@ -19,7 +19,7 @@ from layerwise.layers.half_io import half_chunks, was_half
 from layerwise.layers.one_hot import OneHot
 from layerwise.layers.standard import Standard
 from layerwise.optim import stored
-from layerwise.optim.bases import BASIS, rotate, scaled_unrotate, track, unrotate
+from layerwise.optim.bases import BASIS, COUPLED, LOOSELY_COUPLED, rotate, scaled_unrotate, track, unrotate
 from layerwise.optim.channels import times_inputs, whole_spectrum
 from layerwise.optim.factors import Factors, check_side
 from layerwise.optim.rule import Context, Health, Observation, Recorded, Shape, State
@@ -68,9 +68,9 @@ class EigenFactors(Factors):
         health.refreshes += 1
 
     @property
-    def follows_closely(self) -> bool:
-        """No: second moments are measured in whatever basis there is. (SOAP's own takes one iteration a refresh.)"""
-        return False
+    def coupling_limit(self) -> float:
+        """Second moments are measured in whatever basis there is."""
+        return LOOSELY_COUPLED
 
     def tracked(self, state: State, side: str) -> bool:
         """Whether the basis is kept up to date by products."""
@@ -83,7 +83,7 @@ class EigenFactors(Factors):
             state[f"s_{side}"][groups] = M
             return
         if self.tracked(state, side):
-            track(state, side, groups, context, health, context.plan)
+            track(state, side, groups, context, health, context.plan, self.coupling_limit)
             return
         try:
             values, vectors = guarded_eigh(M, name="factor")
@@ -136,9 +136,9 @@ class CorrectedEigenvalues(EigenFactors):
         self.keeps_recorded = self.scaling == "batch"
 
     @property
-    def follows_closely(self) -> bool:
-        """Where scalings are those of the factors themselves."""
-        return self.scaling == "none"
+    def coupling_limit(self) -> float:
+        """Close, where scalings are those of the factors themselves."""
+        return COUPLED if self.scaling == "none" else LOOSELY_COUPLED
 
     def init(self, shape: Shape) -> State:
         """And scalings."""

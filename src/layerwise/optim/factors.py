@@ -16,7 +16,7 @@ from layerwise.foundations.linalg import gram
 from layerwise.foundations.linalg.half_pairs import product
 from layerwise.optim import stored
 from layerwise.optim.averaging import finite_moments, update_mean
-from layerwise.optim.bases import BASIS, rotate, scaled_unrotate, track
+from layerwise.optim.bases import BASIS, COUPLED, rotate, scaled_unrotate, track
 from layerwise.optim.channels import block_state, mean_input_eigenvalue, times_inputs
 from layerwise.optim.refined import EXACT_STEPS, refine_inverse, watch_of
 from layerwise.optim.roots import condition_numbers, guarded_root, mean_eigenvalue
@@ -233,7 +233,7 @@ class Factors(UpdateRule):
                 continue
             M = state[side][groups]
             if f"U_{side}" in state:
-                track(state, side, groups, context, health, plan)
+                track(state, side, groups, context, health, plan, self.coupling_limit)
             elif M.ndim == 3 and self.method(power, M.dtype, M.device) == "newton" and not self.sua:
                 refine_inverse(state, side, groups, shift, context, plan)
             else:
@@ -243,9 +243,9 @@ class Factors(UpdateRule):
         health.refreshes += 1
 
     @property
-    def follows_closely(self) -> bool:
-        """Whether a basis (or an inverse) that lags behind its factor is to be brought up to it in more rounds."""
-        return True
+    def coupling_limit(self) -> float:
+        """How far a basis may lag behind its factor before it is brought up to it in more rounds."""
+        return COUPLED
 
     def watched(self, state: State) -> list[str]:
         """Matrices that are refined by products."""
@@ -266,7 +266,7 @@ class Factors(UpdateRule):
             young = context.step < YOUNG_STEPS
             if first or (root and context.step <= EXACT_STEPS):
                 exact.add(name)
-            elif young or (self.follows_closely and any(watch.slow[groups])):
+            elif young or any(watch.slow[groups]):
                 more.add(name)
         return Plan(frozenset(exact), frozenset(more))
 

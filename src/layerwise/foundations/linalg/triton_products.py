@@ -108,7 +108,7 @@ def pair_product(
     with A or B.
     """
     rough = isinstance(A, Half) or isinstance(B, Half)
-    tiles = tiles or tiles_for(B.shape[-1], rough)
+    tiles = tiles or tiles_for(B.shape[-1], rough, symmetric)
     A_hi, A_lo, A_scale = _parts_of(A)
     B_hi, B_lo, B_scale = _parts_of(B)
     K, m, depth = A_hi.shape
@@ -143,13 +143,13 @@ def pair_product(
     return C
 
 
-def tiles_for(columns: int, rough: bool) -> Tiles:
-    """The tiles of a product with so many columns.
+def tiles_for(columns: int, rough: bool, symmetric: bool = False) -> Tiles:
+    """The tiles of a product with so many columns; those of a symmetric one are square.
 
-    >>> tiles_for(8, False).n, tiles_for(32, True).m, tiles_for(768, False).m
-    (16, 32, 128)
+    >>> tiles_for(8, False).n, tiles_for(32, True).m, tiles_for(768, False).m, tiles_for(8, False, True).n
+    (16, 32, 128, 128)
     """
-    if columns <= THIN:
+    if columns <= THIN and not symmetric:
         return Tiles(m=32, n=16 if columns <= 16 else 32, depth=128, warps=4, stages=3)
     return ROUGH_TILES if rough else PAIR_TILES
 

@@ -117,7 +117,7 @@ def rotation_kernel(
 @_jit
 @no_type_check
 def finish_kernel(
-    images, next_images, scale, diagonal, first, second, couplings, alpha, beta, values, left, unit_number, n,
+    images, next_images, scale, diagonal, first, second, couplings, alpha, beta, values, left, unit_number, margin, n,
     PROBES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One matrix: E is divided by its norm, if larger than one; factors of the next product, eigenvalues, coupling."""
@@ -135,7 +135,7 @@ def finish_kernel(
         after += tl.sum(y * y, 0)
         total += tl.load(couplings + k * n + rows, mask=rows < n, other=0.0)
     norm = tl.sqrt(tl.max(after / tl.maximum(before, 1.1754943508222875e-38), 0))
-    f = 1.0 / tl.maximum(norm, 1.0)
+    f = 1.0 / tl.maximum(margin * norm, 1.0)
     tl.store(alpha + k, 0.5 * f * f * unit_number)
     tl.store(beta + k, f)
     coupling = tl.sqrt(tl.sum(total, 0) / n)

@@ -19,6 +19,7 @@ from layerwise.foundations.linalg.triton_products import Tiles, pair_product, sp
 ENTRY_BOUND = 2.0  # of a basis; pairs hold four times as much
 UNIT = 2.0**14  # scale of E, of E + E²/2 and of I − VᵀV
 PROBES = 16  # columns, the least that tensor cores take
+APPLICATIONS, MARGIN = 6, 1.15  # as in `basis_tracking`, which says why
 ROWS, COLUMNS, FINISH_ROWS, COPY = 32, 64, 128, 4096
 
 
@@ -68,13 +69,14 @@ def restore_(V: Float32[Tensor, "K n n"], U: Float32[Tensor, "K n n"], left: Flo
 
 
 def rotation(S: Float32[Tensor, "K n n"], damping: int | float, still: int | float) -> Rotation:
-    """`basis_tracking.rotation`, second order eigenvalues and coupling of symmetric matrices, in five launches."""
+    """`basis_tracking.rotation`, second order eigenvalues and coupling of symmetric matrices, in few launches."""
     K, n = S.shape[:2]
     scale, unit, alpha, beta, left = torch.empty(5, K, device=S.device)
     diagonal, width, weight, squares, couplings, first, second, values = torch.empty(8, K, n, device=S.device)
     E = torch.empty(K, n, n, dtype=torch.float16, device=S.device)
     images = torch.empty(K, n, PROBES, dtype=torch.float16, device=S.device)
     found, grid = kernels("triton_sweep_kernels"), (ceil(n, ROWS), K)
+    more = APPLICATIONS - 2  # the first is in a kernel, the last below
     with on(S.device):
         found.diagonal_kernel[(K,)](
             S, scale, diagonal, width, weight, unit, float(still), float(damping), UNIT, n, S.stride(0),
@@ -88,8 +90,11 @@ def rotation(S: Float32[Tensor, "K n n"], damping: int | float, still: int | flo
             E, S, scale, diagonal, width, squares, first, second, _probes(n, S.device), images, UNIT, n, S.stride(0),
             PROBES=PROBES, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=8,
         )  # fmt: skip
+        for _ in range(more):  # a quarter each, so that what E magnifies stays below fp16's last number
+            images = (_applied(E, images) * (0.25 / UNIT)).half()
         found.finish_kernel[(K,)](
-            images, _applied(E, images), scale, diagonal, first, second, couplings, alpha, beta, values, left, UNIT, n,
+            images, _applied(E, images), scale, diagonal, first, second, couplings, alpha, beta, values, left, UNIT,
+            MARGIN, n,
             PROBES=PROBES, BLOCK=FINISH_ROWS, num_warps=8,
         )  # fmt: skip
     return Rotation(Half(E, unit), alpha, beta, values, left)
