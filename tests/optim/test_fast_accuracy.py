@@ -100,7 +100,7 @@ def applied_errors(
     for turn, (P, Q) in enumerate(factors):
         state["P"].copy_(P.float())
         state["Q"].copy_(Q.float())
-        context = Context(start + turn * apart, 0.0, case.damping, True, {}, shape=shape, memory=memory, statistics=99)
+        context = Context(start + turn * apart, 0.0, case.damping, True, {}, shape=shape, memory=memory)
         case.rule.refresh(state, slice(0, K), context, health)
         case.rule.report(slice(0, K), context)
     P, Q = (state[side].double().cpu() for side in ("P", "Q"))

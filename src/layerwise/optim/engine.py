@@ -484,7 +484,6 @@ class Layerwise(torch.optim.Optimizer):
             self._damping.relative,
             stack.group,
             examples=examples,
-            statistics=1 + (self.steps_taken - 1) // self.factor_every,
             observes=(self.steps_taken - 1) % self.factor_every == 0,
             gate=self._health.gate,
             shape=stack.shape,

@@ -111,8 +111,6 @@ class Context:
     weight: Float[Tensor, "K O I"] | None = None
     examples: int = 1
     """Of this step's batch, where known."""
-    statistics: int = 1
-    """How often statistics were due so far."""
     plan: Any = None
     """Of the refresh under way; None: the rule makes its own."""
     observes: bool = True
