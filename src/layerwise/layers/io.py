@@ -6,7 +6,7 @@ unfolded convolution or per-example gradients never have to fit at once.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -111,6 +111,13 @@ class RecordedIO(LayerIO):
     mask: Bool[Tensor, "N S"] | None = None
     """Which output positions count; None: all."""
     chunk_bytes: int = CHUNK_BYTES
+
+    def owned(self) -> "RecordedIO":
+        """The same, to be kept beyond the backward: what the user may write over is copied."""
+        if not any(call.lent for call in self.calls):
+            return self
+        calls = [replace(call, x=call.x.clone(), lent=False) if call.lent else call for call in self.calls]
+        return replace(self, calls=tuple(calls))
 
     @property
     def vectors(self) -> int:  # type: ignore[override]

@@ -228,7 +228,7 @@ class Tape:
         live = out.requires_grad
         edge = get_gradient_edge(out) if live and not self.listens else None
         raw, order = x.detach(), len(self.events)
-        lent = not x.requires_grad
+        lent = (x if x._base is None else x._base).is_leaf  # one that has a gradient of its own, too
         event = Event(site, len(before), order, raw, raw._version, edge, out.shape, out.dtype, live, lent)
         self.events.append(event)
         before.append(event)

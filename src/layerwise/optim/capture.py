@@ -285,6 +285,10 @@ class Capture:
     def look_again(self, table: LayerTable) -> None:
         """The model has changed: examine it at the next forward."""
         self.table, self.notes = table, None
+        self.ask_again()
+
+    def ask_again(self) -> None:
+        """Layers that nobody wanted may be wanted now."""
         self._recorded, self._unwanted = None, set()
 
     def _tape(self, examples: int) -> Tape:

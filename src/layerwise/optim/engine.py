@@ -462,6 +462,8 @@ class Layerwise(torch.optim.Optimizer):
         assert self._stacks is not None
         directions = []
         for stack, (grad, active) in zip(self._stacks, plans, strict=True):
+            if not (stack.rule.needs_inputs or stack.rule.needs_outgrads):
+                remember(stack, stack.by_group(active))
             before = None if all(active) else {k: v.clone() for k, v in stack.state.items()}
             directions.append(self._direct(stack, grad, seen, examples))
             if before is not None:
@@ -498,7 +500,7 @@ class Layerwise(torch.optim.Optimizer):
         observed = self._collector.observation(stack, seen, self.processes) if rule is self.rule else None
         if observed is not None:
             rule.observe(state, observed, group["factor_decay"], self._health)
-            remember(stack, observed)
+            remember(stack, observed.known)
         if context.observes:
             rule.observe_gradient(state, grad, group["factor_decay"], self._health)
         if rule.refreshes:
@@ -565,10 +567,12 @@ class Layerwise(torch.optim.Optimizer):
         layers = [of_layer for of_param in state_dict["state"].values() for of_layer in of_param.items()]
         self._loaded = {name: {k: t.clone() for k, t in saved.items()} for name, saved in layers}
         self._stacks = None
+        self._collector.forget()
         engine = state_dict["engine"]
         self.steps_taken = int(engine["steps"])
         self._damping.load_state(engine["damping"])
         if self._capture is not None:
+            self._capture.ask_again()
             self._capture.forwards = int(engine["forwards"])
             self._capture.due = self.steps_taken % self.factor_every == 0
 

@@ -87,7 +87,7 @@ class Collector:
         if first:
             sums.examples += io.examples
         if rule.keeps_recorded:
-            sums.recorded.append(call)
+            sums.recorded.append(call._replace(io=io.owned()))
         if rule.averages and not (first and self._defer(sums, io, factor)):
             self._add_moments(sums, io, factor, first)
         return True

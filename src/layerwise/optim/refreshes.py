@@ -10,7 +10,7 @@ import torch
 from layerwise.distributed.processes import Processes
 from layerwise.optim.damping import Damping
 from layerwise.optim.graphs import Graphs
-from layerwise.optim.rule import Context, Health, Observation
+from layerwise.optim.rule import Context, Health
 from layerwise.optim.stack import Stack
 from layerwise.optim.turns import balanced, decomposition_cost, one_by_one
 
@@ -40,7 +40,12 @@ class Refreshes:
         """All groups at the first step and, while statistics are young, at its doublings; then each in its turn."""
         step, turns, fresh = context.step, stack.memory["turns"], freshness(stack)
         young = step < self.every and step & (step - 1) == 0  # 1, 2, 4, 8, …
-        due = [t.groups for t in turns if young or not all(fresh[t.groups]) or (step - 1 - t.slot) % self.every == 0]
+        due = [
+            groups
+            for t in turns
+            for groups in ([t.groups] if waits else known_runs(stack, t.groups))
+            if young or not all(fresh[groups]) or (step - 1 - t.slot) % self.every == 0
+        ]
         owners = self.processes.owners([float(groups.stop - groups.start) for groups in due])
         for groups, owner in zip(due, owners, strict=True):
             if not self._ready(stack, groups, waits):
@@ -61,15 +66,17 @@ class Refreshes:
 
     def _refresh(self, stack: Stack, groups: slice, context: Context) -> None:
         rule, state, health = stack.rule, stack.state, self.health
-        counted = health.refreshes
+        counted, replayed = health.refreshes, False
         for part in rule.parts(state, rule.plan(state, groups, context, health)):
             call = partial(rule.refresh, state, groups, replace(context, plan=part), health)
             if part is not None and self._repeats(stack, part):
                 key = (id(stack), groups.start, groups.stop, context.damping, part)
-                self.graphs.run(key, call, stack.shape.device, kind="exact" if part.exact else "refined")
+                kind = "exact" if part.exact else "refined"
+                replayed = self.graphs.run(key, call, stack.shape.device, kind=kind) or replayed
             else:
                 call()
-        health.refreshes = counted + 1  # whatever the number of parts, replayed or not
+        # Once, whatever the number of parts; a rule that had nothing to do counts nothing.
+        health.refreshes = counted + (replayed or health.refreshes > counted)
         rule.report(groups, context)
 
     def _repeats(self, stack: Stack, plan: Any) -> bool:
@@ -84,11 +91,7 @@ class Refreshes:
             return stack.rule.ready(stack.state, groups)
         if all(freshness(stack)[groups]):
             return True
-        if stack.rule.needs_inputs or stack.rule.needs_outgrads:
-            known = stack.memory.get("observed", [False] * stack.groups)[groups]
-        else:
-            known = [True]
-        return all(known) and (self.health.gate is None or bool(self.health.gate))  # asked at the first steps alone
+        return self.health.gate is None or bool(self.health.gate)  # asked at the first steps alone
 
 
 def freshness(stack: Stack) -> list[bool]:
@@ -100,7 +103,17 @@ def freshness(stack: Stack) -> list[bool]:
     return stack.memory["fresh"]
 
 
-def remember(stack: Stack, observed: Observation) -> None:
+def known_runs(stack: Stack, groups: slice) -> list[slice]:
+    """Neighbours that have statistics, as far as the host knows: one layer that is never called stops no other."""
+    seen, fresh, runs = stack.memory.get("observed", [False] * stack.groups), freshness(stack), list[slice]()
+    for place in range(groups.start, groups.stop):
+        if seen[place] or fresh[place]:
+            start = runs.pop().start if runs and runs[-1].stop == place else place
+            runs.append(slice(start, place + 1))
+    return runs
+
+
+def remember(stack: Stack, known: Sequence[bool]) -> None:
     """Which groups have statistics, as far as the host can know."""
-    known = stack.memory.setdefault("observed", [False] * stack.groups)
-    stack.memory["observed"] = [old or new for old, new in zip(known, observed.known, strict=True)]
+    before = stack.memory.setdefault("observed", [False] * stack.groups)
+    stack.memory["observed"] = [old or new for old, new in zip(before, known, strict=True)]

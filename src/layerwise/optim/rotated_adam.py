@@ -92,9 +92,12 @@ class RotatedAdam(EigenFactors):
 
     @staticmethod
     def _begins(state: State, context: Context) -> bool:
-        """Whether a group has no basis yet; the device is asked once, and after that the host remembers."""
+        """Whether no group has a basis yet; the device is asked once, and after that the host remembers.
+
+        A layer without a gradient at the first step keeps 0 there, and goes on from the identity.
+        """
         if "begun" not in context.memory:
-            context.memory["begun"] = not bool((state["begun"] == 0).any())
+            context.memory["begun"] = bool((state["begun"] != 0).any())
         return not context.memory["begun"]
 
     def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:

@@ -126,7 +126,7 @@ def _fitting(form: Form) -> bool:
 def together(layers: Sequence[Rows | None], counts: Sequence[int]) -> RowsOfStack | None:
     """The rows of a whole stack, if all layers have some and they are alike."""
     first = layers[0]
-    if first is None or any(count != counts[0] for count in counts):
+    if first is None or not counts[0] or any(count != counts[0] for count in counts):
         return None
     x = first.x
     kind = (x.shape, x.stride(), x.dtype, first.half, first.factor, first.bias)

@@ -85,6 +85,10 @@ class Stack:
         """Whether the rule multiplies the gradient by matrices that are kept in halves."""
         return any(name.endswith("_scale") for name in self.state)
 
+    def by_group(self, layers: Iterable[bool]) -> list[bool]:
+        """What is known of each layer, of each of its groups."""
+        return [on for spec, on in zip(self.specs, layers, strict=True) for _ in range(spec.form.groups)]
+
     def active(self) -> list[bool]:
         """Which layers have a gradient this step."""
         return [any(self.params[name].grad is not None for name in spec.parameters) for spec in self.specs]
