@@ -24,6 +24,7 @@ TILE = {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
 BLOCK = {"BLOCK": 2048, "num_warps": 4}
 SMALL = 256  # entries of groups that one block takes several of
 MOST_GROUPS = 65535  # of the second axis of a grid
+MOST_IN_A_BLOCK = 2**20  # Triton's own limit
 MOST_ENTRIES = 2**31 - 2**16  # of one group: offsets in it are 32 bits
 
 

@@ -12,7 +12,6 @@ from layerwise.foundations.fused import ema_
 from layerwise.foundations.fused_basis import damped_quotient, squares_ema_
 from layerwise.foundations.fused_reference import damped
 from layerwise.foundations.fused_scaled import Scaled
-from layerwise.foundations.fused_unscaled import unscaled
 from layerwise.foundations.kronecker import split_damping
 from layerwise.foundations.linalg import guarded_eigh
 from layerwise.layers.half_io import half_chunks, was_half
@@ -96,16 +95,8 @@ class EigenFactors(Factors):
         state[f"s_{side}"][groups] = values.to(M.dtype)
         state[f"U_{side}"][groups] = vectors.to(M.dtype)
 
-    def direction(
-        self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
-    ) -> Float[Tensor, "K O I"]:
+    def _preconditioned(self, state: State, grad: Tensor, context: Context, health: Health) -> Tensor | Scaled:
         """The step in the basis, turned back."""
-        return unscaled(self.scaled_direction(state, grad, context, health))
-
-    def scaled_direction(
-        self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
-    ) -> Float[Tensor, "K O I"] | Scaled:
-        """The same, not yet divided."""
         Y = self.step_in_basis(state, grad, context, health)
         return torch.zeros_like(grad) if Y is None else scaled_unrotate(state, Y)
 

@@ -321,7 +321,7 @@ class Layerwise(torch.optim.Optimizer):
         if counts is not None and counts.examples:
             scale = self._scale.to_mean_gradient(counts.examples, counts.tokens)
             examples = counts.examples * self.processes.count
-        self._gates = {} if self._waits else self._find_gates()
+        self._gates = {} if self._waits else self._find_gates(scale)
         plans = [self._prepare(stack, scale) for stack in self._stacks]
         if self._waits and not self._finite([grad for grad, _ in plans]):
             self._health.skipped_steps += 1
@@ -377,12 +377,16 @@ class Layerwise(torch.optim.Optimizer):
         """Whether the host may ask whether gradients are finite. On a GPU it would wait for the whole backward."""
         return self.param_groups[0]["params"][0].device.type == "cpu"
 
-    def _find_gates(self) -> dict[torch.device, Tensor]:
-        """Whether this step is taken, as each device sees it; behind a gate that is shut, gradients are zero."""
+    def _find_gates(self, scale: float) -> dict[torch.device, Tensor]:
+        """Whether this step is taken, as each device sees it; behind a gate that is shut, gradients are zero.
+
+        A gradient that overflows when it is scaled is not finite.
+        """
         self._sizes = sizes_of(p for group in self.param_groups for p in group["params"])
         if not self._sizes:
             return {}
-        flags = [sizes.finite for sizes in self._sizes.values()]
+        grows = abs(scale) > 1
+        flags = [(s.largest * abs(scale) < torch.inf).all() if grows else s.finite for s in self._sizes.values()]
         gate = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
         self._health.gate = gate
         self._health.count("skipped_steps", (~gate).to(torch.int64))

@@ -312,7 +312,7 @@ class Factors(UpdateRule):
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
     ) -> Float[Tensor, "K O I"]:
         """``P⁻ᵖ ∇L Q⁻ᑫ``."""
-        return unscaled(self._preconditioned(state, grad, context))
+        return unscaled(self._preconditioned(state, grad, context, health))
 
     def scaled_direction(
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
@@ -320,9 +320,9 @@ class Factors(UpdateRule):
         """The same, not yet divided; a member with a direction of its own has that."""
         if type(self).direction is not Factors.direction:
             return super().scaled_direction(state, grad, context, health)
-        return self._preconditioned(state, grad, context)
+        return self._preconditioned(state, grad, context, health)
 
-    def _preconditioned(self, state: State, grad: Tensor, context: Context) -> Tensor | Scaled:
+    def _preconditioned(self, state: State, grad: Tensor, context: Context, health: Health) -> Tensor | Scaled:
         P, Q = (stored.matrix(state, name) if name in state else None for name in ("P_root", "Q_root"))
         largest = context.largest_of(grad)
         if isinstance(P, Tensor) or isinstance(Q, Tensor):

@@ -32,7 +32,7 @@ class Listed:
     groups: int
     """Of each layer."""
     transposed: bool
-    _pointers: list[int] = field(default_factory=list)
+    _places: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     _views: Lists | None = None
 
     @classmethod
@@ -54,11 +54,11 @@ class Listed:
         )
 
     def parameters(self) -> Lists | None:
-        """All parameters; the same views at every step, unless their memory was exchanged."""
+        """All parameters; the same views at every step, unless their memory was exchanged, or its order."""
         owned = [*self.weights, *(self.biases or ())]
-        pointers = [p.data_ptr() for p, _ in owned]
-        if pointers != self._pointers:
-            self._pointers, self._views = pointers, self._lists([p.detach() for p, _ in owned])
+        places = [(p.data_ptr(), p.stride()) for p, _ in owned]
+        if places != self._places:
+            self._places, self._views = places, self._lists([p.detach() for p, _ in owned])
         return self._views
 
     def gradients(self) -> Lists | None:
@@ -90,7 +90,8 @@ class Listed:
     def directions(self, D: Tensor | Scaled) -> Tensor | Scaled:
         """The same of what a step subtracts."""
         if not isinstance(D, Scaled):
-            return self.matrices(D)
+            X = self.matrices(D)  # a rule of someone's own may return any view
+            return X if X[0].is_contiguous() or X[0].mT.is_contiguous() else X.contiguous()
         return Scaled(self.matrices(D.C), D.scales) if self.groups == 1 else self.matrices(unscaled(D))
 
     def laid_out(self, X: Tensor) -> Tensor:

@@ -43,12 +43,10 @@ class RotatedAdam(EigenFactors):
         moments = {name: shape.zeros(shape.outputs, shape.inputs) for name in ("M", "V")}
         return {**super().init(shape), **moments, "steps": shape.zeros(), "begun": shape.zeros()}
 
-    def scaled_direction(
-        self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
-    ) -> Float[Tensor, "K O I"] | Scaled:
+    def _preconditioned(self, state: State, grad: Tensor, context: Context, health: Health) -> Tensor | Scaled:
         """Factors are updated after the step, as in the paper."""
         begins = self._begins(state, context)
-        D = super().scaled_direction(state, grad, context, health)
+        D = super()._preconditioned(state, grad, context, health)
         if context.observes and not (begins and self.skip_first):
             self._take_gradient(state, grad, context, health)
         return D
@@ -66,15 +64,15 @@ class RotatedAdam(EigenFactors):
         b1, b2 = self.betas
         rotated = self.rotate(state, grad, context.largest_of(grad))
         if health.gate is not None and grad.dtype == torch.float32:
-            return self._fused_step(state, rotated, health)
+            return self._fused_step(state, rotated, None if rotated is grad else rotated, health)
         state["steps"] += health.taken(1.0, grad)
         state["M"].lerp_(rotated, health.taken(1 - b1, grad))
         average_squares_(state["V"], rotated, health.taken(1 - b2, grad))
         t = state["steps"].clamp_min(1).view(-1, 1, 1)
         return (state["M"] / state["V"].sqrt().add_(self.eps)).mul_((1 - b2**t).sqrt() / (1 - b1**t))
 
-    def _fused_step(self, state: State, rotated: Tensor, health: Health) -> Tensor:
-        """The same in one pass."""
+    def _fused_step(self, state: State, rotated: Tensor, out: Tensor | None, health: Health) -> Tensor:
+        """The same in one pass; not over the gradient itself, which a stack without factors has in place of R."""
         b1, b2 = self.betas
         c1, c2 = corrections_(state["steps"], b1, b2, health.gate)
         return rotated_adam_(
@@ -87,7 +85,7 @@ class RotatedAdam(EigenFactors):
             correction1=c1,
             correction2=c2,
             gate=health.gate,
-            out=rotated,
+            out=out,
         )
 
     @staticmethod

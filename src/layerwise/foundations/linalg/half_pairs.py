@@ -24,6 +24,7 @@ from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.linalg.halves import Half, HalfPair
+from layerwise.foundations.linalg.triton_device import MOST_MATRICES
 
 TOP_EXPONENT = 14  # of the largest scaled entry: one below fp16's last, so that rounding up stays finite
 LARGEST_EXPONENT = 120  # of a scale: it and its reciprocal stay normal float32
@@ -200,7 +201,8 @@ def _stacked(part: Tensor, batch: torch.Size) -> Tensor:
 
 
 def _on_kernels(X: Tensor) -> bool:
-    return X.dtype != torch.float64 and _triton().available(X.device)
+    few = X.shape[:-2].numel() <= MOST_MATRICES
+    return X.dtype != torch.float64 and few and _triton().available(X.device)
 
 
 def _triton() -> Any:

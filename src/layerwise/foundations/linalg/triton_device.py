@@ -11,6 +11,7 @@ import torch
 from layerwise.foundations.errors import InputError, describe
 
 LEAST_CAPABILITY = (8, 0)  # asynchronous copies and bfloat16 in the tensor cores
+MOST_MATRICES = 65535  # of a stack: programs along the second axis of a launch
 
 
 @cache

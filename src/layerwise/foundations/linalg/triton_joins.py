@@ -5,7 +5,7 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from layerwise.foundations.linalg.halves import HalfPair
-from layerwise.foundations.linalg.triton_device import available, ceil, kernels, on
+from layerwise.foundations.linalg.triton_device import MOST_MATRICES, available, ceil, kernels, on
 
 BLOCK = 4096
 
@@ -16,7 +16,8 @@ def takes(pair: HalfPair) -> bool:
     >>> takes(HalfPair(torch.ones(1, 2, 2).half(), torch.zeros(1, 2, 2).half(), torch.ones(1)))
     False
     """
-    return available(pair.device) and all(_contiguous_matrices(half) for half in (pair.hi, pair.lo))
+    few = len(pair.hi) <= MOST_MATRICES
+    return available(pair.device) and few and all(_contiguous_matrices(half) for half in (pair.hi, pair.lo))
 
 
 def value(pair: HalfPair) -> Float32[Tensor, "K m n"]:

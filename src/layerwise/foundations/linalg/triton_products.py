@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.linalg.half_pairs import Half, HalfPair
-from layerwise.foundations.linalg.triton_device import available, ceil, kernels, on
+from layerwise.foundations.linalg.triton_device import MOST_MATRICES, available, ceil, kernels, on
 from layerwise.foundations.linalg.triton_splits import halved, split
 
 __all__ = ["Tiles", "available", "gram_update_", "halved", "pair_product", "split", "takes"]
@@ -162,6 +162,7 @@ def takes(A: HalfPair | Half, B: HalfPair | Half) -> bool:
     False
     """
     alike = A.hi.ndim in (2, 3) and A.shape[:-2] == B.shape[:-2]
+    alike = alike and A.shape[:-2].numel() <= MOST_MATRICES
     return alike and available(A.device) and _loads_fast(A.hi) and _loads_fast(B.hi)
 
 

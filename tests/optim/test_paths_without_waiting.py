@@ -1,0 +1,301 @@
+"""Paths of the step that nobody waits for, where they could part from those that wait."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layerwise as lw
+from layerwise.optim.eigenbasis import CorrectedEigenvalues
+from layerwise.optim.engine import Layerwise
+from layerwise.optim.rotated_adam import RotatedAdam
+from layerwise.optim.rule import UpdateRule
+
+pytestmark = pytest.mark.usefixtures("untyped")
+
+
+def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: False))
+
+
+def net(seed: int = 0, make: Any = None) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return (
+            make or (lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
+        )()
+
+
+def train(opt: Any, model: nn.Module, steps: range, make_x: Any = None) -> None:
+    for step in steps:
+        g = torch.Generator().manual_seed(step)
+        x = torch.randn(8, 4, generator=g) if make_x is None else make_x(g)
+        opt.zero_grad()
+        out = model(x)
+        y = torch.randn(out.shape, generator=g)
+        (out.float() - y).square().mean().backward()
+        opt.step()
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().float().flatten() for p in model.parameters()])
+
+
+def both(
+    make: Any, monkeypatch: pytest.MonkeyPatch, model: Any = None, make_x: Any = None, tol: float = 1e-3, steps: int = 4
+) -> Any:
+    a = net(make=model)
+    b, start = copy.deepcopy(a), flat(a)
+    train(make(a), a, range(steps), make_x)
+    unwaiting(monkeypatch)
+    opt = make(b)
+    train(opt, b, range(steps), make_x)
+    way = float((flat(a) - start).norm())
+    assert way > 1e-4
+    assert float((flat(a) - flat(b)).norm()) < tol * way
+    return opt
+
+
+def test_a_square_weight_exchanged_for_its_transpose(monkeypatch: pytest.MonkeyPatch):
+    """The same memory in another order: views by the old one are of other entries."""
+    unwaiting(monkeypatch)
+    a = net()
+    b = copy.deepcopy(a)
+    for model, copied in ((a, True), (b, False)):
+        opt = lw.optim.SGD(model, lr=0.1)
+        train(opt, model, range(2))
+        W = model[0].weight
+        W.data = W.data.t().clone() if copied else W.data.t()
+        train(opt, model, range(2, 4))
+    assert torch.allclose(flat(a), flat(b))
+
+
+@dataclass
+class Doubled(RotatedAdam):
+    def direction(self, state, grad, context, health):
+        return 2 * super().direction(state, grad, context, health)
+
+
+@dataclass
+class Halved(CorrectedEigenvalues):
+    def direction(self, state, grad, context, health):
+        return 0.5 * super().direction(state, grad, context, health)
+
+
+@pytest.mark.parametrize("rule", [Doubled, Halved, RotatedAdam, CorrectedEigenvalues])
+def test_a_direction_of_one_s_own_over_an_eigenbasis(rule: Any, monkeypatch: pytest.MonkeyPatch):
+    both(lambda m: Layerwise(m, rule=rule(), lr=0.01), monkeypatch)
+
+
+@pytest.mark.parametrize("options", [{"clip": 1e-5}, {"graft": "gradient"}, {}])
+def test_soap_without_any_factor(options: Any, monkeypatch: pytest.MonkeyPatch):
+    both(lambda m: lw.optim.SOAP(m, lr=0.01, max_factor=1, refresh_every=1, **options), monkeypatch)
+
+
+class Empty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.nothing, self.also = nn.Linear(4, 2), nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x):
+        return self.a(x) + self.nothing.sum() + self.also.sum()
+
+
+@pytest.mark.parametrize("member", ["SGD", "Adam", "KFAC"])
+def test_an_empty_parameter(member: str, monkeypatch: pytest.MonkeyPatch):
+    both(
+        lambda m: getattr(lw.optim, member)(m, lr=0.01, momentum=0.0), monkeypatch, Empty
+    ) if member != "Adam" else both(lambda m: lw.optim.Adam(m, lr=0.01), monkeypatch, Empty)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.words.weight
+        self.l1, self.l2 = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.l2.weight = self.l1.weight
+
+    def forward(self, x):
+        return self.head(self.l2(torch.tanh(self.l1(self.words(x)))))
+
+
+@pytest.mark.parametrize("member", ["SGD", "Adam", "KFAC", "newton", "Shampoo", "SOAP"])
+def test_tied(member: str, monkeypatch: pytest.MonkeyPatch):
+    def make(m):
+        if member == "newton":
+            return lw.optim.KFAC(m, lr=0.01, solver="newton", refresh_every=1)
+        return getattr(lw.optim, member)(m, lr=0.01, weight_decay=0.1)
+
+    both(make, monkeypatch, Tied, lambda g: torch.randint(6, (8,), generator=g))
+
+
+def conv():
+    return nn.Sequential(
+        nn.Conv2d(4, 4, 3, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(4, 4, 3, padding=1, groups=2),
+        nn.Tanh(),
+        nn.Conv2d(4, 4, 1),
+        nn.Conv2d(4, 4, 3, groups=4, padding=1),
+    ).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("member", ["SGD", "Adam", "KFAC", "newton", "Shampoo", "Muon"])
+def test_channels_last(member: str, monkeypatch: pytest.MonkeyPatch):
+    def make(m):
+        if member == "newton":
+            return lw.optim.KFAC(m, lr=0.01, solver="newton", refresh_every=1)
+        if member == "Adam":
+            return lw.optim.Adam(m, lr=0.01, weight_decay=0.1)
+        if member == "SGD":
+            return lw.optim.SGD(m, lr=0.01, weight_decay=0.1, momentum=0.9, nesterov=True)
+        return getattr(lw.optim, member)(m, lr=0.01, weight_decay=0.1, refresh_every=1)
+
+    both(make, monkeypatch, conv, lambda g: torch.randn(4, 4, 3, 3, generator=g).to(memory_format=torch.channels_last))
+
+
+@pytest.mark.parametrize("lr", [0.05, torch.tensor(0.05)])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_bfloat16(lr: Any, nesterov: bool, monkeypatch: pytest.MonkeyPatch):
+    both(
+        lambda m: lw.optim.SGD(m, lr=lr, momentum=0.9, nesterov=nesterov, weight_decay=0.1),
+        monkeypatch,
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).bfloat16(),
+        lambda g: torch.randn(8, 4, generator=g).bfloat16(),
+        0.1,
+    )
+
+
+def test_parameters_can_be_swapped_between_steps(monkeypatch: pytest.MonkeyPatch):
+    """As `Module.to` does where torch is told to swap; views of a parameter must not forbid it."""
+    unwaiting(monkeypatch)
+    model = net()
+    opt = lw.optim.SGD(model, lr=0.1)
+    train(opt, model, range(2))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(torch.bfloat16).to(torch.float32)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@dataclass
+class Expanded(UpdateRule):
+    name = "mean"
+    formula = "mean"
+    kronecker_only = False
+
+    def init(self, shape):
+        return {}
+
+    def direction(self, state, grad, context, health):
+        return grad.mean((1, 2), keepdim=True).expand_as(grad)
+
+
+@pytest.mark.parametrize("rule", [Expanded])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_rules_of_one_s_own(rule: Any, momentum: float, monkeypatch: pytest.MonkeyPatch):
+    both(
+        lambda m: Layerwise(m, rule=rule(), lr=0.01, momentum=momentum),
+        monkeypatch,
+        lambda: nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 4)),
+        lambda g: torch.randint(6, (8,), generator=g),
+    )
+
+
+@pytest.mark.parametrize("member", ["SGD", "Adam", "newton"])
+def test_sparse(member: str, monkeypatch: pytest.MonkeyPatch):
+    def make(m):
+        if member == "newton":
+            return lw.optim.KFAC(m, lr=0.01, solver="newton", refresh_every=1)
+        return getattr(lw.optim, member)(m, lr=0.01, weight_decay=0.1)
+
+    both(
+        make,
+        monkeypatch,
+        lambda: nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 4)),
+        lambda g: torch.randint(6, (8,), generator=g),
+    )
+
+
+def test_gradients_that_overflow_when_scaled(monkeypatch: pytest.MonkeyPatch):
+    """Finite as they are, infinite for the sum that a rule is given: a step to leave out, as where the host waits."""
+    for unwait in (False, True):
+        if unwait:
+            unwaiting(monkeypatch)
+        model = nn.Sequential(nn.Linear(4, 2))
+        opt = lw.optim.KFAC(model, lr=0.01, refresh_every=1, accumulate=1, loss_average="examples")
+        train(opt, model, range(1))
+        before = flat(model)
+        opt.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        model[0].weight.grad.fill_(3e38)
+        monkeypatch.setattr(type(opt._scale), "to_mean_gradient", lambda *a: 2.0)
+        opt.step()
+        assert torch.equal(flat(model), before), unwait
+        assert opt.health().skipped_steps == 1
+
+
+class Up(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (
+            nn.ConvTranspose1d(4, 4, 3, padding=1, bias=False),
+            nn.ConvTranspose1d(4, 4, 3, padding=1, bias=False),
+        )
+        self.c = nn.ConvTranspose1d(4, 4, 1, groups=2, bias=False)
+
+    def forward(self, x):
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"solver": "newton"},
+        {"solver": "newton", "clip": 1e-5},
+        {"solver": "newton", "precision": "half"},
+        {"graft": "adam"},
+        {"solver": "newton", "graft": "adam"},
+        {"clip": ("norm", 0.01), "solver": "newton"},
+    ],
+)
+@pytest.mark.parametrize("member", ["KFAC", "Shampoo", "EKFAC", "SOAP"])
+def test_transposed_convolutions(member: str, options: Any, monkeypatch: pytest.MonkeyPatch):
+    if member == "SOAP" and "solver" not in options:
+        pytest.skip("SOAP divides rounding by rounding, where gradients have no full rank")
+    extra = {} if member == "SOAP" else {"momentum": 0.9, "nesterov": True}
+    both(
+        lambda m: getattr(lw.optim, member)(m, lr=0.01, refresh_every=1, weight_decay=0.1, **extra, **options),
+        monkeypatch,
+        Up,
+        lambda g: torch.randn(8, 4, 5, generator=g),
+        1e-2,
+    )
+
+
+@pytest.mark.parametrize("size", [1e-18, 1e-30, 1e-36])
+def test_tiny_gradients_by_products(size: float, monkeypatch: pytest.MonkeyPatch):
+    unwaiting(monkeypatch)
+    model = net()
+    opt = lw.optim.KFAC(model, lr=0.01, refresh_every=1, solver="newton", clip=None)
+    for step in range(3):
+        g = torch.Generator().manual_seed(step)
+        opt.zero_grad()
+        (size * model(torch.randn(8, 4, generator=g)).square().mean()).backward()
+        opt.step()
+    assert bool(torch.isfinite(flat(model)).all())
+
+
+def test_float16_parameters(monkeypatch: pytest.MonkeyPatch):
+    both(
+        lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=1, solver="newton"),
+        monkeypatch,
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).half(),
+        lambda g: torch.randn(8, 4, generator=g).half(),
+        0.1,
+    )

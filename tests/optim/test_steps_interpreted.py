@@ -1,0 +1,64 @@
+"""A whole step through the kernels, in Triton's interpreter (TRITON_INTERPRET=1), against torch."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from test_listed import drop, flat, train, zoo
+
+import layerwise as lw
+from layerwise.foundations import fused, fused_launch
+from layerwise.foundations.linalg import triton_joins
+from layerwise.optim import stored
+from layerwise.optim.engine import Layerwise
+
+pytestmark = [
+    pytest.mark.usefixtures("untyped"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="run with TRITON_INTERPRET=1, in the interpreter of Triton"
+    ),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
+]
+MEMBERS: dict[str, Any] = {
+    "newton": lambda m: lw.optim.KFAC(
+        m, lr=0.01, refresh_every=1, solver="newton", clip=1e-5, momentum=0.9, nesterov=True
+    ),
+    "half": lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=1, solver="newton", precision="half", weight_decay=0.1),
+    "Adam": lambda m: lw.optim.Adam(m, lr=0.01, weight_decay=0.1),
+    "SGD": lambda m: lw.optim.SGD(m, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("edit", [None, drop], ids=["all", "some"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
+@pytest.mark.parametrize("name", MEMBERS)
+def test_kernels_take_the_same_steps(name: str, dtype: torch.dtype, edit: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: False))
+    found = []
+    for kernels in (False, True):
+        if kernels:
+            for module in (fused, stored, triton_joins):
+                monkeypatch.setattr(module, "available", lambda device: True)
+            monkeypatch.setattr(fused_launch, "TILE", {"ROWS": 16, "COLUMNS": 32, "num_warps": 1})
+        model = zoo()
+        if dtype != torch.float32:
+            if name in ("newton", "half"):
+                pytest.skip("in float32")
+            model = model.half()
+        start = flat(model).float()
+        opt = MEMBERS[name](model)
+        if dtype == torch.float32:
+            train(opt, model, range(3), edit)
+        else:
+            for step in range(3):
+                g = torch.Generator().manual_seed(step)
+                x, y = torch.randint(9, (8, 4), generator=g), torch.randn(8, 4, 3, generator=g)
+                opt.zero_grad()
+                (model(x).float() - y).square().mean().backward()
+                if edit:
+                    edit(model, step)
+                opt.step()
+        found.append(flat(model).float())
+    way = float((found[0] - start).norm())
+    assert float((found[1] - found[0]).norm()) < (2e-3 if dtype == torch.float32 else 0.1) * way
