@@ -130,7 +130,7 @@ def test_equal_eigenvalues_that_drift_apart_hardly_turn():
     M = 0.95 * with_values(values, Q) + 0.05 * covariance(values, Q, 10 * N, 3)
     U, _, before = tracked_basis(M, Q)
     assert left_in(M, U) < before
-    assert departure(U) < 1e-8
+    assert departure(U) < 1e-7  # less than float32 could tell
 
 
 @pytest.mark.parametrize("rounded", [False, True])
