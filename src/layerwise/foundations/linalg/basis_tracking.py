@@ -30,8 +30,10 @@ lie close together, and two applications found two thirds of the largest. Beyond
 made orthogonal again, but blow up."""
 
 STILL = 0.02
-"""Vectors whose eigenvalues, shift included, differ by less than this part hardly turn: no root would notice. (With 0.05
-EKFAC's directions erred by up to 1.03e-2 on factors of a training, however many sweeps were taken; with this by 7e-3.)"""
+"""Vectors whose eigenvalues, shift included, differ by less than this part hardly turn: no root would notice.
+
+With 0.05 EKFAC's directions erred by up to 1.03e-2 on factors of a training, however many sweeps; with this by 7e-3.
+"""
 
 
 def tracked_basis(
