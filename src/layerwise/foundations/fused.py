@@ -51,6 +51,7 @@ def finish_(
     *,
     lr: int | float,
     decay: int | float = 0.0,
+    rates: Float[Tensor, "2"] | None = None,
     mu: int | float = 0.0,
     nesterov: bool = False,
     factor: Float[Tensor, ""] | int | float = 1.0,
@@ -60,7 +61,8 @@ def finish_(
 
         momentum ← mu·momentum + factor·D,    W ← (1 − lr·decay) W − lr·momentum
 
-    With `nesterov` the update is ``factor·D + mu·momentum``, without `momentum` it is ``factor·D``. D may be a
+    `rates`, ``(1 − lr·decay, lr)`` in float32 on the device, take the place of both numbers: for a recorded step. With
+    `nesterov` the update is ``factor·D + mu·momentum``, without `momentum` it is ``factor·D``. D may be a
     transposed view (``X.mT``), or of half precision, or `Scaled`.
 
     >>> W = torch.zeros(1, 2)
@@ -76,7 +78,8 @@ def finish_(
     if D.numel():
         first = D if momentum is None else momentum
         way = way_of(first, layers=(weights, biases), others=(D,), half=momentum is None)
-        way.finish_(weights, biases, D, scales, momentum, lr, decay, mu, nesterov, factor, gate)
+        kept = (1 - lr * decay, lr) if rates is None else rates
+        way.finish_(weights, biases, D, scales, momentum, kept, mu, nesterov, factor, gate)
 
 
 @torch.no_grad()

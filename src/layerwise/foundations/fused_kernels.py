@@ -90,10 +90,11 @@ def gather_kernel(
 @_jit
 @no_type_check
 def finish_kernel(
-    weights, biases, D, scales, momentum, factor_at, gate, factor, keep, lr, mu, O, I, o, i, weight_row,
+    weights, biases, D, scales, momentum, factor_at, rates, gate, factor, keep, lr, mu, O, I, o, i, weight_row,
     D_k, D_row, D_column, momentum_k,
     LISTED: tl.constexpr, SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
-    NESTEROV: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_GATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    NESTEROV: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_RATES: tl.constexpr, HAS_GATE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Momentum and weights (and biases) of one tile: W ← keep·W − lr·update."""
     k = tl.program_id(1).to(tl.int64)
@@ -106,6 +107,8 @@ def finish_kernel(
     update = unscaled(update, scales, k, SCALES) * factor
     if HAS_FACTOR:
         update = update * tl.load(factor_at)
+    if HAS_RATES:  # a recorded step reads them when it is replayed
+        keep, lr = tl.load(rates), tl.load(rates + 1)
     if HAS_MOMENTUM:
         momentum += k * momentum_k
         buffer = update + mu * tl.load(momentum + at, mask=inside, other=0.0)

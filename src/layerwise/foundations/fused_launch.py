@@ -49,8 +49,7 @@ def finish_(
     D: Tensor,
     scales: Sequence[Tensor],
     momentum: Tensor | None,
-    lr: int | float,
-    decay: int | float,
+    rates: Tensor | tuple[int | float, int | float],
     mu: int | float,
     nesterov: bool,
     factor: Tensor | int | float,
@@ -61,16 +60,17 @@ def finish_(
     factor_at = factor.float() if isinstance(factor, Tensor) else None
     host = 1.0 if isinstance(factor, Tensor) else float(factor)
     momentum_k = 0 if momentum is None else momentum.stride(0)
+    rates_at, (keep, lr) = (rates, (1.0, 0.0)) if isinstance(rates, Tensor) else (None, rates)
     with on(D.device):
         for start in range(0, len(weights), LISTED):
             these = tuple(weights[start : start + LISTED])
             those = None if biases is None else tuple(biases[start : start + LISTED])
             kernels().finish_kernel[(tiles(O, I), len(these))](
                 these, those, from_group(D, start), listed(scales, start), from_group(momentum, start), factor_at,
-                byte(gate), host, float(1 - lr * decay), float(lr), float(mu), O, I, o, i, row_stride(these[0]),
+                rates_at, byte(gate), host, float(keep), float(lr), float(mu), O, I, o, i, row_stride(these[0]),
                 *D.stride(), momentum_k, LISTED=len(these), SCALES=len(scales), HAS_BIAS=those is not None,
                 HAS_MOMENTUM=momentum is not None, NESTEROV=nesterov, HAS_FACTOR=factor_at is not None,
-                HAS_GATE=gate is not None, **TILE,
+                HAS_RATES=rates_at is not None, HAS_GATE=gate is not None, **TILE,
             )  # fmt: skip
     # Autograd sees changes that torch makes; those of a kernel it must be told of.
     torch.autograd.graph.increment_version([*weights, *(biases or ())])

@@ -36,8 +36,7 @@ def finish_(
     D: Tensor,
     scales: Sequence[Tensor],
     momentum: Tensor | None,
-    lr: int | float,
-    decay: int | float,
+    rates: Tensor | tuple[int | float, int | float],
     mu: int | float,
     nesterov: bool,
     factor: Tensor | int | float,
@@ -50,15 +49,15 @@ def finish_(
         buffer = update + mu * momentum
         momentum.copy_(chosen(gate, buffer, momentum))
         update = update + mu * buffer if nesterov else buffer
-    o, i = weights[0].shape
+    (o, i), (keep, lr) = weights[0].shape, rates
     for k, weight in enumerate(weights):
-        _descend_(weight, update[k, :o, :i], lr, decay, gate)
+        _descend_(weight, update[k, :o, :i], keep, lr, gate)
         if biases is not None:
-            _descend_(biases[k], update[k, :o, i], lr, decay, gate)
+            _descend_(biases[k], update[k, :o, i], keep, lr, gate)
 
 
-def _descend_(W: Tensor, update: Tensor, lr: int | float, decay: int | float, gate: Gate) -> None:
-    W.copy_(chosen(gate, ((1 - lr * decay) * W.to(update.dtype) - lr * update).to(W.dtype), W))
+def _descend_(W: Tensor, update: Tensor, keep: Tensor | int | float, lr: Tensor | int | float, gate: Gate) -> None:
+    W.copy_(chosen(gate, (keep * W.to(update.dtype) - lr * update).to(W.dtype), W))
 
 
 def ema_(mean: Tensor, new: Tensor, weight: Tensor, divisor: Tensor | int | float) -> None:

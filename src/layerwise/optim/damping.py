@@ -67,14 +67,13 @@ class Damping:
         stacks: list[Stack],
         directions: list[Tensor],
         plans: list[tuple[Tensor, list[bool]]],
-        lr: Callable[[Stack], float],
+        lrs: list[float],
     ) -> None:
         """What the quadratic model expects of the step: ``−η⟨∇L, D⟩ + ½ η² ⟨D, F D⟩``."""
         if not self.adaptive:
             return
         change = 0.0
-        for stack, D, (grad, _) in zip(stacks, directions, plans, strict=True):
-            eta = lr(stack)
+        for stack, D, (grad, _), eta in zip(stacks, directions, plans, lrs, strict=True):
             curvature = stack.rule.quadratic(stack.state, D)
             change -= eta * float((grad * D).sum())
             change += 0.5 * eta**2 * (0.0 if curvature is None else float(curvature))

@@ -119,6 +119,7 @@ class CorrectedEigenvalues(EigenFactors):
     scaling_decay: float = 0.75
     split: str = "exact"
     name = "ekfac"
+    recordable = True
     formula = "U_P[(U_Pᵀ ∇L U_Q)/(s + λ)]U_Qᵀ"
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ class GradientDescent(UpdateRule):
     """``∇L``."""
 
     name = "sgd"
+    recordable = True
     formula = "∇L"
     matrix_only = False
 
@@ -45,6 +46,7 @@ class AdamRule(UpdateRule):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     name = "adam"
+    recordable = True
     formula = "m̂/(√v̂ + ε)"
     matrix_only = False
     own_momentum = True
@@ -92,6 +94,7 @@ class SignDescent(UpdateRule):
 
     ideal: bool = False
     name = "sign"
+    recordable = True
     formula = "sign ∇L"
     matrix_only = False
 

@@ -3,9 +3,8 @@
 W ← (1 − η·decay) W − η · momentum(clip(graft(P⁻ᵖ ∇L Q⁻ᑫ)))
 """
 
-import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,21 +13,19 @@ from torch import Tensor, nn
 from layerwise.distributed.processes import Processes
 from layerwise.foundations import likelihoods
 from layerwise.foundations.errors import InputError, LayerwiseError, describe
-from layerwise.foundations.fused import finish_
-from layerwise.foundations.fused_scaled import Scaled
-from layerwise.foundations.fused_unscaled import unscaled
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
 from layerwise.foundations.vectors import unwrap
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.capture import Capture, LossScale, Seen
 from layerwise.optim.damping import Damping
+from layerwise.optim.descent import Descent, Part
 from layerwise.optim.factors import Factors
-from layerwise.optim.gates import Sizes, bounds, sizes_of
 from layerwise.optim.graft import Clip, Graft
 from layerwise.optim.observe import Collector, Sums
 from layerwise.optim.options import check_numbers, fallback_rule, known, parameter_groups, positive
-from layerwise.optim.refreshes import Refreshes, remember
+from layerwise.optim.recorded import RecordedStep
+from layerwise.optim.refreshes import Refreshes
 from layerwise.optim.report import headline, layer_row, measure, table
 from layerwise.optim.rule import Context, Health, UpdateRule
 from layerwise.optim.solver import SOLVERS
@@ -88,6 +85,8 @@ class Layerwise(torch.optim.Optimizer):
             warm-started and tested); see `layerwise.optim.solver`.
         precision: of products where factors are treated by "newton": "high" (pairs of float16, 22 bits), or "half" (11
             bits, a third of the work and half the state: enough where gradients are computed in bfloat16 and carry 8).
+        record: whether steps on a GPU are recorded as CUDA graphs and replayed; None: for models of up to 2²⁵
+            parameters, whose steps are launches rather than work. See `layerwise.optim.recorded`.
         seed: of sampled labels.
     """
 
@@ -127,6 +126,7 @@ class Layerwise(torch.optim.Optimizer):
         separate_bias: bool = False,
         solver: str = "auto",
         precision: str = "high",
+        record: bool | None = None,
         seed: int | torch.Generator = 0,
     ) -> None:
         self.model = unwrap(model)
@@ -145,7 +145,7 @@ class Layerwise(torch.optim.Optimizer):
         self._health = Health()
         self._scale = LossScale(loss_average, accumulate, grad_scaler)
         self._settings = {"estimator": estimator, "likelihood": likelihood, "samples": samples}
-        self.separate_bias = separate_bias
+        self.separate_bias, self._record = separate_bias, record
         self.table = self._read_table()
         self._stacks: list[Stack] | None = None
         self._loaded: dict[str, dict[str, Tensor]] = {}
@@ -162,8 +162,6 @@ class Layerwise(torch.optim.Optimizer):
         super().__init__(parameter_groups(self.model, self.table, overrides or {}, defaults), defaults)
         self.steps_taken = 0
         self._strangers: list[tuple[str, nn.Parameter]] | None = None
-        self._gates: dict[torch.device, Tensor] = {}
-        self._sizes: dict[torch.device, Sizes] = {}
         self.processes = Processes()
         self._collector = self._make_collector()
         self._capture = self._make_capture(example_axis, seed_of(seed))
@@ -240,8 +238,12 @@ class Layerwise(torch.optim.Optimizer):
             stack = Stack(self.rule_for(specs[0], group), tuple(specs), group, {k: params[k] for k in names})
             stack.ensure_state(self._loaded)
             stacks.append(stack)
-        self._refreshes = Refreshes(self.refresh_every, self._damping, self.processes, self._health)
-        self._refreshes.give_turns(stacks, self._waits)
+        refreshes = Refreshes(self.refresh_every, self._damping, self.processes, self._health)
+        refreshes.give_turns(stacks, self._waits)
+        self._descent = Descent(
+            stacks, self.rule, self._health, self._damping, self._clip, self._graft, self._collector, refreshes
+        )
+        self._recorded = RecordedStep(self._descent, self._record)
         return stacks
 
     def rule_for(self, spec: LayerSpec, group: Mapping[str, Any]) -> UpdateRule:
@@ -321,15 +323,27 @@ class Layerwise(torch.optim.Optimizer):
         if counts is not None and counts.examples:
             scale = self._scale.to_mean_gradient(counts.examples, counts.tokens)
             examples = counts.examples * self.processes.count
-        self._gates = {} if self._waits else self._find_gates(scale)
-        plans = [self._prepare(stack, scale) for stack in self._stacks]
-        if self._waits and not self._finite([grad for grad, _ in plans]):
-            self._health.skipped_steps += 1
-        else:
-            self._advance(plans, seen, examples)
+        contexts = [self._context(stack, examples) for stack in self._stacks]
+        if not self._recorded.run(contexts, seen, scale):
+            self._advance(contexts, seen, scale)
         self._health.gate = None
         if self._capture is not None:
             self._capture.due = self.steps_taken % self.factor_every == 0
+
+    def _advance(self, contexts: list[Context], seen: dict[str, Sums], scale: float) -> None:
+        """Gradients, what is learnt of them, and the step."""
+        descent, waits = self._descent, self._waits
+        parts = descent.parts(contexts, descent.gather(scale, waits))
+        if waits and not descent.finite(parts):
+            self._health.skipped_steps += 1
+            return
+        self._solve_together(parts, seen)
+        descent.learn(parts, seen, waits)
+        descent.descend(parts, waits)
+
+    def _solve_together(self, parts: list[Part], seen: dict[str, Sums]) -> None:
+        """For members that look at all layers at once: hand rules something else than the gradient."""
+        return
 
     def _broken(self) -> bool:
         """Whether a gradient is not finite."""
@@ -377,104 +391,6 @@ class Layerwise(torch.optim.Optimizer):
         """Whether the host may ask whether gradients are finite. On a GPU it would wait for the whole backward."""
         return self.param_groups[0]["params"][0].device.type == "cpu"
 
-    def _find_gates(self, scale: float) -> dict[torch.device, Tensor]:
-        """Whether this step is taken, as each device sees it; behind a gate that is shut, gradients are zero.
-
-        A gradient that overflows when it is scaled is not finite.
-        """
-        self._sizes = sizes_of(p for group in self.param_groups for p in group["params"])
-        if not self._sizes:
-            return {}
-        grows = abs(scale) > 1
-        flags = [(s.largest * abs(scale) < torch.inf).all() if grows else s.finite for s in self._sizes.values()]
-        gate = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
-        self._health.gate = gate
-        self._health.count("skipped_steps", (~gate).to(torch.int64))
-        return {device: gate.to(device) for device in self._sizes}
-
-    def _turn_to(self, stack: Stack) -> None:
-        """From now on the gate is that of the stack's device."""
-        self._health.gate = self._gates.get(stack.shape.device)
-
-    def _prepare(self, stack: Stack, scale: float) -> tuple[Tensor, list[bool]]:
-        self._turn_to(stack)
-        grad, active = stack.gradient(scale, self._health.gate)
-        if stack.splits_gradient and self._health.gate is not None:
-            self._bound(stack, scale)
-            stack.memory["gradient"] = grad
-        return grad, active
-
-    def _bound(self, stack: Stack, scale: float) -> None:
-        """How large the gradients are of all stacks that split them into halves, when a device's first one comes."""
-        device, gate = stack.shape.device, self._health.gate
-        if gate is None or device not in self._sizes:  # not the first
-            return
-        stacks = [other for other in self._stacks or () if other.splits_gradient and other.shape.device == device]
-        found = bounds(stacks, self._sizes.pop(device), gate, scale, stack.memory.setdefault("places", {}))
-        for other in stacks:
-            other.memory["largest"] = found.get(id(other))
-
-    @staticmethod
-    def _finite(grads: Iterable[Tensor]) -> bool:
-        sums = [grad.sum() for grad in grads]
-        return all(math.isfinite(float(s)) for s in sums) or all(bool(torch.isfinite(g).all()) for g in grads)
-
-    def _advance(self, plans: list[tuple[Tensor, list[bool]]], seen: dict[str, Sums], examples: int) -> None:
-        assert self._stacks is not None
-        directions = self._directions(plans, seen, examples)
-        # Before momentum: an average of former directions may have any sign beside the present gradient.
-        factor = self._clip.factor(self._stacks, directions, [grad for grad, _ in plans], self._waits)
-        if not self._waits and not self._damping.adaptive:
-            for stack, D, (_, active) in zip(self._stacks, directions, plans, strict=True):
-                self._finish(stack, D, factor, active)
-            return
-        updates = []
-        for stack, D, (_, active) in zip(self._stacks, directions, plans, strict=True):
-            self._turn_to(stack)
-            updates.append(self._momentum(stack, unscaled(D), factor, active))
-            lr = self._lr(stack)
-            stack.subtract(updates[-1], lr, active, lr * stack.group["weight_decay"], self._health.gate)
-        self._damping.predict(self._stacks, updates, plans, self._lr)
-
-    def _finish(self, stack: Stack, D: Tensor | Scaled, factor: float | Tensor, active: list[bool]) -> None:
-        """Momentum, decay and descent in one pass, where the stack's layers allow it."""
-        self._turn_to(stack)
-        factor = factor.to(stack.shape.device) if isinstance(factor, Tensor) else factor
-        lr, group, listed = self._lr(stack), stack.group, stack.listed
-        layers = listed.parameters() if listed is not None and all(active) else None
-        if listed is None or layers is None:
-            update = self._momentum(stack, unscaled(D).to(stack.shape.dtype), factor, active)
-            stack.subtract(update, lr, active, lr * group["weight_decay"], self._health.gate)
-            return
-        mu = 0.0 if stack.rule is not self.rule and stack.rule.own_momentum else group["momentum"]
-        finish_(
-            *layers,
-            listed.directions(D),
-            listed.matrices(stack.momentum()) if mu else None,
-            lr=lr,
-            decay=group["weight_decay"],
-            mu=mu,
-            nesterov=group["nesterov"],
-            factor=factor,
-            gate=self._health.gate,
-        )
-
-    def _directions(
-        self, plans: list[tuple[Tensor, list[bool]]], seen: dict[str, Sums], examples: int
-    ) -> list[Tensor | Scaled]:
-        """What each stack subtracts, before the learning rate."""
-        assert self._stacks is not None
-        directions = []
-        for stack, (grad, active) in zip(self._stacks, plans, strict=True):
-            if not (stack.rule.needs_inputs or stack.rule.needs_outgrads):
-                remember(stack, stack.by_group(active))
-            before = None if all(active) else {k: v.clone() for k, v in stack.state.items()}
-            directions.append(self._direct(stack, grad, seen, examples))
-            if before is not None:
-                made = {k: torch.zeros_like(v) for k, v in stack.state.items() if k not in before}
-                stack.restore({**made, **before}, active)
-        return directions
-
     def _lr(self, stack: Stack) -> float:
         if stack.rule is self.fallback and self.fallback_lr is not None and stack.rule is not self.rule:
             base = float(self.defaults["lr"])
@@ -491,43 +407,9 @@ class Layerwise(torch.optim.Optimizer):
             stack.group,
             examples=examples,
             observes=(self.steps_taken - 1) % self.factor_every == 0,
-            gate=self._health.gate,
             shape=stack.shape,
             memory=stack.memory,
         )
-
-    def _direct(self, stack: Stack, grad: Tensor, seen: dict[str, Sums], examples: int) -> Tensor | Scaled:
-        rule, state, group = stack.rule, stack.state, stack.group
-        self._turn_to(stack)
-        context = self._context(stack, examples)
-        context.gradient, context.largest = (stack.memory.pop(name, None) for name in ("gradient", "largest"))
-        observed = self._collector.observation(stack, seen, self.processes) if rule is self.rule else None
-        if observed is not None:
-            rule.observe(state, observed, group["factor_decay"], self._health)
-            remember(stack, observed.known)
-        if context.observes:
-            rule.observe_gradient(state, grad, group["factor_decay"], self._health)
-        if rule.refreshes:
-            self._refreshes.run(stack, context, self._waits)
-        rule.rescale(state, observed, grad, context)
-        looked_at = self._waits or self._damping.adaptive or self._graft.method or self._clip.kind == "norm"
-        direction = rule.direction if looked_at else rule.scaled_direction
-        return self._graft.apply(stack, grad, direction(state, grad, context, self._health), self._health)
-
-    def _momentum(self, stack: Stack, D: Tensor, factor: float | Tensor, active: list[bool]) -> Tensor:
-        """``μ · buffer + factor · D``, kept; with Nesterov's, one step ahead of it."""
-        mu = stack.group["momentum"]
-        D = D if isinstance(factor, float) and factor == 1.0 else D * factor
-        if not mu or (stack.rule is not self.rule and stack.rule.own_momentum):
-            return D
-        old = stack.state.get("momentum")
-        buffer = D.clone() if old is None else D + mu * old
-        if self._health.gate is not None:  # what it was, where the step is left out
-            buffer = torch.where(self._health.gate.to(D.device), buffer, 0.0 if old is None else old)
-        stack.state["momentum"] = buffer
-        if not all(active):
-            stack.restore({"momentum": torch.zeros_like(D) if old is None else old}, active)
-        return D + mu * buffer if stack.group["nesterov"] else buffer
 
     # --- state -------------------------------------------------------------------------------------------
 
@@ -603,7 +485,11 @@ class Layerwise(torch.optim.Optimizer):
         return {**group, "params": named}
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {k: v for k, v in self.__dict__.items() if k not in ("_capture", "_stacks", "_collector", "_refreshes")}
+        kept = {
+            k: v
+            for k, v in self.__dict__.items()
+            if k not in ("_capture", "_stacks", "_collector", "_descent", "_recorded")
+        }
         kept["_loaded"], kept["_stacks"], kept["_strangers"] = self._saved(), None, None
         capture = self._capture
         kept["_capture"] = None if capture is None else (capture.example_axis, capture.seed, capture.forwards)

@@ -76,6 +76,7 @@ class Factors(UpdateRule):
     """Whether Q of a convolution acts on channels alone; see `layerwise.optim.channels`."""
     refreshed = ("P_root", "P_root_scale", "Q_root", "Q_root_scale", "Q_bias_root", *BASIS)
     name = "factors"
+    recordable = True
     formula = "P⁻ᵖ ∇L Q⁻ᑫ"
     takes_rows = True
 

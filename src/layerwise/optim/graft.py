@@ -89,6 +89,7 @@ class Clip:
         stacks: Sequence[Stack],
         directions: Sequence[Tensor | Scaled],
         grads: Sequence[Tensor],
+        lrs: Sequence[float | Tensor],
         waits: bool = True,
     ) -> float | Tensor:
         """What all directions are multiplied by, at most 1; where nobody `waits` for the device, a tensor there."""
@@ -98,8 +99,8 @@ class Clip:
             terms, bound = [(1.0, dot(D, D)) for D in map(unscaled, directions)], self.bound**2
         else:
             terms = [
-                (float(stack.group["lr"]) ** 2, dot(D, grad))
-                for stack, D, grad in zip(stacks, directions, grads, strict=True)
+                (lr**2, dot(D, grad))
+                for stack, D, grad, lr in zip(stacks, directions, grads, lrs, strict=True)
                 if stack.rule.matrix_only
             ]
             bound = self.bound

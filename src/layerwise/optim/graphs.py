@@ -1,11 +1,12 @@
-"""Refreshes that are recorded once as CUDA graphs and replayed: hundreds of small launches become one.
+"""Calls that are recorded once as CUDA graphs and replayed: hundreds of small launches become one.
 
 What is recorded reads and writes a stack's state in place and asks the device for nothing, so that it can be replayed
 whenever the same groups are due with the same numbers. The first time a call is made as it is (kernels are compiled
 then), the second time it is recorded.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -24,46 +25,65 @@ class Graphs:
     def __init__(self) -> None:
         self._pool: Any = None
         self._met: set[Hashable] = set()
-        self._recorded: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._recorded: dict[Hashable, Callable[[], None]] = {}
         self.failed: dict[str, str] = {}
         """Why calls of some kind are recorded no more, if that is so."""
 
-    def run(self, key: Hashable, call: Callable[[], None], device: torch.device, kind: str = "") -> bool:
+    def run(
+        self, key: Hashable, call: Callable[[], None], device: torch.device, kind: str = "", record: bool = True
+    ) -> bool:
         """Make a call, on a stream of its own; returns whether it was replayed.
 
-        Calls of one kind are alike: where one cannot be recorded, no other is tried.
+        Calls of one kind are alike: where one cannot be recorded, no other is tried. With `record=False` it is only
+        made, and counts as met.
         """
-        stream, current = _stream(device), torch.cuda.current_stream(device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            known = key in self._recorded or self._record(key, call, kind)
+        with beside(device):
+            known = record and (key in self._recorded or self._record(key, call, kind))
             if known:
-                self._recorded[key].replay()
+                self._recorded[key]()
             else:
+                self._meet(key)
                 call()
-        current.wait_stream(stream)
         return known
 
     def _record(self, key: Hashable, call: Callable[[], None], kind: str) -> bool:
         if kind in self.failed or key not in self._met or len(self._recorded) >= MOST:
-            self._met.add(key)
             return False
-        graph = torch.cuda.CUDAGraph()
         try:
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                call()
-            finally:
-                graph.capture_end()
+            self._recorded[key] = self._captured(call)
         except RuntimeError as error:  # some operation cannot be recorded: go on as before
             self.failed[kind] = str(error)
             return False
-        self._recorded[key] = graph
         return True
+
+    def _captured(self, call: Callable[[], None]) -> Callable[[], None]:
+        """What replays a call; it is not made here."""
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            call()
+        finally:
+            graph.capture_end()
+        return graph.replay
+
+    def _meet(self, key: Hashable) -> None:
+        if len(self._met) > 4 * MOST:  # numbers that change all the time are not remembered for ever
+            self._met.clear()
+        self._met.add(key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Graphs":
         return Graphs()
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """On a stream of one's own, after what was begun before and before what comes next."""
+    stream, current = _stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
 
 
 @cache

@@ -15,15 +15,14 @@ from torch import Tensor, nn
 
 from layerwise.distributed.processes import Processes
 from layerwise.foundations.errors import InputError, describe
-from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.linalg import conjugate_gradient, guarded_cholesky
 from layerwise.kernel.contraction import contract, rows_of
 from layerwise.layers.one_hot import OneHot
 from layerwise.layers.standard import Standard
+from layerwise.optim.descent import Part
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.observe import Sums
 from layerwise.optim.rule import Context, Health, Recorded, Shape, State, UpdateRule
-from layerwise.optim.stack import Stack
 
 METHODS = ("auto", "dense", "woodbury", "cg")
 FEW_ROWS = 4096
@@ -206,28 +205,19 @@ class NGD(Layerwise):
             **options,
         )
 
-    def _directions(
-        self, plans: list[tuple[Tensor, list[bool]]], seen: dict[str, Sums], examples: int
-    ) -> list[Tensor | Scaled]:
-        assert self._stacks is not None
-        solved = list(plans)
-        mine = [place for place, stack in enumerate(self._stacks) if stack.rule is self.rule]
+    def _solve_together(self, parts: list[Part], seen: dict[str, Sums]) -> None:
+        mine = [part for part in parts if part.stack.rule is self.rule]
         known = {name: sums for name, sums in seen.items() if sums.recorded}
         if mine and known:
             grads = {}
-            for place in mine:
-                for spec, groups in self._stacks[place].slices():
+            for part in mine:
+                for spec, groups in part.stack.slices():
                     if spec.name in known:
-                        grads[spec.name] = plans[place][0][groups]
+                        grads[spec.name] = part.grad[groups]
             answer = self._solve(grads, known)
-            for place in mine:
-                solved[place] = self._replaced(self._stacks[place], plans[place], answer), plans[place][1]
-        return super()._directions(solved, seen, examples)
-
-    @staticmethod
-    def _replaced(stack: Stack, plan: tuple[Tensor, list[bool]], answer: dict[str, Tensor]) -> Tensor:
-        pieces = [answer.get(spec.name, plan[0][groups]) for spec, groups in stack.slices()]
-        return torch.cat(pieces)
+            for part in mine:
+                pieces = [answer.get(spec.name, part.grad[groups]) for spec, groups in part.stack.slices()]
+                part.handed = torch.cat(pieces)
 
     def _solve(self, grads: dict[str, Tensor], known: dict[str, Sums]) -> dict[str, Tensor]:
         counted = {batch: n for sums in known.values() for batch, n in _examples(sums).items()}

@@ -36,6 +36,7 @@ class RotatedAdam(EigenFactors):
     eps: float = 1e-8
     skip_first: bool = True
     name = "soap"
+    recordable = True
     formula = "U_P[M′/(√V + ε)]U_Qᵀ"
 
     def init(self, shape: Shape) -> State:

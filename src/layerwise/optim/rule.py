@@ -164,13 +164,15 @@ class Health:
         elif self.gate is None:
             setattr(self, name, getattr(self, name) + int(amount))
         else:
-            self._open[name] = self._open[name] + amount.to(self._open[name]) if name in self._open else amount
+            if name not in self._open:
+                self._open[name] = torch.zeros((), dtype=torch.int64, device=amount.device)
+            self._open[name] += amount.to(self._open[name])  # in place: a recorded step adds to the same number
 
     def settle(self) -> None:
         """Fetch what was counted on the device."""
         for name, amount in self._open.items():
             setattr(self, name, getattr(self, name) + int(amount))
-        self._open.clear()
+            amount.zero_()
 
     def taken(self, weight: float, like: Tensor) -> float | Tensor:
         """The weight of something new in an average: as it is given, or 0 in a step that is left out."""
@@ -207,6 +209,9 @@ class UpdateRule(ABC):
     """Whether it is for layers with a Kronecker form; norm layers have none."""
     matrix_only: bool = True
     """Whether it is for matrices; other parameters get the fallback's update."""
+    recordable: bool = False
+    """Whether steps may be recorded as CUDA graphs: statistics of the gradient and the direction then change state in
+    place, ask the device for nothing, and do the same whenever state has the same form. Not inherited."""
     own_momentum: bool = False
     """Whether the direction is an average over steps already: as a fallback it gets no momentum on top."""
 

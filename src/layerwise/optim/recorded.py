@@ -1,0 +1,187 @@
+"""Whole steps as CUDA graphs, for models whose step is launches rather than work.
+
+A step of a small model is some hundred short kernels, and the host needs longer to launch them than the device to run
+them. So it is recorded, in two graphs. The first gathers gradients, asks whether they are finite and takes their
+statistics; the second makes directions and subtracts them. Between them are what the host decides: statistics of inputs
+and output gradients, and refreshes, which have graphs of their own.
+
+A graph reads and writes the same memory whenever it is replayed. Gradients are therefore copied to one place, learning
+rates are numbers on the device, and whatever else the host knows of a step is part of the key under which it is
+recorded. A step that is not like those before, such as one with a gradient missing, is taken as it is.
+"""
+
+from collections.abc import Hashable, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from layerwise.optim.descent import Descent, Gathered, Part
+from layerwise.optim.graphs import Graphs
+from layerwise.optim.observe import Sums
+from layerwise.optim.rule import Context, UpdateRule
+
+LARGEST = 2**25
+"""Entries of a model whose steps are recorded unless the user says otherwise: intermediate results of a recorded step,
+some twenty bytes an entry, keep their memory, and the steps of larger models last longer than their launches."""
+SETTLED = 3
+"""Steps that are taken as they are, while state is made and kernels are compiled."""
+
+
+class RecordedStep:
+    """The recorded steps of an optimizer's stacks."""
+
+    def __init__(self, descent: Descent, wanted: bool | None = None) -> None:
+        self._descent, self._wanted = descent, wanted
+        self._params = list({id(p): p for stack in descent.stacks for p in stack.params.values()}.values())
+        # Apart from each other and from those of refreshes: what the first makes is still read in the second, and
+        # graphs that share their memory may use it for something else in between.
+        self._gathering, self._descending = Graphs(), Graphs()
+        self._made: dict[Hashable, Gathered] = {}
+        """What recordings of the first graph fill."""
+        self._held: list[Tensor] = []
+        self._rates, self._sent = torch.empty(0), list[float]()
+        self._places: Hashable = None
+        self._allowed: bool | None = None
+        self._steps = 0
+
+    def run(self, contexts: Sequence[Context], seen: dict[str, Sums], scale: float) -> bool:
+        """Take a step, if it is one that can be recorded; returns whether it was taken."""
+        if not self._possible():
+            return False
+        self._steps += 1
+        grads = self._gradients() if self._steps > SETTLED else None
+        if grads is None or not self._settled():
+            return False
+        torch._foreach_copy_(self._held, grads)  # pyright: ignore[reportPrivateImportUsage]
+        key = self._key(contexts, scale)
+        gathered, fixed = self._gather(key, contexts, scale)
+        parts = self._descent.parts(contexts, gathered)
+        self._descent.learn(parts, seen, waits=False, by_gradient=False)
+        if any(part.observed is not None and part.stack.rule.keeps_recorded for part in parts):
+            self._descent.descend(parts, waits=False)  # examples, which are others every time
+        else:
+            self._descend(key, parts, fixed)
+        return True
+
+    # --- what can be recorded ------------------------------------------------------------------------------
+
+    def _possible(self) -> bool:
+        """Whether steps of this optimizer can be: one GPU, one process, and rules that are known to allow it."""
+        if self._allowed is None:
+            self._allowed = self._wanted is not False and len(self._params) > 0 and self._allows()
+        return self._allowed and capturable(self._params[0].device)
+
+    def _allows(self) -> bool:
+        descent, device = self._descent, self._params[0].device
+        small = sum(p.numel() for p in self._params) <= LARGEST
+        return (
+            (small or self._wanted is True)
+            and all(p.device == device for p in self._params)
+            and descent.refreshes.processes.count == 1
+            and descent.damping.schedule is None
+            and not descent.damping.adaptive
+            and all(allows(stack.rule) for stack in descent.stacks)
+        )
+
+    def _settled(self) -> bool:
+        """Whether everything lies where it lay at the last step; if not, recordings are begun anew.
+
+        Not where a stack's parameters cannot be listed: what such a stack subtracts would have the host's numbers.
+        """
+        stacks = self._descent.stacks
+        state = [X.data_ptr() for stack in stacks for X in stack.state.values()]
+        held = [X.data_ptr() for X in self._held]
+        places = (tuple(state), tuple(held), tuple((p.data_ptr(), p.stride()) for p in self._params))
+        if places == self._places:
+            return True
+        self._places = places
+        self._gathering, self._descending = Graphs(), Graphs()
+        self._made.clear()
+        if not all(stack.listed is not None and stack.listed.parameters() is not None for stack in stacks):
+            self._places = None
+        return False
+
+    def _gradients(self) -> list[Tensor] | None:
+        """All gradients, if there are all, and dense; and room to hold them."""
+        grads = [p.grad for p in self._params]
+        if any(grad is None or grad.layout is not torch.strided for grad in grads):
+            return None
+        found = [grad for grad in grads if grad is not None]
+        if len(self._held) != len(found) or any(
+            h.dtype is not g.dtype or h.stride() != g.stride() for h, g in zip(self._held, found, strict=True)
+        ):
+            self._held = [torch.empty_like(grad) for grad in found]
+        return found
+
+    def _key(self, contexts: Sequence[Context], scale: float) -> Hashable:
+        """All that the host decides in a step, but for learning rates and decay."""
+        names = ("momentum", "nesterov", "factor_decay")
+        return scale, *(
+            (c.observes, c.damping, c.examples, *(stack.group[name] for name in names))
+            for stack, c in zip(self._descent.stacks, contexts, strict=True)
+        )
+
+    # --- the two graphs ------------------------------------------------------------------------------------
+
+    def _gather(self, key: Hashable, contexts: Sequence[Context], scale: float) -> tuple[Gathered, bool]:
+        """Gradients with their gate, and whether they lie where the recording left them."""
+        made: list[Gathered] = []
+
+        def call() -> None:
+            with _in_place_of_gradients(self._params, self._held):
+                gathered = self._descent.gather(scale, waits=False)
+            for part in self._descent.parts(contexts, gathered):
+                self._descent.learn_gradient(part)
+            made.append(gathered)
+
+        fixed = self._gathering.run(key, call, self._params[0].device)
+        if made and fixed:  # recorded just now
+            self._made[key] = made[-1]
+        return (self._made[key] if fixed else made[-1]), fixed
+
+    def _descend(self, key: Hashable, parts: Sequence[Part], fixed: bool) -> None:
+        """Directions and descent; recorded, if what they read will be in the same place again."""
+        self._send_rates(parts)
+        for part, rates in zip(parts, self._rates.unbind(), strict=True):
+            part.rates = rates
+        device = self._params[0].device
+        replayed = self._descending.run(key, lambda: self._descent.descend(parts, waits=False), device, record=fixed)
+        if replayed:
+            torch.autograd.graph.increment_version(self._params)
+
+    def _send_rates(self, parts: Sequence[Part]) -> None:
+        """Learning rates and decays, if they have changed; nobody waits."""
+        lrs = [(part.context.lr, part.stack.group["weight_decay"]) for part in parts]
+        numbers = [x for lr, decay in lrs for x in (1 - lr * decay, lr)]
+        if numbers == self._sent:
+            return
+        device = self._params[0].device
+        if self._rates.numel() != len(numbers):
+            self._rates = torch.empty(len(parts), 2, device=device)
+        here = torch.tensor(numbers, dtype=torch.float32, pin_memory=device.type == "cuda").view_as(self._rates)
+        self._rates.copy_(here, non_blocking=True)
+        self._sent = numbers
+
+
+def allows(rule: UpdateRule) -> bool:
+    """Whether a rule says that its steps may be recorded; one that inherits from such a rule must say so itself."""
+    return "recordable" in vars(type(rule)) and rule.recordable
+
+
+def capturable(device: torch.device) -> bool:
+    """Whether graphs can be recorded on a device now: it has them, and nobody else is recording."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def _in_place_of_gradients(params: Sequence[torch.nn.Parameter], held: Sequence[Tensor]):
+    """While gradients are gathered, those that are held take their places."""
+    grads = [p.grad for p in params]
+    try:
+        for p, X in zip(params, held, strict=True):
+            p.grad = X
+        yield
+    finally:
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad

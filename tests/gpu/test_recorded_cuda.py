@@ -1,0 +1,83 @@
+"""Steps recorded as CUDA graphs: the same as steps that are not, without a word from the device."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import layerwise as lw
+from layerwise.optim.engine import Layerwise
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # torch, at the first product of a thread
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+]
+MEMBERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Muon": ("Muon", {}),
+    "KFAC": ("KFAC", {"refresh_every": 4, "factor_every": 2, "clip": 1e-3}),
+    "KFAC grafted": ("KFAC", {"refresh_every": 4, "factor_every": 4, "graft": "adam", "nesterov": True}),
+    "KFAC sampled": ("KFAC", {"refresh_every": 4, "factor_every": 4, "likelihood": "categorical"}),
+    "EKFAC running": ("EKFAC", {"refresh_every": 4, "factor_every": 4, "scaling": "running"}),
+    "EKFAC": ("EKFAC", {"refresh_every": 4, "factor_every": 4, "scaling": "batch"}),
+    "FOOF": ("FOOF", {"refresh_every": 4}),
+    "Shampoo": ("Shampoo", {"refresh_every": 4, "factor_every": 2}),
+    "SOAP": ("SOAP", {"refresh_every": 4}),
+}
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    parts: list[nn.Module] = [nn.Embedding(11, 64)]
+    for _ in range(3):
+        parts += [nn.LayerNorm(64), nn.Linear(64, 64), nn.Tanh()]
+    return nn.Sequential(*parts, nn.Linear(64, 7)).cuda()
+
+
+def trained(name: str, record: bool, steps: int = 24, broken: int | None = None) -> tuple[nn.Module, Layerwise]:
+    member, options = MEMBERS[name]
+    model, generator = net(), torch.Generator("cuda").manual_seed(1)
+    opt = getattr(lw.optim, member)(model, lr=1e-3, weight_decay=0.1, record=record, loss_average="tokens", **options)
+    x = torch.randint(11, (16, 8), device="cuda", generator=generator)
+    y = torch.randint(7, (16, 8), device="cuda", generator=generator)
+    for step in range(steps):
+        for group in opt.param_groups:
+            group["lr"] = 1e-3 / (1 + 0.1 * step)
+        torch.cuda.set_sync_debug_mode("error" if step > steps // 2 else "default")
+        try:
+            opt.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                f = model(x)
+            F.cross_entropy(f.float().flatten(0, 1), y.flatten()).backward()
+            if step == broken:
+                next(model.parameters()).grad.mul_(float("nan"))  # type: ignore[union-attr]
+            opt.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return model, opt
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().double().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_recorded_steps_are_the_same(name: str):
+    expected, _ = trained(name, record=False)
+    found, opt = trained(name, record=True)
+    recorded = opt._recorded
+    assert recorded._gathering._recorded, recorded._gathering.failed
+    assert recorded._descending._recorded, recorded._descending.failed
+    way = float((flat(expected) - flat(net())).norm())
+    # The same operations in the same order; what atomics add up (embeddings' gradients) may differ in the last bits.
+    assert float((flat(found) - flat(expected)).norm()) <= 1e-2 * way
+    assert opt.health().skipped_steps == 0
+
+
+def test_a_gradient_that_is_not_finite_shuts_the_gate():
+    found, opt = trained("SOAP", record=True, broken=20)
+    assert bool(torch.isfinite(flat(found)).all())
+    assert opt.health().skipped_steps == 1

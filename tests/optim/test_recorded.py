@@ -1,0 +1,212 @@
+"""Recorded steps: the same as steps that are taken as they are, whatever changes between them."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from optim_tools import batches, flat, squares
+from optim_tools import member as any_member
+from recording import captured, here
+from torch import Tensor, nn
+
+from layerwise.foundations.fused import finish_
+from layerwise.optim import graphs, recorded
+from layerwise.optim.elementwise import AdamRule
+from layerwise.optim.engine import Layerwise
+from layerwise.optim.graphs import Graphs
+
+pytestmark = pytest.mark.usefixtures("untyped")
+STEPS = 12
+MEMBERS = {
+    "Muon": {"momentum": 0.9, "orthogonalize": "newton_schulz"},
+    "KFAC": {"refresh_every": 3, "factor_every": 2, "momentum": 0.9, "clip": 1e-3},
+    "KFAC sampled": {"refresh_every": 3, "graft": "adam", "nesterov": True, "momentum": 0.9},
+    "EKFAC": {"refresh_every": 2, "factor_every": 3},
+    "EKFAC running": {"refresh_every": 2},
+    "FOOF": {"refresh_every": 2, "clip": ("norm", 0.1)},
+    "Shampoo": {"refresh_every": 3, "factor_every": 2, "graft": "gradient"},
+    "SOAP": {"refresh_every": 3, "factor_every": 2},
+    "SGD": {"momentum": 0.9},
+    "Adam": {},
+}
+Edit = Callable[[Layerwise, nn.Module, int], None]
+
+
+@pytest.fixture(autouse=True)
+def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with graphs that note operations."""
+    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: False))
+    monkeypatch.setattr(Graphs, "_captured", captured)
+    monkeypatch.setattr(graphs, "beside", here)
+    monkeypatch.setattr(recorded, "capturable", lambda device: True)
+
+
+def net() -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+
+
+def nothing(opt: Layerwise, model: nn.Module, step: int) -> None:
+    """All steps are alike."""
+
+
+def trained(name: str, record: bool, edit: Edit = nothing, steps: int = STEPS, **options: Any):
+    """The model after some steps with a rate that falls, and its optimizer."""
+    model = net()
+    opt = any_member(name, model, lr=1e-2, weight_decay=0.1, record=record, **{**MEMBERS[name], **options})
+    assert isinstance(opt, Layerwise)
+    for step, (x, y) in enumerate(batches(steps, 5, n=24)):
+        for group in opt.param_groups:
+            group["lr"] = 1e-2 / (1 + step)
+        opt.zero_grad()
+        squares(model(x.float()), y).backward()
+        edit(opt, model, step)
+        opt.step()
+    return model, opt
+
+
+def replays(opt: Layerwise) -> tuple[int, int]:
+    """How many graphs of each kind there are."""
+    return len(opt._recorded._gathering._recorded), len(opt._recorded._descending._recorded)
+
+
+def assert_same(name: str, edit: Edit = nothing, **options: Any) -> Layerwise:
+    expected, _ = trained(name, False, edit, **options)
+    found, opt = trained(name, True, edit, **options)
+    start = flat(net())
+    assert float((flat(found) - flat(expected)).norm()) <= 1e-5 * float((flat(expected) - start).norm())
+    return opt
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_recorded_steps_are_the_same(name: str):
+    opt = assert_same(name)
+    assert all(replays(opt)), (opt._recorded._gathering.failed, opt._recorded._descending.failed)
+
+
+def test_what_changes_between_steps_is_noticed():
+    """Weights that move elsewhere, momentum, decay, damping, a gradient that is missing, state that is loaded."""
+
+    def edit(opt: Layerwise, model: nn.Module, step: int) -> None:
+        first = model.get_parameter("0.weight")
+        if step == 6:
+            first.data = first.data.clone()
+        if step == 7:
+            opt.param_groups[0]["momentum"] = 0.5
+        if step == 8:
+            opt.param_groups[0]["weight_decay"] = 0.3
+        if step == 9:
+            opt.param_groups[0]["damping"] = 0.3
+        if step == 11:
+            model.get_parameter("2.weight").grad = None
+        if step == 13:
+            opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+
+    opt = assert_same("KFAC", edit, steps=22)
+    assert all(replays(opt))
+
+
+def test_behind_a_shut_gate_nothing_moves_and_it_is_counted():
+    kept = {}
+
+    def edit(opt: Layerwise, model: nn.Module, step: int) -> None:
+        if step == 9:
+            grad = model.get_parameter("0.weight").grad
+            assert grad is not None
+            grad[0, 0] = torch.nan
+            kept["before"] = flat(model)
+        if step == 10:
+            kept["after"] = flat(model)
+
+    opt = assert_same("SOAP", edit)
+    assert torch.equal(kept["before"], kept["after"])
+    assert opt.health().skipped_steps == 1
+    assert opt.health().skipped_steps == 1
+
+
+def test_numbers_that_change_at_every_step_are_not_kept():
+    """A batch of another size at every step: nothing is recorded, and nothing piles up."""
+    model = net()
+    opt = any_member("EKFAC running", model, lr=1e-2, record=True)
+    assert isinstance(opt, Layerwise)
+    for step in range(12):
+        opt.zero_grad()
+        model(torch.randn(5 + step, 5)).square().mean().backward()
+        opt.step()
+    assert replays(opt) == (0, 0)
+    assert not opt._recorded._made
+
+
+@pytest.mark.parametrize("name", ["MahalanobisSpectral", "LocoProp", "NGD"])
+def test_rules_that_do_not_say_so_are_not_recorded(name: str):
+    model = net()
+    opt = any_member(name, model, record=True)
+    assert isinstance(opt, Layerwise)
+    for x, y in batches(5, 5, n=24):
+        opt.zero_grad()
+        squares(model(x.float()), y).backward()
+        opt.step()
+    assert not opt._recorded._possible()
+
+
+def test_who_is_recorded(monkeypatch: pytest.MonkeyPatch):
+    class Own(AdamRule):
+        """Inherits, and says nothing of its own."""
+
+    assert recorded.allows(AdamRule())
+    assert not recorded.allows(Own())
+    _, small = trained("Muon", record=True, steps=1)
+    assert small._recorded._possible()
+    monkeypatch.setattr(recorded, "LARGEST", 10)
+    _, large = trained("Muon", record=None, steps=1)  # type: ignore[arg-type]
+    assert not large._recorded._possible()
+    _, polar = trained("Muon", True, steps=1, orthogonalize="polar")
+    assert not polar._recorded._possible()
+
+
+def test_autograd_hears_of_replayed_steps():
+    model, opt = trained("Muon", record=True)
+    assert all(replays(opt))
+    version = next(model.parameters())._version
+    model(torch.randn(4, 5)).square().mean().backward()
+    opt.step()
+    assert next(model.parameters())._version > version
+
+
+def test_rates_on_the_device():
+    W = [torch.ones(2, 3), torch.ones(2, 3)]
+    D = torch.arange(12.0).view(2, 2, 3)
+    expected = [w.clone() for w in W]
+    finish_(expected, None, D, lr=0.5, decay=0.1)
+    finish_(W, None, D, lr=7.0, decay=7.0, rates=torch.tensor([1 - 0.5 * 0.1, 0.5]))
+    assert all(torch.allclose(a, b) for a, b in zip(W, expected, strict=True))
+
+
+def test_a_call_that_asks_the_device_is_not_recorded():
+    found, calls = Graphs(), []
+
+    def call() -> None:
+        calls.append(float(torch.ones(()) + 1))
+
+    cpu = torch.device("cpu")
+    assert [found.run("key", call, cpu) for _ in range(3)] == [False] * 3
+    assert found.failed and calls == [2.0] * 3  # noqa: PT018
+
+
+def test_graphs_replay_what_was_recorded():
+    x, total = torch.ones(3), torch.zeros(3)
+    found = Graphs()
+
+    def call() -> None:
+        total.add_(torch.where(x > 0, 2 * x, 0.0).cumsum(0))
+
+    kinds = []
+    for step in range(5):
+        x.fill_(float(step))
+        kinds.append(found.run("key", call, torch.device("cpu")))
+    assert kinds == [False, True, True, True, True]
+    expected: Tensor = sum(torch.full((3,), 2.0 * s).cumsum(0) for s in range(5))  # type: ignore[assignment]
+    assert torch.equal(total, expected)
