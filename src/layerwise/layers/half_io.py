@@ -20,9 +20,12 @@ class HalfIO(RecordedIO):
 
 
 def was_half(io: RecordedIO) -> bool:
-    """Whether a layer computed in half precision, so that its records lose nothing (float16: little) in bfloat16."""
-    floats = [t for call in io.calls for t in (call.x, call.dy) if t is not None and t.is_floating_point()]
-    return all(t.dtype in HALF for t in floats)
+    """Whether a layer computed in half precision, so that its records lose nothing (float16: little) in bfloat16.
+
+    Its output tells: inputs of single precision, such as a norm layer's under autocast, were rounded on their way in.
+    """
+    results = [call.x if call.dy is None else call.dy for call in io.calls]
+    return all(t.dtype in HALF for t in results if t.is_floating_point())
 
 
 def half_chunks(io: RecordedIO) -> Iterator[Standard]:

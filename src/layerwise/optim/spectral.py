@@ -13,8 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.fused import momentum_half_
-from layerwise.foundations.linalg import gram, triton_products
-from layerwise.foundations.linalg.halves import Half
+from layerwise.foundations.linalg import gram
 from layerwise.optim.factors import Factors
 from layerwise.optim.rule import Context, Health, Shape, State, UpdateRule
 
@@ -79,24 +78,6 @@ def _on_gram(Y: Tensor, steps: int, coefficients: tuple[float, float, float]) ->
 def _product(Y: Tensor) -> Tensor:
     """``Y Yᵀ``, by one triangle where that pays."""
     return Y @ Y.mT if Y.dtype == torch.bfloat16 else gram(Y.mT)
-
-
-def _squared(Y: Tensor, b: float, c: float) -> Tensor:
-    """``b S + c S²`` with ``S = Y Yᵀ``; both are symmetric, and on a GPU with Triton one half of each is computed."""
-    one = _ones(len(Y), Y.device)
-    half = Half(Y, one)
-    if Y.shape[-2] % triton_products.ALIGNED or not triton_products.takes(half, half.mT):
-        S = Y @ Y.mT
-        return torch.baddbmm(S, S, S, beta=b, alpha=c)
-    S, B = (Y.new_empty(len(Y), Y.shape[-2], Y.shape[-2]) for _ in range(2))
-    triton_products.pair_product(half, half.mT, symmetric=True, out=S)
-    half = Half(S, one)
-    return triton_products.pair_product(half, half, symmetric=True, add=S, beta=b, alpha=c, out=B)
-
-
-@cache
-def _ones(groups: int, device: torch.device) -> Tensor:
-    return torch.ones(groups, device=device)
 
 
 @cache
@@ -165,8 +146,8 @@ class Orthogonalized(UpdateRule):
         norm = squares.sqrt().clamp_min(self.eps).view(-1, 1, 1)
         Y = Y / norm.to(Y.dtype)
         for left in reversed(range(self.steps)):
-            last = ratio if left == 0 else 1.0
-            Y = torch.baddbmm(Y, _squared(Y, b, c), Y, beta=a * last, alpha=last)
+            S, last = Y @ Y.mT, ratio if left == 0 else 1.0
+            Y = torch.baddbmm(Y, torch.baddbmm(S, S, S, beta=b, alpha=c), Y, beta=a * last, alpha=last)
         return Y.mT if tall else Y
 
     def _ratio(self, grad: Tensor) -> float:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from types import EllipsisType
 
 import torch
-from jaxtyping import BFloat16, Float16, Float32
+from jaxtyping import Float16, Float32
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
@@ -67,14 +67,14 @@ class HalfPair:
 
 @dataclass(frozen=True)
 class Half:
-    """A stack of matrices rounded to 11 bits (8 in bfloat16), ``hi / scale``; made by `half_pairs.halved`.
+    """A stack of matrices rounded to 11 bits, ``hi / scale``; made by `half_pairs.halved`.
 
     >>> from layerwise.foundations.linalg.half_pairs import halved
     >>> halved(torch.tensor([[1.0, 3.0]])).mT.shape
     torch.Size([2, 1])
     """
 
-    hi: Float16[Tensor, "*batch m n"] | BFloat16[Tensor, "*batch m n"]
+    hi: Float16[Tensor, "*batch m n"]
     scale: Float32[Tensor, "*batch"]
 
     @property

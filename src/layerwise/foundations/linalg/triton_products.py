@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float16, Float32
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
@@ -104,8 +104,8 @@ def pair_product(
 
     Of a `Half` and anything, first halves only are multiplied. `alpha` and `beta` are numbers, or one for each matrix
     on the device. With `symmetric` the result is known to be symmetric: tiles on and below the diagonal are computed
-    and mirrored (`add` is read there only). `out`, of float32 or rounded to half precision, may be `add`, but shares
-    no memory with A or B.
+    and mirrored (`add` is read there only). `out`, of float32 or rounded to float16, may be `add`, but shares no memory
+    with A or B.
     """
     rough = isinstance(A, Half) or isinstance(B, Half)
     tiles = tiles or tiles_for(B.shape[-1], rough, symmetric)
@@ -206,7 +206,7 @@ def _parts(units: int, rows: int, tiles: Tiles) -> int:
     return min((p for p in range(1, 9) if p == 1 or rows // p >= 4 * tiles.depth), key=seconds)
 
 
-def _parts_of(pair: HalfPair | Half) -> tuple[Tensor, Tensor, Float32[Tensor, "K"]]:
+def _parts_of(pair: HalfPair | Half) -> tuple[Float16[Tensor, "K m n"], Float16[Tensor, "K m n"], Float32[Tensor, "K"]]:
     hi, scale = _stack(pair.hi, "a pair"), pair.scale.reshape(-1).contiguous()
     if isinstance(pair, Half):
         return hi, hi, scale
