@@ -75,7 +75,8 @@ def applied_error(X, M, root, damping=1e-3):
 
 
 def left_in(M, U):
-    return float(tracked_basis(M, U, 0, measured=True)[2])
+    [left] = tracked_basis(M, U, 0, measured=True)[2]
+    return float(left)
 
 
 def departure(U):
@@ -86,12 +87,26 @@ def departure(U):
 @pytest.mark.parametrize(("samples", "fall"), [(10.0, 10), (0.25, 4)])
 def test_a_sweep_follows_a_drift(dtype, samples, fall):
     last, M = drifted(samples=samples)
-    U, values, before = tracked_basis(M.to(dtype), eigenbasis(last).to(dtype))
+    U, values, [before] = tracked_basis(M.to(dtype), eigenbasis(last).to(dtype))
     assert before == pytest.approx(left_in(M, eigenbasis(last)), rel=1e-2)
     assert left_in(M.to(dtype), U) < before / fall
     shift = 1e-3 * M.diagonal().mean()
     truth = torch.linalg.eigvalsh(M) + shift
     assert ((values.double().sort()[0] + shift) / truth - 1).abs().max() < 0.03
+
+
+def test_couplings_are_those_before_each_sweep():
+    """Of a stack, the first one first; with `measured` that of the basis that is returned comes last."""
+    last, M = (X.expand(2, N, N).clone() for X in drifted(samples=0.25))
+    M[1] = last[1]
+    U, _, couplings = tracked_basis(M, eigenbasis(last), 2, measured=True)
+    one, _, first = tracked_basis(M, eigenbasis(last))
+    assert couplings.shape == (3, 2)
+    assert torch.equal(couplings[0], first[0])
+    assert torch.equal(couplings[1], tracked_basis(M, one)[2][0])
+    assert torch.equal(couplings[2], tracked_basis(M, U, 0, measured=True)[2][0])
+    assert (couplings[1:, 0] < couplings[:-1, 0] / 4).all()
+    assert (couplings[:, 1] < 1e-10).all()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
@@ -119,16 +134,16 @@ def test_sweeps_converge_from_an_unrelated_basis():
 def test_what_is_diagonal_already_does_not_move():
     Q = orthogonal(N, 1)
     for kind in ("identity", "clusters", "low rank"):
-        U, _, before = tracked_basis(with_values(spectrum(kind), Q), Q, 3)
+        U, _, couplings = tracked_basis(with_values(spectrum(kind), Q), Q, 3)
         assert torch.allclose(U, Q, atol=1e-12)
-        assert before < 1e-10
+        assert (couplings < 1e-10).all()
 
 
 def test_equal_eigenvalues_that_drift_apart_hardly_turn():
     """Within a cluster rotation would gain nothing and cost orthogonality: a sweep must not make it worse."""
     values, Q = spectrum("clusters"), orthogonal(N, 1)
     M = 0.95 * with_values(values, Q) + 0.05 * covariance(values, Q, 10 * N, 3)
-    U, _, before = tracked_basis(M, Q)
+    U, _, [before] = tracked_basis(M, Q)
     assert left_in(M, U) < before
     assert departure(U) < 1e-7  # less than float32 could tell
 
@@ -141,7 +156,7 @@ def test_orthogonality_does_not_wear_off(rounded):
     U = eigenbasis(M)
     for step in range(50):
         M = 0.95 * M + 0.05 * covariance(values, Q, 10 * N, 10 + step).float()
-        U, _, before = tracked_basis(M, U.half().float() if rounded else U)
+        U, _, [before] = tracked_basis(M, U.half().float() if rounded else U)
         assert before < 0.05
     assert departure(U) < 1e-5
     assert left_in(M, U) < 0.01
@@ -153,14 +168,14 @@ def test_corrections_may_be_rough():
     def rough(A, B):
         return A.bfloat16().float() @ B.bfloat16().float()
 
-    U, _, before = tracked_basis(M.float(), eigenbasis(last).float(), products=TorchProducts(roughly=rough))
+    U, _, [before] = tracked_basis(M.float(), eigenbasis(last).float(), products=TorchProducts(roughly=rough))
     assert left_in(M.float(), U) < before / 4
     assert departure(U) < 1e-4
 
 
 def test_pairs_of_halves_follow_a_drift():
     last, M = (X.float() for X in drifted(samples=0.25))
-    U, values, before = tracked_basis(M, eigenbasis(last), products=HALF_PAIRS)
+    U, values, [before] = tracked_basis(M, eigenbasis(last), products=HALF_PAIRS)
     expected = tracked_basis(M, eigenbasis(last))
     assert torch.allclose(U, expected[0], atol=1e-3)
     assert torch.allclose(values, expected[1], atol=1e-6)
@@ -239,8 +254,10 @@ def test_one_bad_matrix_leaves_the_others_alone():
     U = eigenbasis(last).expand(4, N, N)
     M = M.repeat(4, 1, 1)
     M[1, 0, 0], M[2, 3, 4], M[3] = torch.nan, torch.inf, 0
-    found, values, left = tracked_basis(M, U, 2)
-    assert left[1:3].tolist() == [torch.inf] * 2
+    found, values, couplings = tracked_basis(M, U, 2)
+    assert couplings.shape == (2, 4)
+    assert couplings[:, 1:3].tolist() == [[torch.inf] * 2] * 2
+    assert couplings[:, [0, 3]].isfinite().all()
     assert torch.equal(found[1:3], U[1:3])
     assert torch.equal(found[0], tracked_basis(M[0], U[0], 2)[0])
     assert torch.allclose(found[3], U[3])

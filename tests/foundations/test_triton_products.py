@@ -144,6 +144,28 @@ def test_symmetric_pair_product(n: int):
     torch.testing.assert_close(C, 3 * D + half_pairs.product(X.mT, X), rtol=0, atol=2e-5)
 
 
+@interpreted
+@pytest.mark.parametrize("n", [5, 48, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_symmetric_product_with_an_antisymmetric_addend(n: int, dtype: torch.dtype):
+    """``βE + αE²`` of an antisymmetric E, of which only the lower triangle is read."""
+    X = randn(3, n, n)
+    E = half_pairs.split(X - X.mT).half
+    alpha, beta = torch.tensor([0.5, 0.125, 1.0]), torch.tensor([1.0, 0.5, 0.0])
+    expected = beta[:, None, None] * E.hi.float() + alpha[:, None, None] * half_pairs.rough_product(E, E)
+    lower = E.hi.tril().clone()
+    lower[2] = torch.nan  # of beta 0: ignored
+    out = torch.empty(3, n, n, dtype=dtype)
+    C = triton_products.pair_product(
+        E, E, symmetric=True, skew=True, add=lower, alpha=alpha, beta=beta, out=out, tiles=SMALL
+    )
+    rtol = 1e-3 if dtype == torch.float16 else 1e-5
+    torch.testing.assert_close(C.float(), expected, rtol=rtol, atol=1e-3)
+    out = E.hi.clone()
+    triton_products.pair_product(E, E, symmetric=True, skew=True, add=out, alpha=alpha, beta=beta, out=out, tiles=SMALL)
+    assert dtype == torch.float32 or torch.equal(out, C)
+
+
 def assert_same(found: HalfPair, expected: HalfPair) -> None:
     assert torch.equal(found.hi, expected.hi)
     assert torch.equal(found.lo, expected.lo)

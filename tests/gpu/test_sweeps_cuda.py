@@ -120,11 +120,11 @@ def test_rotation(n: int):
 @pytest.mark.parametrize("n", SIZES)
 def test_tracked_basis(n: int):
     M, U = drifted(n, samples=n // 4)
-    V, values, left = tracked_basis(M, U, 1, HALF_PAIRS)
+    V, values, couplings = tracked_basis(M, U, 1, HALF_PAIRS)
     expected = tracked_basis(M, U)
     assert relative(V, expected[0]) < 5e-3  # small eigenvalues see the 22 bits of S
     torch.testing.assert_close(values, expected[1], rtol=1e-2, atol=1e-7)
-    torch.testing.assert_close(left, expected[2], rtol=1e-3, atol=0)
+    torch.testing.assert_close(couplings, expected[2], rtol=1e-3, atol=0)
     assert (torch.linalg.matrix_norm(V.mT @ V - torch.eye(n, device="cuda")) < 1e-3).all()
     before, after = (tracked_basis(M, basis, 0, measured=True)[2] for basis in (U, V))
     assert (after < before / 3).all()
@@ -136,8 +136,8 @@ def test_tracked_basis_of_bad_matrices():
     M[1, 0, 0], M[2, 3, 4], M[3] = torch.nan, torch.inf, 0
     U[4] *= 20
     U[5, 3, 3] = torch.nan
-    V, values, left = tracked_basis(M, U, 2, HALF_PAIRS)
-    assert torch.isfinite(left).tolist() == [True, False, False, True, False, False]
+    V, values, couplings = tracked_basis(M, U, 2, HALF_PAIRS)
+    assert torch.isfinite(couplings[-1]).tolist() == [True, False, False, True, False, False]
     torch.testing.assert_close(V[[1, 2, 4, 5]], U[[1, 2, 4, 5]], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(V[3], U[3], rtol=0, atol=1e-5)
     assert values[1:3].isnan().all()

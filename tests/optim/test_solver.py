@@ -13,7 +13,7 @@ import layerwise as lw
 from layerwise.foundations.errors import InputError
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.rule import Health
-from layerwise.optim.solver import EASY, FAILED, FINE, LAG, REFINED, REFUSED, SLOW_TURNS, Watch, method
+from layerwise.optim.solver import EASY, FAILED, FINE, LAG, REFINED, REFUSED, SLOW_TURNS, InverseWatch, method
 
 pytestmark = pytest.mark.usefixtures("untyped")
 SIZE = 12
@@ -207,7 +207,7 @@ def test_a_factor_that_is_replaced_is_followed(
 
 
 def test_the_host_hears_after_its_lag():
-    watch, health = Watch.over(3, torch.device("cpu")), Health()
+    watch, health = InverseWatch.over(3, torch.device("cpu")), Health()
     assert watch.take_exact(1, slice(0, 3), health)  # new ones are solved exactly
     watch.verdict[1:] = torch.tensor([FINE, REFUSED])
     watch.post(5, slice(1, 3))
@@ -216,6 +216,7 @@ def test_the_host_hears_after_its_lag():
     assert watch.take_exact(5 + LAG, slice(2, 3), health)
     assert not watch.take_exact(5 + LAG, slice(2, 3), health)  # it has been
     assert (health.refusals, health.fallbacks, watch.slow) == (1, 0, [0, 0, SLOW_TURNS])
+    assert [watch.rounds(slice(*ends)) for ends in ((0, 2), (1, 3))] == [1, 2]
     watch.verdict[:] = torch.tensor([REFINED, FAILED, FINE])
     watch.post(8, slice(0, 3))
     watch.hear(8 + LAG, health)

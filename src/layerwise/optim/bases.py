@@ -11,20 +11,13 @@ from layerwise.foundations.linalg import guarded_eigh
 from layerwise.foundations.linalg.basis_tracking import tracked_basis
 from layerwise.optim import stored
 from layerwise.optim.channels import times_inputs
-from layerwise.optim.refined import own_size, watch_of
+from layerwise.optim.refined import own_size
 from layerwise.optim.rule import Context, Health, State
-from layerwise.optim.solver import EASY, FAILED, REFINED, Plan
+from layerwise.optim.solver import Plan
 from layerwise.optim.stored import products_of
+from layerwise.optim.sweeps import CLOSELY_COUPLED, basis_watch
 
 BASIS = ("U_P", "U_P_scale", "s_P", "U_Q", "U_Q_scale", "s_Q")
-MORE_SWEEPS = 3
-"""At first, when a basis turns fast, and after one sweep did not suffice."""
-COUPLED = 0.045
-"""Of the coupling before the last sweep. On factors of trainings EKFAC's directions err by a fifth of it, Shampoo's by
-a sixth (power ½) or a fourteenth (¼)."""
-LOOSELY_COUPLED = 0.5
-"""The same where second moments are measured in whatever basis there is: about what a step of orthogonal iteration,
-SOAP's own, leaves of a factor that changes fast."""
 
 
 def rotate(state: State, X: Float[Tensor, "*B K O I"], largest: Tensor | None = None) -> Float[Tensor, "*B K O I"]:
@@ -51,21 +44,20 @@ def scaled_unrotate(state: State, Y: Float[Tensor, "*B K O I"]) -> Float[Tensor,
 
 
 def track(
-    state: State, side: str, groups: slice, context: Context, health: Health, plan: Plan, limit: float = COUPLED
+    state: State, side: str, groups: slice, context: Context, health: Health, plan: Plan, limit: float = CLOSELY_COUPLED
 ) -> None:
     """The basis of some groups after their factor has changed: by sweeps of products; at first by eigh.
 
-    Beyond a coupling of `limit` the next turns take more sweeps.
+    Beyond a coupling of `limit` the next turns take more sweeps, where more are of use.
     """
     name, M = f"U_{side}", state[side][groups]
     if name in plan.exact:
         begin(state, side, groups, context, health)
         return
-    sweeps, products = MORE_SWEEPS if name in plan.more else 1, products_of(state, name)
-    U, values, left = tracked_basis(M, stored.value(state, name, groups), sweeps=sweeps, products=products)
+    sweeps, products = plan.rounds(name), products_of(state, name)
+    U, values, couplings = tracked_basis(M, stored.value(state, name, groups), sweeps=sweeps, products=products)
     good = torch.isfinite(values).all(-1)
-    verdict = torch.where(good, torch.where(left < limit, EASY, REFINED), FAILED)
-    watch_of(state, name, context).verdict[groups] = verdict.to(torch.int8)
+    basis_watch(state, name, context, limit).say(groups, torch.where(good, couplings, torch.inf))
     stored.write(state, name, groups, U, good)
     stored.write(state, f"s_{side}", groups, values.clamp_min(0), good)
 

@@ -18,11 +18,12 @@ from layerwise.layers.half_io import half_chunks, was_half
 from layerwise.layers.one_hot import OneHot
 from layerwise.layers.standard import Standard
 from layerwise.optim import stored
-from layerwise.optim.bases import BASIS, COUPLED, LOOSELY_COUPLED, rotate, scaled_unrotate, track, unrotate
+from layerwise.optim.bases import BASIS, rotate, scaled_unrotate, track, unrotate
 from layerwise.optim.channels import times_inputs, whole_spectrum
 from layerwise.optim.factors import Factors, check_side
 from layerwise.optim.rule import Context, Health, Observation, Recorded, Shape, State
 from layerwise.optim.solver import method
+from layerwise.optim.sweeps import CLOSELY_COUPLED, LOOSELY_COUPLED
 
 
 @dataclass
@@ -130,7 +131,7 @@ class CorrectedEigenvalues(EigenFactors):
     @property
     def coupling_limit(self) -> float:
         """Close, where scalings are those of the factors themselves."""
-        return COUPLED if self.scaling == "none" else LOOSELY_COUPLED
+        return CLOSELY_COUPLED if self.scaling == "none" else LOOSELY_COUPLED
 
     def init(self, shape: Shape) -> State:
         """And scalings."""

@@ -16,13 +16,14 @@ from layerwise.foundations.linalg import gram
 from layerwise.foundations.linalg.half_pairs import product
 from layerwise.optim import stored
 from layerwise.optim.averaging import finite_moments, update_mean
-from layerwise.optim.bases import BASIS, COUPLED, rotate, scaled_unrotate, track
+from layerwise.optim.bases import BASIS, rotate, scaled_unrotate, track
 from layerwise.optim.channels import block_state, mean_input_eigenvalue, times_inputs
 from layerwise.optim.refined import EXACT_STEPS, refine_inverse, watch_of
 from layerwise.optim.roots import condition_numbers, guarded_root, mean_eigenvalue
 from layerwise.optim.rows import average_rows_
 from layerwise.optim.rule import Context, Health, Observation, Shape, State, UpdateRule
 from layerwise.optim.solver import Plan, Watch, method
+from layerwise.optim.sweeps import basis_watch, coupled
 
 LEFT = ("outgrads", "gradient", "identity")
 SMALL_POWER = 0.25
@@ -245,8 +246,11 @@ class Factors(UpdateRule):
 
     @property
     def coupling_limit(self) -> float:
-        """How far a basis may lag behind its factor before it is brought up to it in more rounds."""
-        return COUPLED
+        """How far a basis may lag behind its factor before it is brought up to it in more rounds.
+
+        By the larger power of those that are not inverses, which need no basis.
+        """
+        return coupled(max((p for p in self.power if p not in (0, 1)), default=1.0))
 
     def watched(self, state: State) -> list[str]:
         """Matrices that are refined by products."""
@@ -260,16 +264,18 @@ class Factors(UpdateRule):
 
     def plan(self, state: State, groups: slice, context: Context, health: Health) -> Plan:
         """Which matrices are solved exactly, and which of the others take more rounds."""
-        exact, more = set(), set()
+        exact, rounds = set(), {}
         for name in self.watched(state):
-            watch, root = watch_of(state, name, context), name.endswith("_root")
+            root = name.endswith("_root")
+            known = (state, name, context)
+            watch = watch_of(*known) if root else basis_watch(*known, self.coupling_limit)
             first = watch.take_exact(context.step, groups, health)
-            young = context.step < YOUNG_STEPS
             if first or (root and context.step <= EXACT_STEPS):
                 exact.add(name)
-            elif young or any(watch.slow[groups]):
-                more.add(name)
-        return Plan(frozenset(exact), frozenset(more))
+            else:
+                rounds[name] = watch.most if context.step < YOUNG_STEPS else watch.rounds(groups)
+        more, most = (frozenset(name for name in rounds if rounds[name] > least) for least in (1, 2))
+        return Plan(frozenset(exact), more, most=most)
 
     def parts(self, state: State, plan: Plan) -> list[Plan]:
         """Inverses one by one: each is recorded apart, so that few recordings serve all plans."""

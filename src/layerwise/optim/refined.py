@@ -8,7 +8,7 @@ from layerwise.foundations.linalg.outliers import without_outliers
 from layerwise.optim import stored
 from layerwise.optim.roots import mean_eigenvalue
 from layerwise.optim.rule import Context, State
-from layerwise.optim.solver import EASY, FAILED, FINE, REFINED, REFUSED, Plan, Watch
+from layerwise.optim.solver import EASY, FAILED, FINE, REFINED, REFUSED, InverseWatch, Plan
 from layerwise.optim.stored import products_of
 
 EXACT_STEPS = 8
@@ -51,11 +51,10 @@ def refine_inverse(state: State, side: str, groups: slice, shift: Tensor, contex
     stored.write(state, name, groups, X, good & known)
 
 
-def watch_of(state: State, name: str, context: Context) -> Watch:
-    """The watch over a matrix."""
+def watch_of(state: State, name: str, context: Context) -> InverseWatch:
+    """The watch over an inverse."""
     if name not in context.memory:
-        slow = FIRST_TURNS if name.endswith("_root") else 0
-        context.memory[name] = Watch.over(len(state[name]), state[name].device, slow)
+        context.memory[name] = InverseWatch.over(len(state[name]), state[name].device, FIRST_TURNS)
     return context.memory[name]
 
 

@@ -11,10 +11,11 @@
 it was, and solved exactly at its next turn: by then the host has heard of it, without waiting.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +25,10 @@ from layerwise.optim.rule import Health
 
 SOLVERS = ("auto", "eigh", "cholesky", "newton")
 FINE, REFINED, REFUSED, FAILED, EASY = 0, 1, 2, 3, 4
-"""What a device says of a factor: good enough; better than before; not converging; not to be solved at all; good
-enough, and one round would have been, too."""
+"""What a device says of an inverse: good enough; better than before; not converging; not to be solved at all; good
+enough, and one round would have been, too. Of a basis it tells the couplings themselves: see `sweeps`."""
 SLOW_TURNS = 8
-"""For how many turns a refinement takes more rounds after one round did not suffice."""
+"""For how many easy turns an inverse is refined in more rounds after one round did not suffice."""
 LAG = 2
 """Steps after which the host may read what a device reported, without waiting: it is never so far ahead."""
 
@@ -63,10 +64,21 @@ class Plan(NamedTuple):
     """Matrices whose refinement takes more rounds: statistics have only begun, or the last one did not suffice."""
     only: str | None = None
     """The one matrix that is refreshed; None: all of them."""
+    most: frozenset[str] = frozenset()
+    """Those of `more` that take as many rounds as there are: bases, where two sweeps did not suffice either."""
+
+    def rounds(self, name: str) -> int:
+        """How many rounds a matrix takes.
+
+        >>> plan = Plan(frozenset(), frozenset({"U_P", "U_Q"}), most=frozenset({"U_Q"}))
+        >>> [plan.rounds(name) for name in ("U_P", "U_Q", "Q_root")]
+        [2, 3, 1]
+        """
+        return 1 + (name in self.more) + (name in self.most)
 
     def parts(self, names: Sequence[str]) -> "list[Plan]":
         """A plan for each matrix, which can be carried out (and recorded) apart from the others."""
-        return [Plan(self.exact & {name}, self.more & {name}, name) for name in names]
+        return [Plan(self.exact & {name}, self.more & {name}, name, self.most & {name}) for name in names]
 
 
 @dataclass
@@ -89,7 +101,7 @@ class Report:
         arrived.record()
         return cls(step, groups, here, arrived)
 
-    def read(self) -> list[int]:
+    def read(self) -> list[Any]:
         """By now it is here."""
         if self.arrived is not None:
             self.arrived.synchronize()
@@ -97,20 +109,15 @@ class Report:
 
 
 @dataclass
-class Watch:
-    """Which groups of one matrix must be solved exactly: new ones, and those that did not converge."""
+class Watch(ABC):
+    """Which groups of one matrix must be solved exactly, and how many rounds the others take, by what a device says."""
 
     exact: list[bool]
     verdict: Tensor
-    """``[K]``, on the device; a refresh writes it."""
-    slow: list[int]
-    """For how many easy turns more a group's refinement takes more rounds: one lately left something to be desired."""
-    _posted: deque[Report] = field(default_factory=deque)
-
-    @classmethod
-    def over(cls, groups: int, device: torch.device, slow: int = 0) -> "Watch":
-        """Of a factor that has never been solved."""
-        return cls([True] * groups, torch.zeros(groups, dtype=torch.int8, device=device), [slow] * groups)
+    """``[K, ...]``, on the device; a refresh writes it."""
+    _posted: deque[Report] = field(default_factory=deque, init=False)
+    most: ClassVar[int]
+    """Rounds that a refinement takes where nothing is known of it."""
 
     def post(self, step: int, groups: slice) -> None:
         """Tell the host, in two steps' time."""
@@ -120,12 +127,8 @@ class Watch:
         """Take in the reports that are old enough."""
         while self._posted and self._posted[0].step <= step - LAG:
             report = self._posted.popleft()
-            for place, verdict in zip(range(report.groups.start, report.groups.stop), report.read(), strict=True):
-                self.exact[place] = self.exact[place] or verdict == REFUSED
-                wanting = verdict in (REFINED, REFUSED)
-                self.slow[place] = SLOW_TURNS if wanting else max(0, self.slow[place] - (verdict == EASY))
-                health.refusals += wanting
-                health.fallbacks += verdict == FAILED
+            for place, said in zip(range(report.groups.start, report.groups.stop), report.read(), strict=True):
+                self.heed(place, said, health)
 
     def take_exact(self, step: int, groups: slice, health: Health) -> bool:
         """Whether these groups are to be solved exactly; they then have been."""
@@ -133,3 +136,37 @@ class Watch:
         wanted = any(self.exact[groups])
         self.exact[groups] = [False] * (groups.stop - groups.start)
         return wanted
+
+    @abstractmethod
+    def heed(self, place: int, said: Any, health: Health) -> None:
+        """Learn from what was said of one group."""
+
+    @abstractmethod
+    def rounds(self, groups: slice) -> int:
+        """That the next refinement of these groups takes."""
+
+
+@dataclass
+class InverseWatch(Watch):
+    """Over inverses: those that did not converge are solved exactly; more rounds until one would have done for long."""
+
+    slow: list[int] = field(default_factory=list)
+    """For how many easy turns more a group's refinement takes more rounds: one lately left something to be desired."""
+    most: ClassVar[int] = 2
+
+    @classmethod
+    def over(cls, groups: int, device: torch.device, slow: int = 0) -> "InverseWatch":
+        """Of a factor that has never been solved."""
+        return cls([True] * groups, torch.zeros(groups, dtype=torch.int8, device=device), [slow] * groups)
+
+    def heed(self, place: int, said: int, health: Health) -> None:
+        """A verdict."""
+        self.exact[place] = self.exact[place] or said == REFUSED
+        wanting = said in (REFINED, REFUSED)
+        self.slow[place] = SLOW_TURNS if wanting else max(0, self.slow[place] - (said == EASY))
+        health.refusals += wanting
+        health.fallbacks += said == FAILED
+
+    def rounds(self, groups: slice) -> int:
+        """One, or more where some group is slow."""
+        return self.most if any(self.slow[groups]) else 1

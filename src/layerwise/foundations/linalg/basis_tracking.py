@@ -45,40 +45,40 @@ def tracked_basis(
     damping: int | float = 1e-3,
     still: int | float = STILL,
     measured: bool = False,
-) -> tuple[Float[Tensor, "*batch n n"], Float[Tensor, "*batch n"], Float[Tensor, "*batch"]]:
-    """The basis after some sweeps, the eigenvalues, and the `coupling` that was left *before* the last sweep.
+) -> tuple[Float[Tensor, "*batch n n"], Float[Tensor, "*batch n"], Float[Tensor, "rounds *batch"]]:
+    """The basis after some sweeps, the eigenvalues, and the `coupling` *before* each sweep, the first one first.
 
     A sweep is six products: two for S, two for ``V = U (I + E + E²/2)``, where E is the `rotation`, and two for a step
     of Newton and Schulz, ``V + V (I − Vᵀ V)/2``, which makes V orthogonal again, rounding of U included. Three of them
     only correct (E², ``U E``, ``V (I − Vᵀ V)``) and may be rough: half precision does. A sweep about
     squares a small coupling; from an unrelated basis it converges too, in some twenty sweeps. Eigenvalues are those of
-    S to second order; `measured` spends two products more on eigenvalues and coupling of the basis that is returned.
+    S to second order; `measured` spends two products more on eigenvalues and (last) coupling of the basis returned.
     `damping`, relative to the mean eigenvalue, is the shift of `coupling`; with ``still=0`` and ``damping=0`` sweeps
     converge to eigenvectors of separate eigenvalues to rounding (equal ones need `still`). Equal diagonal entries of S
     do not turn, coupled or not: start from an eigenbasis, not from I. Where M is not finite the basis is returned as it
-    came, with a coupling of infinity and eigenvalues that are not numbers.
+    came, with a last coupling of infinity and eigenvalues that are not numbers.
 
     >>> M = torch.tensor([[2.0, 0.1], [0.1, 1.0]])
-    >>> U, values, before = tracked_basis(M, torch.eye(2), sweeps=2, damping=0)
-    >>> [round(x, 4) for x in values.tolist()], [round(x, 4) for x in torch.linalg.eigvalsh(M).tolist()]
-    ([2.0099, 0.9901], [0.9901, 2.0099])
+    >>> U, values, couplings = tracked_basis(M, torch.eye(2), sweeps=2, damping=0)
+    >>> [[round(x, 4) for x in found.tolist()] for found in (values, torch.linalg.eigvalsh(M), couplings)]
+    [[2.0099, 0.9901], [0.9901, 2.0099], [0.0707, 0.0004]]
     """
     if sweeps < 0 or sweeps + measured < 1:
         raise InputError(describe(f"sweeps={sweeps}", "a number ≥ 1, or 0 with measured=True", "pass e.g. sweeps=1"))
     fused, M_ = _takes(products, M, U), products.prepared(M, definite=True)
     U = U.contiguous() if fused else U
-    V, values, left = U, M.diagonal(dim1=-2, dim2=-1), M.new_empty(M.shape[:-2])
+    V, values, couplings = U, M.diagonal(dim1=-2, dim2=-1), []
     for _ in range(sweeps):
         V, values, left = (_fused if fused else _sweep)(M_, V, damping, still, products)
+        couplings.append(left)
     if measured:
         S, scale = _seen_from(M_, products.prepared(V), products)
-        values, left = scale * S.diagonal(dim1=-2, dim2=-1), coupling(S, damping)
-    return _restored(V, U, left, fused), values, left
+        values = scale * S.diagonal(dim1=-2, dim2=-1)
+        couplings.append(coupling(S, damping))
+    return _restored(V, U, couplings[-1], fused), values, torch.stack(couplings)
 
 
-def _sweep(
-    M: Any, U: Tensor, damping: int | float, still: int | float, products: Products
-) -> tuple[Tensor, Tensor, Tensor]:
+def _sweep(M: Any, U: Tensor, damping: int | float, still: int | float, products: Products) -> tuple[Tensor, ...]:
     U_ = products.prepared(U)
     S, scale = _seen_from(M, U_, products)
     E = rotation(S, damping, still)
@@ -99,7 +99,7 @@ def _takes(products: Products, M: Tensor, U: Tensor) -> bool:
     return stacks and M.shape[-1] >= FUSED_SIZE and M.shape[-1] % triton_products.ALIGNED == 0
 
 
-def _fused(M: Any, U: Tensor, damping: int | float, still: int | float, _: Products) -> tuple[Tensor, Tensor, Tensor]:
+def _fused(M: Any, U: Tensor, damping: int | float, still: int | float, _: Products) -> tuple[Tensor, ...]:
     from layerwise.foundations.linalg import triton_sweeps
 
     return triton_sweeps.sweep(M, U, damping, still)

@@ -123,12 +123,13 @@ def pair_product_kernel(
     C, A_hi, A_lo, B_hi, B_lo, A_scale, B_scale, D, alpha, beta, alpha_number, beta_number, identity, m, n, depth,
     A_k, A_row, A_column, B_k, B_row, B_column, C_k, C_row, D_k, D_row,
     ROUGH: tl.constexpr, HAS_D: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr,
-    HAS_IDENTITY: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_DEPTH: tl.constexpr,
+    HAS_IDENTITY: tl.constexpr, SYMMETRIC: tl.constexpr, SKEW: tl.constexpr, EVEN_DEPTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One tile of identity·I + beta·D + alpha·(A_lo B_hi + A_hi B_lo + A_hi B_hi)/(A_scale B_scale).
 
-    All in one accumulator; with ROUGH the last product only. Numbers that hold for all matrices come by value.
+    All in one accumulator; with ROUGH the last product only. Numbers that hold for all matrices come by value. With
+    SYMMETRIC only tiles on and below the diagonal are computed, and mirrored; with SKEW the matrix D is antisymmetric.
     """
     index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if SYMMETRIC:
@@ -173,17 +174,22 @@ def pair_product_kernel(
     inside = A_inside & B_inside
     if HAS_IDENTITY:
         acc += tl.where(rows[:, None] == columns[None, :], identity, 0.0)
+    mirrored = acc
     if HAS_D:
         b = beta_number
         if HAS_BETA:
             b *= tl.load(beta + k)
         former = tl.load(D + k * D_k + rows[:, None] * D_row + columns[None, :], mask=inside, other=0.0)
         # With beta 0 the matrix D is ignored, even if it is not finite.
-        acc = tl.where(b == 0.0, acc, b * former.to(tl.float32) + acc)
+        added = tl.where(b == 0.0, 0.0, b * former.to(tl.float32))
+        acc += added
+        if SKEW:
+            mirrored -= added
+        else:
+            mirrored = acc
     if SYMMETRIC:  # in a tile on the diagonal, too, one half is the mirror image of the other
         inside = inside & (rows[:, None] >= columns[None, :])
     C += k * C_k
-    stored = acc.to(C.dtype.element_ty)
-    tl.store(C + rows[:, None] * C_row + columns[None, :], stored, mask=inside)
+    tl.store(C + rows[:, None] * C_row + columns[None, :], acc.to(C.dtype.element_ty), mask=inside)
     if SYMMETRIC:
-        tl.store(C + columns[None, :] * C_row + rows[:, None], stored, mask=inside)
+        tl.store(C + columns[None, :] * C_row + rows[:, None], mirrored.to(C.dtype.element_ty), mask=inside)

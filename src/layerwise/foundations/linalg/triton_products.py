@@ -93,6 +93,7 @@ def pair_product(
     B: HalfPair | Half,
     *,
     symmetric: bool = False,
+    skew: bool = False,
     add: Float[Tensor, "*K m n"] | None = None,
     alpha: Float32[Tensor, "*K"] | int | float = 1.0,
     beta: Float32[Tensor, "*K"] | int | float = 1.0,
@@ -104,8 +105,8 @@ def pair_product(
 
     Of a `Half` and anything, first halves only are multiplied. `alpha` and `beta` are numbers, or one for each matrix
     on the device. With `symmetric` the result is known to be symmetric: tiles on and below the diagonal are computed
-    and mirrored (`add` is read there only). `out`, of float32 or rounded to float16, may be `add`, but shares no memory
-    with A or B.
+    and mirrored (`add` is read there only); with `skew` too, ``A B`` is symmetric and `add` antisymmetric.
+    `out`, of float32 or rounded to float16, may be `add`, but shares no memory with A or B.
     """
     rough = isinstance(A, Half) or isinstance(B, Half)
     tiles = tiles or tiles_for(B.shape[-1], rough, symmetric)
@@ -136,7 +137,7 @@ def pair_product(
             C_, A_hi, A_lo, B_hi, B_lo, A_scale, B_scale, D_, alphas, betas, alpha_number, beta_number, float(identity),
             m, n, depth, *A_hi.stride(), *B_hi.stride(), *C_.stride()[:2], *D_strides,
             ROUGH=rough, HAS_D=D_ is not None, HAS_ALPHA=alphas is not None, HAS_BETA=betas is not None,
-            HAS_IDENTITY=identity != 0, SYMMETRIC=symmetric, EVEN_DEPTH=depth % tiles.depth == 0,
+            HAS_IDENTITY=identity != 0, SYMMETRIC=symmetric, SKEW=skew, EVEN_DEPTH=depth % tiles.depth == 0,
             BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_DEPTH=tiles.depth,
             GROUP=tiles.group, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip

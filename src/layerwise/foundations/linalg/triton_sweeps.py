@@ -45,8 +45,9 @@ def sweep(
     basis = split(U, bound=ENTRY_BOUND)
     S = pair_product(basis.mT, split(pair_product(M, basis, tiles=tiles)), symmetric=True, tiles=tiles)
     found = rotation(S, damping, still)
-    F = Half(torch.empty_like(found.E.hi), found.E.scale)
-    pair_product(found.E, found.E, add=found.E.hi, alpha=found.alpha, beta=found.beta, out=F.hi, tiles=tiles)
+    E, F = found.E, Half(torch.empty_like(found.E.hi), found.E.scale)
+    # E is antisymmetric, its square symmetric: half of the tiles are enough for E + E²/2.
+    pair_product(E, E, symmetric=True, skew=True, add=E.hi, alpha=found.alpha, beta=found.beta, out=F.hi, tiles=tiles)
     V = pair_product(basis.half, F, add=U, tiles=tiles)
     turned, N = split(V, bound=ENTRY_BOUND), F  # F has been used
     pair_product(turned.mT, turned, alpha=-UNIT, identity=UNIT, symmetric=True, out=N.hi, tiles=tiles)
