@@ -20,6 +20,7 @@ from layerwise.layers.standard import Standard
 from layerwise.optim import stored
 from layerwise.optim.bases import BASIS, rotate, scaled_unrotate, track, unrotate
 from layerwise.optim.channels import times_inputs, whole_spectrum
+from layerwise.optim.example_squares import alike, squares_of_stack
 from layerwise.optim.factors import Factors, check_side
 from layerwise.optim.rule import Context, Health, Observation, Recorded, Shape, State
 from layerwise.optim.solver import method
@@ -169,9 +170,12 @@ class CorrectedEigenvalues(EigenFactors):
     def _rescale_by_examples(self, state: State, seen: Observation, context: Context) -> None:
         """Squares of per-example gradients in the basis, summed over examples (and processes)."""
         totals, start = [], 0
-        for calls, k in zip(seen.recorded, seen.groups, strict=True):
-            totals.append(self._squares_of_layer(state, slice(start, start + k), calls, context))
-            start += k
+        if self._at_once(state, seen):
+            totals.append(squares_of_stack(seen.recorded, *(stored.rough(state, name) for name in ("U_P", "U_Q"))))
+        else:
+            for calls, k in zip(seen.recorded, seen.groups, strict=True):
+                totals.append(self._squares_of_layer(state, slice(start, start + k), calls, context))
+                start += k
         start = 0
         for total in seen.add_up(totals):
             groups = slice(start, start + len(total))
@@ -180,6 +184,11 @@ class CorrectedEigenvalues(EigenFactors):
             good = good if context.gate is None else good & context.gate
             ema_(state["s"][groups], total, good.to(total.dtype), seen.examples)
             start += len(total)
+
+    def _at_once(self, state: State, seen: Observation) -> bool:
+        """Whether examples of all layers are looked at together: plain linear maps that a GPU computed in halves."""
+        both = "U_P" in state and "U_Q" in state
+        return both and not self.sua and state["s"].device.type == "cuda" and alike(seen.recorded)
 
     def _squares_of_layer(self, state: State, groups: slice, calls: list[Recorded], context: Context) -> Tensor:
         """Of one layer, summed over its backwards; in half precision where a GPU's layer computed in it."""

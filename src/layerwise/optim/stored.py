@@ -54,6 +54,12 @@ def value(state: State, name: str, groups: slice = ALL) -> Tensor:
     return found.value() if isinstance(found, HalfPair) else found
 
 
+def rough(state: State, name: str) -> tuple[Tensor, Tensor]:
+    """A matrix times a number for each group, as it lies there: 11 bits or more; and these numbers ``[K]``."""
+    found = matrix(state, name)
+    return (found, torch.ones_like(found[:, 0, 0])) if isinstance(found, Tensor) else (found.hi, found.scale)
+
+
 def operand(state: State, name: str, groups: slice) -> Tensor | HalfPair:
     """A matrix to be refined: the pair, where one is kept, else its value."""
     found = matrix(state, name, groups)

@@ -1,0 +1,96 @@
+"""EKFAC's scalings of a whole stack at once: the same as layer by layer, but for the rounding of half precision."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import layerwise as lw
+from layerwise.optim import example_squares
+from layerwise.optim.eigenbasis import CorrectedEigenvalues
+from layerwise.optim.example_squares import alike, squares_of_stack
+
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16: torch goes on
+
+
+def observed(
+    monkeypatch: pytest.MonkeyPatch, width: int, hidden: int, positions: int, bias: bool = True
+) -> list[tuple[CorrectedEigenvalues, dict, Any, Any]]:
+    """What the rule is given in one step, for each stack of three layers."""
+    torch.manual_seed(0)
+    parts = [p for _ in range(3) for p in (nn.LayerNorm(width), nn.Linear(width, hidden, bias=bias), nn.Tanh())]
+    parts = [p for i in range(0, 9, 3) for p in (*parts[i : i + 3], nn.Linear(hidden, width, bias=bias))]
+    model, found = nn.Sequential(*parts), []
+
+    def kept(self: CorrectedEigenvalues, state: dict, seen: Any, context: Any) -> None:
+        found.append((self, state, seen, context))
+
+    monkeypatch.setattr(CorrectedEigenvalues, "_rescale_by_examples", kept)
+    opt = lw.optim.EKFAC(model, lr=1e-3, scaling="batch")
+    with torch.autocast("cpu", torch.bfloat16):
+        f = model(torch.randn(4, positions, width))
+    f.float().square().sum().backward()
+    opt.step()
+    return found
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("width", "hidden", "positions"), [(32, 16, 5), (16, 32, 40), (48, 16, 20)])
+def test_the_same_as_layer_by_layer(
+    width: int, hidden: int, positions: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Whichever side is turned before and whichever after."""
+    stacks = observed(monkeypatch, width, hidden, positions, bias)
+    assert len(stacks) == 2
+    for rule, state, seen, context in stacks:
+        assert alike(seen.recorded)
+        layers = [rule._squares_of_layer(state, slice(k, k + 1), seen.recorded[k], context) for k in range(3)]
+        exact = torch.cat(layers)
+        scale = torch.full((3,), 2.0)
+        found = squares_of_stack(seen.recorded, (2 * state["U_P"], scale), (2 * state["U_Q"], scale))
+        assert found.shape == exact.shape
+        assert float((found - exact).norm() / exact.norm()) < 2e-2
+        monkeypatch.setattr(example_squares, "MOST_BYTES", 1)  # a layer at a time
+        assert torch.equal(squares_of_stack(seen.recorded, (2 * state["U_P"], scale), (2 * state["U_Q"], scale)), found)
+
+
+def test_wider_bases(monkeypatch: pytest.MonkeyPatch):
+    _, state, seen, _ = observed(monkeypatch, 32, 16, 5)[0]
+    one = torch.ones(3)
+    exact = squares_of_stack(seen.recorded, (state["U_P"], one), (state["U_Q"], one))
+    wide = [torch.stack([torch.block_diag(u, torch.eye(3)) for u in state[name]]) for name in ("U_P", "U_Q")]
+    found = squares_of_stack(seen.recorded, (wide[0], one), (wide[1], one))
+    O, I = exact.shape[1:]
+    torch.testing.assert_close(found[:, :O, :I], exact, rtol=1e-2, atol=1e-6)
+    assert not found[:, O:].any()
+    assert not found[:, :, I:].any()
+
+
+def test_layers_that_are_not_alike(monkeypatch: pytest.MonkeyPatch):
+    _, _, seen, _ = observed(monkeypatch, 32, 16, 5)[0]
+    assert not alike([])
+    assert not alike([*seen.recorded[:2], []])
+    twice = [seen.recorded[0] * 2, *seen.recorded[1:]]
+    assert not alike(twice)
+    other = [[seen.recorded[0][0]._replace(factor=3.0)], *seen.recorded[1:]]
+    assert not alike(other)
+
+
+def test_a_step_takes_them_at_once(monkeypatch: pytest.MonkeyPatch):
+    """Where it is said to, and with the same scalings."""
+
+    def scalings(at_once: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+        opt = lw.optim.EKFAC(model, lr=1e-3, scaling="batch")
+        allowed = lambda self, state, seen: at_once and alike(seen.recorded)  # noqa: E731
+        monkeypatch.setattr(CorrectedEigenvalues, "_at_once", allowed)
+        with torch.autocast("cpu", torch.bfloat16):
+            f = model(torch.randn(4, 5, 16))
+        f.float().square().sum().backward()
+        opt.step()
+        return (opt._stacks or [])[0].state["s"]
+
+    expected = scalings(False)
+    assert float((scalings(True) - expected).norm() / expected.norm()) < 2e-2
