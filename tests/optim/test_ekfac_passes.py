@@ -6,6 +6,7 @@ from optim_tools import batches, cross_entropy, mlp
 from torch import Tensor
 
 import layerwise as lw
+from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.kronecker import split_spectrum
 from layerwise.optim import eigenbasis
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
@@ -77,13 +78,13 @@ def test_what_damping_adds(split: str, relative: bool, padding: tuple[int, int])
 
 @pytest.mark.parametrize("scaling", ["running", "none"])
 def test_the_gradient_is_rotated_once(scaling: str, monkeypatch: pytest.MonkeyPatch):
-    count, rotate = [0], eigenbasis.rotate
+    count, rotate = [0], eigenbasis.scaled_rotate
 
-    def counted(state: State, X: Tensor, largest: Tensor | None = None) -> Tensor:
+    def counted(state: State, X: Tensor, largest: Tensor | None = None) -> Tensor | Scaled:
         count[0] += 1
         return rotate(state, X, largest)
 
-    monkeypatch.setattr(eigenbasis, "rotate", counted)
+    monkeypatch.setattr(eigenbasis, "scaled_rotate", counted)
     rule, state, shape = rule_and_state(scaling=scaling)
     context, G = context_of(shape), gradient(shape)
     rule.rescale(state, None, G, context)

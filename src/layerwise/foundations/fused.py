@@ -120,7 +120,7 @@ def finite_diagonals(new: Float[Tensor, "K *n"]) -> Bool[Tensor, "K"]:
 def rotated_adam_(
     M: Float[Tensor, "K O I"],
     V: Float[Tensor, "K O I"],
-    R: Float[Tensor, "K O I"],
+    R: Float[Tensor, "K O I"] | Scaled,
     *,
     beta1: int | float,
     beta2: int | float,
@@ -129,17 +129,19 @@ def rotated_adam_(
     correction2: Float[Tensor, "K"],
     gate: Gate = None,
     out: Float[Tensor, "K O I"] | None = None,
+    factor: int | float = 1.0,
 ) -> Float[Tensor, "K O I"]:
     """SOAP's step in the eigenbasis, ``M/(√V + ε) · √c₂/c₁``, with both moments moved towards R and R² before.
 
-    The corrections are ``c = 1 − βᵗ``. `out` may be R, or of half precision. Where the gate is shut the step is zero.
+    The corrections are ``c = 1 − βᵗ``. `out` may be R, or of half precision; what it gets is `factor` times the step,
+    in float16 cut off where it is too large (NaN stays). Where the gate is shut it is zero.
 
     >>> M, V, c = torch.zeros(1, 1, 1), torch.zeros(1, 1, 1), torch.tensor([0.5])
     >>> step = rotated_adam_(M, V, torch.ones(1, 1, 1), beta1=0.5, beta2=0.5, eps=0.0, correction1=c, correction2=c)
     >>> M.item(), V.item(), round(step.item(), 6)
     (0.5, 0.5, 1.0)
     """
-    return _adam(M, V, R, out, (beta1, beta2, eps, correction1, correction2, True, gate))
+    return _adam(M, V, R, out, factor, (beta1, beta2, eps, correction1, correction2, True, gate))
 
 
 @torch.no_grad()
@@ -162,15 +164,18 @@ def adam_(
     >>> adam_(m, v, torch.ones(1, 1, 1), beta1=0.5, beta2=0.5, eps=1.0, correction1=c, correction2=c)
     tensor([[[0.5000]]])
     """
-    return _adam(m, v, g, out, (beta1, beta2, eps, correction1, correction2, False, gate))
+    return _adam(m, v, g, out, 1.0, (beta1, beta2, eps, correction1, correction2, False, gate))
 
 
-def _adam(M: Tensor, V: Tensor, G: Tensor, out: Tensor | None, numbers: tuple[Any, ...]) -> Tensor:
+def _adam(
+    M: Tensor, V: Tensor, G: Tensor | Scaled, out: Tensor | None, factor: int | float, numbers: tuple[Any, ...]
+) -> Tensor:
+    G, scales = parts(G)
     step = torch.empty(M.shape, dtype=M.dtype, device=M.device) if out is None else out
     for name, X in (("M", M), ("V", V), ("the gradient", G), ("out", step)):
         check_whole(X, name)
     if M.numel():
-        way_of(M, others=(V, G, step)).adam_(M, V, G, step, *numbers)
+        way_of(M, others=(V, G, step)).adam_(M, V, G, scales, step, factor, *numbers)
     return step
 
 

@@ -6,11 +6,15 @@ from torch import Tensor
 
 from layerwise.foundations import fused
 from layerwise.foundations.fused_checks import check_alike, check_whole
+from layerwise.foundations.fused_scaled import Scaled
 
 
 @torch.no_grad()
 def squares_ema_(
-    s: Float[Tensor, "K O I"], R: Float[Tensor, "K O I"], weight: Float[Tensor, "K"], factor: int | float = 1.0
+    s: Float[Tensor, "K O I"],
+    R: Float[Tensor, "K O I"] | Scaled,
+    weight: Float[Tensor, "K"],
+    factor: int | float = 1.0,
 ) -> Float[Tensor, "K O I"]:
     """Move running means towards ``factor · R²``.
 
@@ -23,15 +27,16 @@ def squares_ema_(
     >>> squares_ema_(torch.ones(1, 1, 2), torch.tensor([[[3.0, torch.inf]]]), torch.tensor([0.5]), 2.0)
     tensor([[[9.5000, 1.0000]]])
     """
+    R, scales = fused.parts(R)
     check_alike(s, {"R": R})
     if s.numel():
-        fused.way_of(s, others=(R,)).squares_ema_(s, R, weight, factor)
+        fused.way_of(s, others=(R,)).squares_ema_(s, R, scales, weight, factor)
     return s
 
 
 @torch.no_grad()
 def damped_quotient(
-    R: Float[Tensor, "K O I"],
+    R: Float[Tensor, "K O I"] | Scaled,
     s: Float[Tensor, "K O I"],
     s_P: Float[Tensor, "K O"] | None,
     s_Q: Float[Tensor, "K I"] | None,
@@ -39,41 +44,48 @@ def damped_quotient(
     right: Float[Tensor, "K"] | None,
     constant: Float[Tensor, "K"],
     out: Float[Tensor, "K O I"] | None = None,
+    largest: Float[Tensor, "K"] | None = None,
 ) -> Float[Tensor, "K O I"]:
     """Divide by damped eigenvalues, what is added to them at least the least normal number.
 
         Yᵢⱼ = Rᵢⱼ / (sᵢⱼ + max(s_Pᵢ·right + left·s_Qⱼ + constant, tiny))
 
     Without `left` and `right` (then the factors' eigenvalues are not asked for) only the constant is added. `out` may
-    be R, or of half precision.
+    be R (or what holds it, before it is divided), or of half precision. `largest`, zeros, becomes the largest magnitude
+    of each Y, NaN where there is one.
 
     >>> one, two = torch.ones(1), torch.full((1, 1), 2.0)
     >>> damped_quotient(torch.full((1, 1, 1), 12.0), torch.ones(1, 1, 1), two, 3 * two, one, one, 3 * one)
     tensor([[[1.]]])
     """
+    R, scales = fused.parts(R)
     out = _room(R, out)
     check_alike(s, {"R": R, "out": out})
     if s.numel():
-        fused.way_of(s, others=(R, out)).damped_quotient(R, s, s_P, s_Q, left, right, constant, out)
+        way = fused.way_of(s, others=(R, out))
+        way.damped_quotient(R, scales, s, s_P, s_Q, left, right, constant, out, largest)
     return out
 
 
 @torch.no_grad()
 def scaled(
-    R: Float[Tensor, "K O I"],
+    R: Float[Tensor, "K O I"] | Scaled,
     a: Float[Tensor, "K O"] | None,
     b: Float[Tensor, "K I"] | None,
     out: Float[Tensor, "K O I"] | None = None,
+    largest: Float[Tensor, "K"] | None = None,
 ) -> Float[Tensor, "K O I"]:
-    """``Rᵢⱼ aᵢ bⱼ``: rows and columns scaled, or one of the two alone. `out` may be R, or of half precision.
+    """``Rᵢⱼ aᵢ bⱼ``: rows and columns scaled, or one of the two alone. `out` and `largest` are as in `damped_quotient`.
 
     >>> scaled(torch.ones(1, 1, 2), torch.tensor([[3.0]]), torch.tensor([[1.0, 2.0]]))
     tensor([[[3., 6.]]])
     """
+    R, scales = fused.parts(R)
     out = _room(R, out)
     check_alike(R, {"out": out})
     if R.numel():
-        fused.way_of(R, others=(out, *(x for x in (a, b) if x is not None)), half=True).scaled(R, a, b, out)
+        way = fused.way_of(R, others=(out, *(x for x in (a, b) if x is not None)), half=True)
+        way.scaled(R, scales, a, b, out, largest)
     return out
 
 

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-from layerwise.foundations.fused_kernels import _jit, block, tile, tl
+from layerwise.foundations.fused_kernels import _jit, block, stored, tile, tl, unscaled
 
 
 @_jit
 @no_type_check
-def squares_ema_kernel(s, R, weight, factor, entries, s_k, R_k, BLOCK: tl.constexpr):
+def keep_largest(largest, k, y):
+    """The largest magnitude so far, of all programs: as bits, integers of the same order, in which NaN comes last."""
+    bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.atomic_max(largest + k, tl.max(tl.max(bits, 1), 0))
+
+
+@_jit
+@no_type_check
+def squares_ema_kernel(s, R, scales, weight, factor, entries, s_k, R_k, SCALES: tl.constexpr, BLOCK: tl.constexpr):
     """One block of s + weight·(factor·R² − s); an entry whose square is not finite is left."""
     k = tl.program_id(1).to(tl.int64)
     w = tl.load(weight + k)
     if w != 0.0:  # a weight of zero leaves the means alone, and costs nothing
         at, inside = block(entries, BLOCK)
-        r = tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32)
+        r = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
         x = factor * (r * r)
         former = tl.load(s + k * s_k + at, mask=inside, other=0.0)
         new = tl.where(w == 1.0, x, former + w * (x - former))
@@ -25,8 +33,9 @@ def squares_ema_kernel(s, R, weight, factor, entries, s_k, R_k, BLOCK: tl.conste
 @_jit
 @no_type_check
 def damped_quotient_kernel(
-    R, s, out, s_P, s_Q, left, right, constant, tiny, rows_total, width, R_k, s_k, out_k,
-    HAS_FACTORS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    R, scales, s, out, s_P, s_Q, left, right, constant, largest, tiny, rows_total, width, R_k, s_k, out_k,
+    SCALES: tl.constexpr, HAS_FACTORS: tl.constexpr, HAS_LARGEST: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One tile of R/(s + max(s_P·right + left·s_Q + constant, tiny))."""
     k = tl.program_id(1).to(tl.int64)
@@ -40,24 +49,40 @@ def damped_quotient_kernel(
         added = p * tl.load(right + k) + tl.load(left + k) * q + added
     added = tl.where(added < tiny, tiny, added)  # NaN stays NaN
     damped = tl.load(s + k * s_k + at, mask=inside, other=1.0) + added
-    r = tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + k * out_k + at, tl.div_rn(r, damped).to(out.dtype.element_ty), mask=inside)
+    r = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
+    y = tl.div_rn(r, damped)
+    tl.store(out + k * out_k + at, stored(y, out.dtype.element_ty), mask=inside)
+    if HAS_LARGEST:
+        keep_largest(largest, k, tl.where(inside, y, 0.0))
 
 
 @_jit
 @no_type_check
 def scaled_kernel(
-    R, out, a, b, rows_total, width, R_k, out_k,
-    HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    R, scales, out, a, b, largest, rows_total, width, R_k, out_k,
+    SCALES: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr, HAS_LARGEST: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One tile of R·a·b."""
     k = tl.program_id(1).to(tl.int64)
     rows, columns = tile(width, ROWS, COLUMNS)
     inside = (rows < rows_total) & (columns < width)
     at = rows * width + columns
-    y = tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32)
+    y = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
     if HAS_ROWS:
         y = y * tl.load(a + k * rows_total + rows, mask=rows < rows_total, other=0.0).to(tl.float32)
     if HAS_COLUMNS:
         y = y * tl.load(b + k * width + columns, mask=columns < width, other=0.0).to(tl.float32)
-    tl.store(out + k * out_k + at, y.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + k * out_k + at, stored(y, out.dtype.element_ty), mask=inside)
+    if HAS_LARGEST:
+        keep_largest(largest, k, tl.where(inside, y, 0.0))
+
+
+@_jit
+@no_type_check
+def unscale_kernel(out, X, scales, entries, out_k, X_k, SCALES: tl.constexpr, BLOCK: tl.constexpr):
+    """One block over its group's scales."""
+    k = tl.program_id(1).to(tl.int64)
+    at, inside = block(entries, BLOCK)
+    x = tl.load(X + k * X_k + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + k * out_k + at, unscaled(x, scales, k, SCALES), mask=inside)

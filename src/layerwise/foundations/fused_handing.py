@@ -17,6 +17,11 @@ def byte(gate: Gate) -> Tensor | None:
     return None if gate is None else gate.view(torch.uint8)
 
 
+def bits(largest: Tensor | None) -> Tensor | None:
+    """Magnitudes as integers of the same order."""
+    return None if largest is None else largest.view(torch.int32)
+
+
 def from_group(X: Tensor | None, start: int) -> Tensor | None:
     """The stack from some group on; most have all their groups in one launch."""
     return X if X is None or start == 0 else X[start:]

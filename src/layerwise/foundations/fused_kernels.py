@@ -62,6 +62,15 @@ def unscaled(x, scales, k, SCALES: tl.constexpr):
 
 @_jit
 @no_type_check
+def stored(x, KIND: tl.constexpr):
+    """x as it is stored. What is too large for float16 is cut off there; NaN and infinity stay."""
+    if tl.float16 == KIND:
+        x = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -65504.0), 65504.0), x)
+    return x.to(KIND)
+
+
+@_jit
+@no_type_check
 def gather_kernel(
     out, weights, biases, gate, factor, O, I, o, i, out_k, weight_row,
     LISTED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GATE: tl.constexpr,
@@ -166,8 +175,9 @@ def finite_kernel(flags, X, n, X_k, step, BLOCK: tl.constexpr):
 @_jit
 @no_type_check
 def adam_kernel(
-    M, V, G, step, gate, correction1, correction2, weight1, beta2, weight2, eps, entries, M_k, V_k, G_k, step_k,
-    ROTATED: tl.constexpr, FLAT: tl.constexpr, HAS_GATE: tl.constexpr, BLOCK: tl.constexpr,
+    M, V, G, scales, step, gate, correction1, correction2, weight1, beta2, weight2, eps, factor, entries,
+    M_k, V_k, G_k, step_k,
+    SCALES: tl.constexpr, ROTATED: tl.constexpr, FLAT: tl.constexpr, HAS_GATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Both moments and Adam's step on one block, of FLAT > 0: of all groups, each so large; ROTATED: ε as it is."""
     k = tl.program_id(1).to(tl.int64)
@@ -175,7 +185,7 @@ def adam_kernel(
     taken = inside
     if HAS_GATE:
         taken = inside & (tl.load(gate) != 0)
-    g = tl.load(G + k * G_k + at, mask=taken, other=0.0).to(tl.float32)
+    g = unscaled(tl.load(G + k * G_k + at, mask=taken, other=0.0).to(tl.float32), scales, k, SCALES)
     m = lerp(tl.load(M + k * M_k + at, mask=taken, other=0.0).to(tl.float32), g, weight1)
     v = beta2 * tl.load(V + k * V_k + at, mask=taken, other=0.0).to(tl.float32) + weight2 * g * g
     tl.store(M + k * M_k + at, m, mask=taken)
@@ -188,7 +198,7 @@ def adam_kernel(
     root = tl.sqrt_rn(v)
     c = tl.sqrt_rn(c2)
     d = tl.div_rn(m, root + eps) * (c / c1) if ROTATED else tl.div_rn(m / c1, root / c + eps)
-    tl.store(step + k * step_k + at, tl.where(taken, d, 0.0).to(step.dtype.element_ty), mask=inside)
+    tl.store(step + k * step_k + at, stored(tl.where(taken, d * factor, 0.0), step.dtype.element_ty), mask=inside)
 
 
 @_jit
@@ -221,16 +231,6 @@ def dot_kernel(X, scales, Y, partial, entries, X_k, Y_k, SCALES: tl.constexpr, B
     x = unscaled(tl.load(X + k * X_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
     y = tl.load(Y + k * Y_k + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(partial + k * tl.num_programs(0) + tl.program_id(0), tl.sum(x * y, 0))
-
-
-@_jit
-@no_type_check
-def unscale_kernel(X, scales, entries, X_k, SCALES: tl.constexpr, BLOCK: tl.constexpr):
-    """One block over its group's scales, in place."""
-    k = tl.program_id(1).to(tl.int64)
-    at, inside = block(entries, BLOCK)
-    here = X + k * X_k + at
-    tl.store(here, unscaled(tl.load(here, mask=inside, other=0.0), scales, k, SCALES), mask=inside)
 
 
 @_jit

@@ -9,6 +9,7 @@ from torch import Tensor
 from layerwise.foundations.fused_handing import (
     Gate,
     basis_kernels,
+    bits,
     byte,
     from_group,
     kernels,
@@ -101,7 +102,9 @@ def adam_(
     M: Tensor,
     V: Tensor,
     G: Tensor,
+    scales: Sequence[Tensor],
     step: Tensor,
+    factor: int | float,
     beta1: int | float,
     beta2: int | float,
     eps: int | float,
@@ -112,15 +115,15 @@ def adam_(
 ) -> None:
     """`fused.adam_` and `fused.rotated_adam_`."""
     entries, groups = M[0].numel(), len(M)
-    flat = entries if entries < SMALL and all(X.is_contiguous() for X in (M, V, G, step)) else 0
+    flat = entries if entries < SMALL and not scales and all(X.is_contiguous() for X in (M, V, G, step)) else 0
     if flat and entries * groups <= MOST_ENTRIES:
         entries, groups = entries * groups, 1
     with on(M.device):
         kernels().adam_kernel[(blocks(entries), groups)](
-            M, V, G, step, byte(gate), correction1.contiguous(), correction2.contiguous(),
-            float(1 - beta1), float(beta2), float(1 - beta2), float(eps), entries,
+            M, V, G, listed(scales, 0), step, byte(gate), correction1.contiguous(), correction2.contiguous(),
+            float(1 - beta1), float(beta2), float(1 - beta2), float(eps), float(factor), entries,
             M.stride(0), V.stride(0), G.stride(0), step.stride(0),
-            ROTATED=rotated, FLAT=flat if groups == 1 else 0, HAS_GATE=gate is not None, **BLOCK,
+            SCALES=len(scales), ROTATED=rotated, FLAT=flat if groups == 1 else 0, HAS_GATE=gate is not None, **BLOCK,
         )  # fmt: skip
 
 
@@ -148,12 +151,12 @@ def corrections_(
         )
 
 
-def unscale_(X: Tensor, scales: Sequence[Tensor]) -> None:
+def unscale(X: Tensor, scales: Sequence[Tensor], out: Tensor) -> None:
     """`fused_unscaled.unscaled`."""
     entries = X[0].numel()
     with on(X.device):
-        kernels().unscale_kernel[(blocks(entries), len(X))](
-            X, listed(scales, 0), entries, X.stride(0), SCALES=len(scales), **BLOCK
+        basis_kernels().unscale_kernel[(blocks(entries), len(X))](
+            out, X, listed(scales, 0), entries, out.stride(0), X.stride(0), SCALES=len(scales), **BLOCK
         )
 
 
@@ -171,17 +174,19 @@ def dot(X: Tensor, scales: Sequence[Tensor], Y: Tensor) -> Tensor:
 # --- in an eigenbasis ----------------------------------------------------------------------------------------
 
 
-def squares_ema_(s: Tensor, R: Tensor, weight: Tensor, factor: int | float) -> None:
+def squares_ema_(s: Tensor, R: Tensor, scales: Sequence[Tensor], weight: Tensor, factor: int | float) -> None:
     """`fused_basis.squares_ema_`."""
     entries = s[0].numel()
     with on(s.device):
         basis_kernels().squares_ema_kernel[(blocks(entries), len(s))](
-            s, R, weight.contiguous(), float(factor), entries, s.stride(0), R.stride(0), **BLOCK
-        )
+            s, R, listed(scales, 0), weight.contiguous(), float(factor), entries, s.stride(0), R.stride(0),
+            SCALES=len(scales), **BLOCK,
+        )  # fmt: skip
 
 
 def damped_quotient(
     R: Tensor,
+    scales: Sequence[Tensor],
     s: Tensor,
     s_P: Tensor | None,
     s_Q: Tensor | None,
@@ -189,25 +194,30 @@ def damped_quotient(
     right: Tensor | None,
     constant: Tensor,
     out: Tensor,
+    largest: Tensor | None,
 ) -> None:
     """`fused_basis.damped_quotient`."""
     K, O, I = s.shape
     factors = [None if X is None or left is None else X.contiguous() for X in (s_P, s_Q, left, right)]
     with on(s.device):
         basis_kernels().damped_quotient_kernel[(tiles(O, I), K)](
-            R, s, out, *factors, constant.contiguous(), torch.finfo(s.dtype).tiny, O, I, R.stride(0), s.stride(0),
-            out.stride(0), HAS_FACTORS=left is not None, **TILE,
+            R, listed(scales, 0), s, out, *factors, constant.contiguous(), bits(largest), torch.finfo(s.dtype).tiny,
+            O, I, R.stride(0), s.stride(0), out.stride(0), SCALES=len(scales), HAS_FACTORS=left is not None,
+            HAS_LARGEST=largest is not None, **TILE,
         )  # fmt: skip
 
 
-def scaled(R: Tensor, a: Tensor | None, b: Tensor | None, out: Tensor) -> None:
+def scaled(
+    R: Tensor, scales: Sequence[Tensor], a: Tensor | None, b: Tensor | None, out: Tensor, largest: Tensor | None
+) -> None:
     """`fused_basis.scaled`."""
     K, O, I = R.shape
     sides = [None if x is None else x.contiguous() for x in (a, b)]
     with on(R.device):
         basis_kernels().scaled_kernel[(tiles(O, I), K)](
-            R, out, *sides, O, I, R.stride(0), out.stride(0), HAS_ROWS=a is not None, HAS_COLUMNS=b is not None, **TILE
-        )
+            R, listed(scales, 0), out, *sides, bits(largest), O, I, R.stride(0), out.stride(0), SCALES=len(scales),
+            HAS_ROWS=a is not None, HAS_COLUMNS=b is not None, HAS_LARGEST=largest is not None, **TILE,
+        )  # fmt: skip
 
 
 # --- how many --------------------------------------------------------------------------------------------------

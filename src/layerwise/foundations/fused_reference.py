@@ -79,7 +79,9 @@ def adam_(
     M: Tensor,
     V: Tensor,
     G: Tensor,
+    scales: Sequence[Tensor],
     step: Tensor,
+    factor: int | float,
     beta1: int | float,
     beta2: int | float,
     eps: int | float,
@@ -89,12 +91,12 @@ def adam_(
     gate: Gate,
 ) -> None:
     """`fused.adam_` and `fused.rotated_adam_`."""
-    G = G.to(M.dtype)
+    G = over(G.to(M.dtype), scales)
     M.copy_(chosen(gate, M.lerp(G, 1 - beta1), M))
     V.copy_(chosen(gate, beta2 * V + (1 - beta2) * G * G, V))
     c1, c2 = per_group(correction1, M), per_group(correction2, M)
     d = M / (V.sqrt() + eps) * (c2.sqrt() / c1) if rotated else M / c1 / (V.sqrt() / c2.sqrt() + eps)
-    step.copy_(chosen(gate, d, 0.0))
+    step.copy_(cut(chosen(gate, d if factor == 1 else d * factor, 0.0), step.dtype))
 
 
 def momentum_half_(M: Tensor, G: Tensor, mu: int | float, nesterov: bool, gate: Gate) -> tuple[Tensor, Tensor]:
@@ -128,9 +130,23 @@ def reciprocal(scales: Sequence[Tensor]) -> Tensor:
     return by
 
 
-def unscale_(X: Tensor, scales: Sequence[Tensor]) -> None:
+def unscale(X: Tensor, scales: Sequence[Tensor], out: Tensor) -> None:
     """`fused_unscaled.unscaled`."""
-    X.mul_(per_group(reciprocal(scales), X))
+    torch.mul(X, per_group(reciprocal(scales), X), out=out)
+
+
+def cut(X: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is too large for float16 is cut off, where that is the type; NaN and infinity stay."""
+    if dtype != torch.float16:
+        return X
+    most = torch.finfo(dtype).max
+    return torch.where(torch.isfinite(X), X.clamp(-most, most), X)
+
+
+def largest_of(X: Tensor, largest: Tensor | None) -> None:
+    """The largest magnitude of each matrix, where it is asked for; NaN stays visible."""
+    if largest is not None:
+        largest.copy_(torch.linalg.vector_norm(X.float(), float("inf"), dim=(-2, -1)))
 
 
 def dot(X: Tensor, scales: Sequence[Tensor], Y: Tensor) -> Tensor:
@@ -139,9 +155,9 @@ def dot(X: Tensor, scales: Sequence[Tensor], Y: Tensor) -> Tensor:
     return (over(X.to(dtype), scales) * Y.to(dtype)).sum()
 
 
-def squares_ema_(s: Tensor, R: Tensor, weight: Tensor, factor: int | float) -> None:
+def squares_ema_(s: Tensor, R: Tensor, scales: Sequence[Tensor], weight: Tensor, factor: int | float) -> None:
     """`fused_basis.squares_ema_`."""
-    w, x = per_group(weight, s), factor * R.to(s.dtype).square()
+    w, x = per_group(weight, s), factor * over(R.to(s.dtype), scales).square()
     moved = torch.where(w == 1, x, s + w * (x - s))
     s.copy_(torch.where((w != 0) & torch.isfinite(x), moved, s))
 
@@ -158,6 +174,7 @@ def damped(
 
 def damped_quotient(
     R: Tensor,
+    scales: Sequence[Tensor],
     s: Tensor,
     s_P: Tensor | None,
     s_Q: Tensor | None,
@@ -165,13 +182,20 @@ def damped_quotient(
     right: Tensor | None,
     constant: Tensor,
     out: Tensor,
+    largest: Tensor | None,
 ) -> None:
     """`fused_basis.damped_quotient`."""
-    torch.div(R, damped(s, s_P, s_Q, left, right, constant), out=out)
+    Y = over(R.to(s.dtype), scales) / damped(s, s_P, s_Q, left, right, constant)
+    largest_of(Y, largest)
+    out.copy_(cut(Y, out.dtype))
 
 
-def scaled(R: Tensor, a: Tensor | None, b: Tensor | None, out: Tensor) -> None:
+def scaled(
+    R: Tensor, scales: Sequence[Tensor], a: Tensor | None, b: Tensor | None, out: Tensor, largest: Tensor | None
+) -> None:
     """`fused_basis.scaled`."""
-    Y = R.to(torch.promote_types(R.dtype, torch.float32))
+    Y = over(R.to(torch.promote_types(R.dtype, torch.float32)), scales)
     Y = Y if a is None else Y * a.unsqueeze(-1)
-    out.copy_(Y if b is None else Y * b.unsqueeze(-2))
+    Y = Y if b is None else Y * b.unsqueeze(-2)
+    largest_of(Y, largest)
+    out.copy_(cut(Y, out.dtype))

@@ -10,7 +10,8 @@ from torch import Tensor
 class Scaled:
     """``C`` over the product of each group's `scales`, powers of two: a later pass divides on its way.
 
-    `fused.finish_` and `fused.dot` take one as it is, `fused_unscaled.unscaled` makes a tensor of it.
+    `fused.finish_`, `fused.dot` and the passes in an eigenbasis take one as it is, `fused_unscaled.unscaled` makes a
+    tensor of it.
 
     >>> import torch
     >>> Scaled(torch.ones(1, 2, 3), (torch.tensor([4.0]),)).C.shape

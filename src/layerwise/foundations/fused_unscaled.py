@@ -11,7 +11,7 @@ from layerwise.foundations.fused_scaled import Scaled
 
 @torch.no_grad()
 def unscaled(X: Float[Tensor, "K O I"] | Scaled) -> Float[Tensor, "K O I"]:
-    """A tensor as it is; a scaled one over its scales, in place.
+    """A tensor as it is; a scaled one over its scales, in place, or in float32 if it is of half precision.
 
     >>> unscaled(Scaled(torch.ones(1, 1, 1), (torch.tensor([4.0]),)))
     tensor([[[0.2500]]])
@@ -19,5 +19,7 @@ def unscaled(X: Float[Tensor, "K O I"] | Scaled) -> Float[Tensor, "K O I"]:
     C, scales = fused.parts(X)
     if scales and C.numel():
         check_whole(C, "C")
-        fused.way_of(C).unscale_(C, scales)
+        out = C if C.dtype.itemsize >= 4 else torch.empty(C.shape, dtype=torch.float32, device=C.device)
+        fused.way_of(C, half=True).unscale(C, scales, out)
+        return out
     return C

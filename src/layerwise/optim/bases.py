@@ -7,8 +7,9 @@ from torch import Tensor
 from layerwise.foundations.errors import NumericalError
 from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
-from layerwise.foundations.linalg import guarded_eigh
+from layerwise.foundations.linalg import guarded_eigh, orthogonal
 from layerwise.foundations.linalg.basis_tracking import tracked_basis
+from layerwise.foundations.linalg.halves import Half
 from layerwise.optim import stored
 from layerwise.optim.channels import times_inputs
 from layerwise.optim.refined import own_size
@@ -22,11 +23,23 @@ BASIS = ("U_P", "U_P_scale", "s_P", "U_Q", "U_Q_scale", "s_Q")
 
 def rotate(state: State, X: Float[Tensor, "*B K O I"], largest: Tensor | None = None) -> Float[Tensor, "*B K O I"]:
     """``U_Pᵀ X U_Q``; `largest` is what no entry of each matrix exceeds, where that is known."""
+    return unscaled(scaled_rotate(state, X, largest))
+
+
+def scaled_rotate(
+    state: State, X: Float[Tensor, "*B K O I"], largest: Tensor | None = None
+) -> Float[Tensor, "*B K O I"] | Scaled:
+    """The same, perhaps not yet divided: in float32 always, and never X itself if there is a basis."""
     P, Q = (stored.matrix(state, name) if name in state else None for name in ("U_P", "U_Q"))
     if isinstance(P, Tensor) or isinstance(Q, Tensor):
         X = X if P is None else P.mT @ X  # type: ignore[operator]
         return X if Q is None else times_inputs(X, Q, state.get("Q_bias"))  # type: ignore[arg-type]  # that block is 1
-    return stored.between(None if P is None else P.mT, X, Q, largest=largest)
+    if P is None and Q is None:
+        return X
+    left = None if P is None else P.mT
+    if isinstance(P, Half) or isinstance(Q, Half):
+        return orthogonal.rough_between(left, orthogonal.with_room(X, largest), Q, half_result=False)
+    return orthogonal.between(left, stored.operand_of(X, largest), Q)  # type: ignore[arg-type]
 
 
 def unrotate(state: State, Y: Float[Tensor, "*B K O I"]) -> Float[Tensor, "*B K O I"]:
@@ -34,13 +47,32 @@ def unrotate(state: State, Y: Float[Tensor, "*B K O I"]) -> Float[Tensor, "*B K 
     return unscaled(scaled_unrotate(state, Y))
 
 
-def scaled_unrotate(state: State, Y: Float[Tensor, "*B K O I"]) -> Float[Tensor, "*B K O I"] | Scaled:
-    """The same, perhaps not yet divided."""
+def scaled_unrotate(state: State, Y: Float[Tensor, "*B K O I"] | Half) -> Float[Tensor, "*B K O I"] | Scaled:
+    """The same, perhaps not yet divided; Y may be a half with room (`orthogonal`) where `in_halves` says so."""
     P, Q = (stored.matrix(state, name) if name in state else None for name in ("U_P", "U_Q"))
-    if isinstance(P, Tensor) or isinstance(Q, Tensor):
+    if isinstance(Y, Tensor) and (isinstance(P, Tensor) or isinstance(Q, Tensor)):
         Y = Y if P is None else P @ Y  # type: ignore[operator]
         return Y if Q is None else times_inputs(Y, Q.mT, state.get("Q_bias"))  # type: ignore[arg-type]
-    return stored.scaled_between(P, Y, None if Q is None else Q.mT, rough=True)
+    if isinstance(Y, Tensor) and P is None and Q is None:
+        return Y
+    half = Y if isinstance(Y, Half) else orthogonal.with_room(Y)
+    return orthogonal.rough_between(P, half, None if Q is None else Q.mT)  # type: ignore[arg-type]
+
+
+def in_halves(state: State) -> bool:
+    """Whether there is a basis, kept in halves."""
+    names = [name for name in ("U_P", "U_Q") if name in state]
+    return len(names) > 0 and all(stored.is_halved(state, name) for name in names)
+
+
+def room_for_largest(state: State, X: Float[Tensor, "K O I"]) -> Float[Tensor, "K"] | None:
+    """Zeros, for a pass to leave its largest entries in, where the way back asks for them."""
+    return torch.zeros(len(X), dtype=torch.float32, device=X.device) if in_halves(state) else None
+
+
+def for_unrotate(Y: Float[Tensor, "K O I"], largest: Float[Tensor, "K"] | None) -> Float[Tensor, "K O I"] | Half:
+    """What a pass has left with its largest entries, as `scaled_unrotate` takes it."""
+    return Y if largest is None else orthogonal.with_room(Y, largest)
 
 
 def track(

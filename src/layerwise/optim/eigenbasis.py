@@ -12,13 +12,24 @@ from layerwise.foundations.fused import ema_
 from layerwise.foundations.fused_basis import damped_quotient, squares_ema_
 from layerwise.foundations.fused_reference import damped
 from layerwise.foundations.fused_scaled import Scaled
+from layerwise.foundations.fused_unscaled import unscaled
 from layerwise.foundations.kronecker import split_damping
 from layerwise.foundations.linalg import guarded_eigh
+from layerwise.foundations.linalg.halves import Half
 from layerwise.layers.half_io import half_chunks, was_half
 from layerwise.layers.one_hot import OneHot
 from layerwise.layers.standard import Standard
 from layerwise.optim import stored
-from layerwise.optim.bases import BASIS, rotate, scaled_unrotate, track, unrotate
+from layerwise.optim.bases import (
+    BASIS,
+    for_unrotate,
+    room_for_largest,
+    rotate,
+    scaled_rotate,
+    scaled_unrotate,
+    track,
+    unrotate,
+)
 from layerwise.optim.channels import times_inputs, whole_spectrum
 from layerwise.optim.example_squares import alike, squares_of_stack
 from layerwise.optim.factors import Factors, check_side
@@ -105,8 +116,8 @@ class EigenFactors(Factors):
     @abstractmethod
     def step_in_basis(
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
-    ) -> Float[Tensor, "K O I"] | None:
-        """What the step subtracts, as the basis sees it; None: nothing."""
+    ) -> Float[Tensor, "K O I"] | Half | None:
+        """What the step subtracts, as the basis sees it (or a half, see `scaled_unrotate`); None: nothing."""
 
 
 @dataclass
@@ -147,21 +158,24 @@ class CorrectedEigenvalues(EigenFactors):
     def rescale(self, state: State, seen: Observation | None, grad: Tensor, context: Context) -> None:
         """Scalings in the present basis."""
         if self.scaling == "running":
-            R = self.rotate(state, grad, context.largest_of(grad)).contiguous()
+            R = self._turned(state, grad, context)
+            R = R if context.gate is not None else unscaled(R)
             context.memory["rotated"] = (context.step, grad, grad._version, R)
             self._rescale_by_gradient(state, R, context)
         elif self.scaling == "batch" and seen is not None:
             self._rescale_by_examples(state, seen, context)
 
-    def _rescale_by_gradient(self, state: State, R: Tensor, context: Context) -> None:
+    def _rescale_by_gradient(self, state: State, R: Tensor | Scaled, context: Context) -> None:
         """Squares of the batch gradient in the basis; a group where they are not finite keeps its scalings.
 
         Behind a gate the gradient is known to be finite: there only single squares that overflow are left out.
         """
-        if context.gate is not None and R.dtype == torch.float32:
-            weight = (context.gate.to(R) * (1 - self.scaling_decay)).expand(len(R))
-            squares_ema_(state["s"], R, weight, context.examples)
+        s = state["s"]
+        if context.gate is not None and s.dtype == torch.float32:
+            weight = (context.gate.to(s) * (1 - self.scaling_decay)).expand(len(s))
+            squares_ema_(s, R, weight, context.examples)
             return
+        assert isinstance(R, Tensor)
         squares = context.examples * R.square()
         good = torch.isfinite(squares.flatten(1).sum(1)).view(-1, 1, 1)
         good = good if context.gate is None else good & context.gate
@@ -233,18 +247,27 @@ class CorrectedEigenvalues(EigenFactors):
 
     def step_in_basis(
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
-    ) -> Float[Tensor, "K O I"]:
+    ) -> Float[Tensor, "K O I"] | Half:
         """Divide by the damped scalings."""
         R = self._rotated(state, grad, context)
-        out = None if R is grad else R
-        return damped_quotient(R, state["s"], state["s_P"], state["s_Q"], *self._added(state, context), out=out)
+        held = R.C if isinstance(R, Scaled) else R
+        largest, added = room_for_largest(state, held), self._added(state, context)
+        out = None if held is grad else held
+        Y = damped_quotient(R, state["s"], state["s_P"], state["s_Q"], *added, out=out, largest=largest)
+        return for_unrotate(Y, largest)
 
-    def _rotated(self, state: State, grad: Tensor, context: Context) -> Tensor:
+    def _rotated(self, state: State, grad: Tensor, context: Context) -> Tensor | Scaled:
         """The gradient in the basis: from `rescale`, if that was of this gradient at this step, and used once."""
         step, same, version, R = context.memory.pop("rotated", (0, None, 0, None))
         if R is not None and same is grad and (step, version) == (context.step, grad._version):
             return R
-        return self.rotate(state, grad, context.largest_of(grad)).contiguous()
+        return self._turned(state, grad, context)
+
+    @staticmethod
+    def _turned(state: State, grad: Tensor, context: Context) -> Tensor | Scaled:
+        """``U_Pᵀ ∇L U_Q``, perhaps not yet divided: the passes that read it do that."""
+        R = scaled_rotate(state, grad, context.largest_of(grad))
+        return R.contiguous() if isinstance(R, Tensor) else R
 
     def _added(self, state: State, context: Context) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """(left, right, constant), one number a group: ``s_P·right + left·s_Q + constant`` is added to the scalings.

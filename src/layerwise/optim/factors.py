@@ -16,7 +16,14 @@ from layerwise.foundations.linalg import gram
 from layerwise.foundations.linalg.half_pairs import product
 from layerwise.optim import stored
 from layerwise.optim.averaging import finite_moments, update_mean
-from layerwise.optim.bases import BASIS, rotate, scaled_unrotate, track
+from layerwise.optim.bases import (
+    BASIS,
+    for_unrotate,
+    room_for_largest,
+    scaled_rotate,
+    scaled_unrotate,
+    track,
+)
 from layerwise.optim.channels import block_state, mean_input_eigenvalue, times_inputs
 from layerwise.optim.refined import EXACT_STEPS, refine_inverse, watch_of
 from layerwise.optim.roots import condition_numbers, guarded_root, mean_eigenvalue
@@ -348,8 +355,10 @@ class Factors(UpdateRule):
             else None
             for side, shift, power in zip(("P", "Q"), shifts, self.power, strict=True)
         )
-        Y = rotate(state, grad, context.largest_of(grad))
-        return scaled_unrotate(state, scaled(Y, a, b, out=Y))
+        R = scaled_rotate(state, grad, context.largest_of(grad))
+        held = R.C if isinstance(R, Scaled) else R
+        largest = room_for_largest(state, held)
+        return scaled_unrotate(state, for_unrotate(scaled(R, a, b, out=held, largest=largest), largest))
 
     def quadratic(self, state: State, D: Float[Tensor, "K O I"]) -> Tensor | None:
         """``⟨D, P D Q⟩``."""

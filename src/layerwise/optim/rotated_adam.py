@@ -9,9 +9,14 @@ from torch import Tensor
 from layerwise.foundations.fused import ema_, rotated_adam_
 from layerwise.foundations.fused_adam import corrections_
 from layerwise.foundations.fused_scaled import Scaled
+from layerwise.foundations.fused_unscaled import unscaled
 from layerwise.foundations.linalg.basis_tracking import carried
+from layerwise.foundations.linalg.halves import Half
+from layerwise.foundations.linalg.orthogonal import ROOM
+from layerwise.foundations.linalg.triton_splits import bound_scale
 from layerwise.optim import stored
 from layerwise.optim.averaging import finite_moments
+from layerwise.optim.bases import in_halves, scaled_rotate
 from layerwise.optim.eigenbasis import EigenFactors
 from layerwise.optim.elementwise import average_squares_
 from layerwise.optim.factors import gradient_moments
@@ -20,6 +25,24 @@ from layerwise.optim.stored import products_of
 
 SMALLEST_PART = 2.0**-38
 """Of a matrix's largest entry, in float16 with a common scale: a step between the smallest numbers."""
+
+UNBOUNDED_STEP = 2.0**7
+"""Of Adam, where its step has no bound."""
+
+
+def step_bound(beta1: float, beta2: float) -> float:
+    """What no entry of ``M/(√V + ε)·√c₂/c₁`` exceeds, at any step, in a basis that stays.
+
+    By Cauchy and Schwarz |M| is at most ``(1 − β₁) √(Σ (β₁²/β₂)ᵗ Σ β₂ᵗ g²)``; with equal averages the bound is 1. Where
+    momentum lasts longer than the root of V there is none, only a number that is seldom reached. A basis that turns may
+    make more of it, √n times as much at worst; what exceeds it a thousand times is cut off.
+
+    >>> step_bound(0.95, 0.95), round(step_bound(0.9, 0.999), 2)
+    (1.0, 7.27)
+    """
+    if beta1**2 >= beta2:
+        return UNBOUNDED_STEP
+    return max(1.0, round((1 - beta1) / ((1 - beta2) * (1 - beta1**2 / beta2)) ** 0.5, 6))
 
 
 @dataclass
@@ -54,7 +77,7 @@ class RotatedAdam(EigenFactors):
 
     def step_in_basis(
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
-    ) -> Float[Tensor, "K O I"] | None:
+    ) -> Float[Tensor, "K O I"] | Half | None:
         """Adam's direction in the basis; the first step only sets the basis, as in the authors' code."""
         if self._begins(state, context):
             if health.gate is not None and not bool(health.gate):  # asked at the first steps alone
@@ -63,20 +86,31 @@ class RotatedAdam(EigenFactors):
             if self.skip_first:
                 return None
         b1, b2 = self.betas
-        rotated = self.rotate(state, grad, context.largest_of(grad))
+        rotated = scaled_rotate(state, grad, context.largest_of(grad))
         if health.gate is not None and grad.dtype == torch.float32:
-            return self._fused_step(state, rotated, None if rotated is grad else rotated, health)
+            return self._fused_step(state, rotated, grad, health)
+        rotated = unscaled(rotated)
         state["steps"] += health.taken(1.0, grad)
         state["M"].lerp_(rotated, health.taken(1 - b1, grad))
         average_squares_(state["V"], rotated, health.taken(1 - b2, grad))
         t = state["steps"].clamp_min(1).view(-1, 1, 1)
         return (state["M"] / state["V"].sqrt().add_(self.eps)).mul_((1 - b2**t).sqrt() / (1 - b1**t))
 
-    def _fused_step(self, state: State, rotated: Tensor, out: Tensor | None, health: Health) -> Tensor:
-        """The same in one pass; not over the gradient itself, which a stack without factors has in place of R."""
+    def _fused_step(self, state: State, rotated: Tensor | Scaled, grad: Tensor, health: Health) -> Tensor | Half:
+        """The same in one pass; not over the gradient itself, which a stack without factors has in place of R.
+
+        Where the basis is kept in halves the step is written as one, with one scale for all steps, because it is
+        bounded. Its rounding is below 1e-3 unless its entries are of the order 1e-6: with gradients that are a million
+        times smaller than ε.
+        """
         b1, b2 = self.betas
         c1, c2 = corrections_(state["steps"], b1, b2, health.gate)
-        return rotated_adam_(
+        halves = in_halves(state)
+        scale = bound_scale(ROOM * step_bound(b1, b2)) if halves else 1.0
+        out = None if rotated is grad or isinstance(rotated, Scaled) else rotated
+        if halves:
+            out = torch.empty(grad.shape, dtype=torch.float16, device=grad.device)
+        Y = rotated_adam_(
             state["M"],
             state["V"],
             rotated,
@@ -87,7 +121,9 @@ class RotatedAdam(EigenFactors):
             correction2=c2,
             gate=health.gate,
             out=out,
+            factor=scale,
         )
+        return Half(Y, torch.full_like(c1, scale)) if halves else Y
 
     @staticmethod
     def _begins(state: State, context: Context) -> bool:

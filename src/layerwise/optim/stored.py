@@ -1,10 +1,12 @@
 """Matrices that every step multiplies by: float32, or halves (float16) where a GPU's tensor cores multiply them.
 
 A matrix that is kept as a pair has the state ``name`` ``[K, 2, n, n]`` (hi, lo) and beside it ``name_scale`` ``[K]``.
+That of a basis (``U_P``, ``U_Q``) is always the same, see `orthogonal`: products with it rely on that.
 What is saved is float32 without padding, so that a checkpoint does not depend on the device.
 """
 
 import re
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -12,9 +14,10 @@ from torch import Tensor
 
 from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
-from layerwise.foundations.linalg import triton_products, triton_splits
+from layerwise.foundations.linalg import triton_splits
 from layerwise.foundations.linalg.half_pairs import halved, scaled_product, split
 from layerwise.foundations.linalg.halves import Half, HalfPair
+from layerwise.foundations.linalg.orthogonal import basis_pair
 from layerwise.foundations.linalg.products import HALF_PAIRS, TORCH, Products
 from layerwise.foundations.linalg.triton_device import available
 from layerwise.optim.rule import Shape, State
@@ -28,13 +31,18 @@ def keep(state: State, name: str, X: Tensor, halves: int) -> None:
     if not halves:
         state[name] = X
         return
-    pair = split(X)
+    pair = basis_pair(X) if is_basis(name) else split(X)
     state[name], state[f"{name}_scale"] = torch.stack([pair.hi, pair.lo][:halves], dim=1), pair.scale
 
 
 def is_halved(state: State, name: str) -> bool:
     """Whether a matrix is kept in halves."""
     return f"{name}_scale" in state
+
+
+def is_basis(name: str) -> bool:
+    """Whether a matrix is orthogonal."""
+    return name.startswith("U_")
 
 
 def matrix(state: State, name: str, groups: slice = ALL) -> Tensor | HalfPair | Half:
@@ -81,11 +89,15 @@ def write(state: State, name: str, groups: slice, X: Tensor, good: Tensor | None
         old.copy_(X if good is None else torch.where(good.view(-1, *[1] * (X.ndim - 1)), X, old))
         return
     halves, scale = state[name][groups], state[f"{name}_scale"][groups]
-    if halves.shape[1] == 2 and triton_products.available(X.device):
-        triton_products.split(X, out=HalfPair(halves[:, 0], halves[:, 1], scale), where=good)
+    if available(X.device):
+        fixed: dict[str, Any] = {"bound": 1.0, "cut": True} if is_basis(name) else {}
+        if halves.shape[1] == 2:
+            triton_splits.split(X, out=HalfPair(halves[:, 0], halves[:, 1], scale), where=good, **fixed)
+        else:
+            triton_splits.halved(X, out=Half(halves[:, 0], scale), where=good, **fixed)
         return
-    pair = halved(X) if halves.shape[1] == 1 else split(X)
-    for place, half in enumerate((pair.hi, pair.lo) if isinstance(pair, HalfPair) else (pair.hi,)):
+    pair = basis_pair(X) if is_basis(name) else split(X)
+    for place, half in enumerate((pair.hi, pair.lo)[: halves.shape[1]]):
         halves[:, place] = half if good is None else torch.where(good.view(-1, 1, 1), half, halves[:, place])
     scale.copy_(pair.scale if good is None else torch.where(good, pair.scale, scale))
 
@@ -99,21 +111,19 @@ def between(
     left: Kept | None,
     X: Float[Tensor, "K O I"],
     right: Kept | None,
-    rough: bool = False,
     largest: Float[Tensor, "K"] | None = None,
 ) -> Tensor:
-    """``left X right``, where one may be missing; in first halves if one is kept so, or if it may be `rough`.
+    """``left X right``, where one may be missing; in first halves if one is kept so.
 
     `largest` is what no entry of each matrix of X exceeds, where that is known.
     """
-    return unscaled(scaled_between(left, X, right, rough, largest))
+    return unscaled(scaled_between(left, X, right, largest))
 
 
 def scaled_between(
     left: Kept | None,
     X: Float[Tensor, "K O I"],
     right: Kept | None,
-    rough: bool = False,
     largest: Float[Tensor, "K"] | None = None,
 ) -> Tensor | Scaled:
     """The same before it is divided: the scales are powers of two, which are carried along and taken out once."""
@@ -121,7 +131,7 @@ def scaled_between(
     if all(isinstance(M, Tensor) for M in kept):
         X = X if left is None else left @ X  # type: ignore[operator]
         return X if right is None else X @ right  # type: ignore[operator]
-    rough = rough or any(isinstance(M, Half) for M in kept)
+    rough = any(isinstance(M, Half) for M in kept)
     C, scales = X, ()
     for M, first in ((left, True), (right, False)):
         if M is not None:

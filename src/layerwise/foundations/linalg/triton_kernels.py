@@ -123,7 +123,8 @@ def pair_product_kernel(
     C, A_hi, A_lo, B_hi, B_lo, A_scale, B_scale, D, alpha, beta, alpha_number, beta_number, identity, m, n, depth,
     A_k, A_row, A_column, B_k, B_row, B_column, C_k, C_row, D_k, D_row,
     ROUGH: tl.constexpr, HAS_D: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr,
-    HAS_IDENTITY: tl.constexpr, SYMMETRIC: tl.constexpr, SKEW: tl.constexpr, EVEN_DEPTH: tl.constexpr,
+    HAS_IDENTITY: tl.constexpr, SYMMETRIC: tl.constexpr, SKEW: tl.constexpr, CUT: tl.constexpr,
+    EVEN_DEPTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One tile of identity·I + beta·D + alpha·(A_lo B_hi + A_hi B_lo + A_hi B_hi)/(A_scale B_scale).
@@ -190,6 +191,8 @@ def pair_product_kernel(
     if SYMMETRIC:  # in a tile on the diagonal, too, one half is the mirror image of the other
         inside = inside & (rows[:, None] >= columns[None, :])
     C += k * C_k
+    if CUT:  # what is too large for float16; NaN and infinity stay
+        acc = tl.where(tl.abs(acc) < float("inf"), tl.minimum(tl.maximum(acc, -65504.0), 65504.0), acc)
     tl.store(C + rows[:, None] * C_row + columns[None, :], acc.to(C.dtype.element_ty), mask=inside)
     if SYMMETRIC:
         tl.store(C + columns[None, :] * C_row + rows[:, None], mirrored.to(C.dtype.element_ty), mask=inside)

@@ -99,6 +99,7 @@ def pair_product(
     beta: Float32[Tensor, "*K"] | int | float = 1.0,
     identity: int | float = 0.0,
     out: Float[Tensor, "*K m n"] | None = None,
+    cut: bool = False,
     tiles: Tiles | None = None,
 ) -> Float[Tensor, "*K m n"]:
     """The products ``identity·I + beta·add + alpha·A B`` of pairs, as one kernel; one matrix or a stack.
@@ -106,7 +107,8 @@ def pair_product(
     Of a `Half` and anything, first halves only are multiplied. `alpha` and `beta` are numbers, or one for each matrix
     on the device. With `symmetric` the result is known to be symmetric: tiles on and below the diagonal are computed
     and mirrored (`add` is read there only); with `skew` too, ``A B`` is symmetric and `add` antisymmetric.
-    `out`, of float32 or rounded to float16, may be `add`, but shares no memory with A or B.
+    `out`, of float32 or rounded to float16, may be `add`, but shares no memory with A or B; with `cut` finite numbers
+    that float16 cannot hold are cut off, else they become infinite.
     """
     rough = isinstance(A, Half) or isinstance(B, Half)
     tiles = tiles or tiles_for(B.shape[-1], rough, symmetric)
@@ -137,7 +139,7 @@ def pair_product(
             C_, A_hi, A_lo, B_hi, B_lo, A_scale, B_scale, D_, alphas, betas, alpha_number, beta_number, float(identity),
             m, n, depth, *A_hi.stride(), *B_hi.stride(), *C_.stride()[:2], *D_strides,
             ROUGH=rough, HAS_D=D_ is not None, HAS_ALPHA=alphas is not None, HAS_BETA=betas is not None,
-            HAS_IDENTITY=identity != 0, SYMMETRIC=symmetric, SKEW=skew, EVEN_DEPTH=depth % tiles.depth == 0,
+            HAS_IDENTITY=identity != 0, SYMMETRIC=symmetric, SKEW=skew, EVEN_DEPTH=depth % tiles.depth == 0, CUT=cut,
             BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_DEPTH=tiles.depth,
             GROUP=tiles.group, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip

@@ -49,13 +49,14 @@ def largest_kernel(
 @_jit
 @no_type_check
 def split_kernel(
-    hi, lo, scale, X, largest, parts, where, bound_scale, entries, width, X_k, X_row, out_k,
+    hi, lo, scale, X, largest, parts, where, number, entries, width, X_k, X_row, out_k,
     FROM: tl.constexpr, PARTS: tl.constexpr, PAIR: tl.constexpr, LINEAR: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """hi and, with PAIR, lo of scale·X in one pass.
 
-    FROM says where the scale is found: 0 given, 1 from the bits of the largest magnitudes of some parts, 2 a number.
+    FROM says where the scale is found: 0 given, 1 from the bits of the largest magnitudes of some parts and a number, 2
+    that number alone. With CUT finite entries that float16 cannot hold are cut off.
     """
     index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
     wanted = True
@@ -66,9 +67,9 @@ def split_kernel(
             factor = tl.load(scale + k)
         elif FROM == 1:
             part = tl.arange(0, PARTS)
-            factor = power_of_two(tl.max(tl.load(largest + k * parts + part, mask=part < parts, other=0), 0))
+            factor = power_of_two(tl.max(tl.load(largest + k * parts + part, mask=part < parts, other=0), 0)) * number
         else:
-            factor = bound_scale
+            factor = number
         if FROM != 0:  # noqa: SIM102 (decided when compiled, the next when run)
             if index == 0:
                 tl.store(scale + k, factor)
@@ -76,6 +77,8 @@ def split_kernel(
         inside = at < entries
         source = entry(X + k * X_k, at, width, X_row, LINEAR)
         scaled = tl.load(source, mask=inside, other=0.0).to(tl.float32) * factor
+        if CUT:
+            scaled = tl.where(tl.abs(scaled) < float("inf"), tl.minimum(tl.maximum(scaled, -65504.0), 65504.0), scaled)
         upper = scaled.to(tl.float16)
         tl.store(hi + k * out_k + at, upper, mask=inside)
         if PAIR:

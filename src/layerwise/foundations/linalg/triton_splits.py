@@ -22,17 +22,19 @@ def split(
     *,
     amax: Float[Tensor, "*K"] | None = None,
     bound: int | float | None = None,
+    cut: bool = False,
     out: HalfPair | None = None,
     where: Bool[Tensor, "*K"] | None = None,
 ) -> HalfPair:
     """The same as `half_pairs.split` in one pass over X, and one more for its largest entries, unless they are known.
 
-    `amax` or `bound` (one number for all) says what no entry exceeds. With `out`, matrices with contiguous entries,
-    the result is written there, and only where `where` is true: elsewhere nothing is read or changed. A transposed X
-    gives a transposed pair; no copy is made where rows or columns of X are adjacent.
+    `amax` or `bound` (one number for all) says what no entry exceeds; twice that is held in any case, and with `cut`
+    finite entries that are not are cut off, else they become infinite or NaN. With `out`, matrices with contiguous
+    entries, the result is written there, and only where `where` is true: elsewhere nothing is read or changed. A
+    transposed X gives a transposed pair; no copy is made where rows or columns of X are adjacent.
     """
     if out is None and X.stride(-1) != 1 and X.stride(-2) == 1:
-        return split(X.mT, scale, amax=amax, bound=bound).mT
+        return split(X.mT, scale, amax=amax, bound=bound, cut=cut).mT
     if out is None:
         shape, device = X.shape, X.device
         hi, lo = (torch.empty(shape, dtype=torch.float16, device=device) for _ in range(2))
@@ -40,20 +42,28 @@ def split(
         out = HalfPair(hi, lo, made)
     elif scale is not None:
         out.scale.copy_(scale if where is None else torch.where(where, scale, out.scale))
-    _launch(X, out.hi, out.lo, out.scale, scale is not None, amax, bound, where)
+    _launch(X, out.hi, out.lo, out.scale, scale is not None, amax, bound, where, cut)
     return out
 
 
 def halved(
-    X: Float[Tensor, "*K m n"], *, amax: Float[Tensor, "*K"] | None = None, bound: int | float | None = None
+    X: Float[Tensor, "*K m n"],
+    *,
+    amax: Float[Tensor, "*K"] | None = None,
+    bound: int | float | None = None,
+    cut: bool = False,
+    room: int | float = 1.0,
+    out: Half | None = None,
+    where: Bool[Tensor, "*K"] | None = None,
 ) -> Half:
-    """The same as `half_pairs.halved`; see `split`."""
-    if X.stride(-1) != 1 and X.stride(-2) == 1:
-        return halved(X.mT, amax=amax, bound=bound).mT
-    hi = torch.empty(X.shape, dtype=torch.float16, device=X.device)
-    scale = torch.empty(X.shape[:-2], dtype=torch.float32, device=X.device)
-    _launch(X, hi, None, scale, False, amax, bound, None)
-    return Half(hi, scale)
+    """The same as `half_pairs.halved`, its scales over `room` (a power of two); see `split`."""
+    if out is None and X.stride(-1) != 1 and X.stride(-2) == 1:
+        return halved(X.mT, amax=amax, bound=bound, cut=cut, room=room).mT
+    if out is None:
+        hi = torch.empty(X.shape, dtype=torch.float16, device=X.device)
+        out = Half(hi, torch.empty(X.shape[:-2], dtype=torch.float32, device=X.device))
+    _launch(X, out.hi, None, out.scale, False, amax, bound, where, cut, room)
+    return out
 
 
 def _launch(
@@ -65,6 +75,8 @@ def _launch(
     amax: Tensor | None,
     bound: int | float | None,
     where: Tensor | None,
+    cut: bool,
+    room: int | float = 1.0,
 ) -> None:
     m, n = X.shape[-2:]
     if X.numel() == 0:
@@ -82,10 +94,11 @@ def _launch(
     with on(X.device):
         kernels("triton_split_kernels").split_kernel[(ceil(m * n, SPLIT_BLOCK), X.shape[0])](
             hi, hi if lo is None else lo, scale, X, parts, count,
-            X if where is None else where.contiguous().view(torch.uint8), float(bound_scale(bound or 1.0)),
+            X if where is None else where.contiguous().view(torch.uint8),
+            (1.0 if bound is None else bound_scale(bound)) / room,
             m * n, n, X.stride(0), X.stride(1), out_k,
             FROM=source, PARTS=_power_of_two(count), PAIR=lo is not None, LINEAR=_linear(X), MASKED=where is not None,
-            BLOCK=SPLIT_BLOCK, num_warps=8,
+            CUT=cut, BLOCK=SPLIT_BLOCK, num_warps=8,
         )  # fmt: skip
 
 

@@ -1,0 +1,127 @@
+"""Products with orthogonal matrices kept in halves of one fixed scale: how large the results are is known beforehand.
+
+No entry of an orthogonal U exceeds 1, so that 2¹⁴·U fits float16 without a search for its largest. ``T = U Y`` has the
+norm of Y, and no entry beyond ``√n max|Y|``. So a Y whose scaled entries stay below 2⁷ leaves `ROOM` for T in float16,
+with the scale of Y, up to n = 2¹⁶. That costs nothing: the largest scaled entry is 2⁶ or more, and what float16 loses
+among its subnormal numbers is 2⁻²⁵ an entry, ``2⁻³¹ √(O I)`` of the norm: 2⁻¹⁸ if both are 8192.
+
+Should a matrix not be orthogonal at all, finite entries are cut off at float16's largest; NaN and infinity stay.
+"""
+
+import torch
+from jaxtyping import Float, Float32
+from torch import Tensor
+
+from layerwise.foundations.fused_reference import cut
+from layerwise.foundations.fused_scaled import Scaled
+from layerwise.foundations.linalg import half_pairs, triton_products, triton_splits
+from layerwise.foundations.linalg.halves import Half, HalfPair
+from layerwise.foundations.linalg.triton_device import MOST_MATRICES, available
+
+BASIS_SCALE = 2.0**half_pairs.TOP_EXPONENT
+ROOM = 2.0**8
+HALF_RESULT = False
+"""Whether the last product of `rough_between` is Triton's, with a result in float16; else cuBLAS's, in float32."""
+RESULT_ROOM = 2.0**5
+"""What float16 leaves more for the last product: with both sides turned an entry may reach ``√(O I) max|Y|``."""
+
+
+def basis_pair(U: Float[Tensor, "*K n n"]) -> HalfPair:
+    """An orthogonal matrix as a pair with the fixed scale.
+
+    >>> basis_pair(torch.eye(2)).scale, basis_pair(0.1 * torch.eye(2)).scale
+    (tensor(16384.), tensor(16384.))
+    """
+    return bounded_pair(U, 1.0)
+
+
+def bounded_pair(X: Float[Tensor, "*K m n"], bound: float) -> HalfPair:
+    """A matrix as a pair, where a number is known that no entry exceeds.
+
+    >>> bounded_pair(torch.tensor([[3.0, 1.0]]), 4.0).scale
+    tensor(4096.)
+    """
+    if _on_kernels(X):
+        return triton_splits.split(X, bound=bound, cut=True)
+    number = triton_splits.bound_scale(bound)
+    scale = torch.full(X.shape[:-2], number, dtype=torch.float32, device=X.device)
+    return half_pairs.split(cut(X.float() * number, torch.float16) / number, scale)
+
+
+def with_room(Y: Float[Tensor, "K m n"], largest: Float32[Tensor, "K"] | None = None) -> Half:
+    """A matrix as a half that leaves room for what it is turned into; `largest`: of each one's entries, where known.
+
+    >>> half = with_room(torch.tensor([[[3.0, 1.0]]]))
+    >>> half.hi.tolist(), half.scale
+    ([[[96.0, 32.0]]], tensor([32.]))
+    """
+    if _on_kernels(Y):
+        return triton_splits.halved(Y, amax=largest, room=ROOM)
+    scale = (half_pairs.pair_scale(Y) if largest is None else half_pairs.power_of_two_scale(largest)) / ROOM
+    return Half((Y * scale[..., None, None]).half(), scale)
+
+
+def rough_between(
+    P: HalfPair | Half | None, Y: Half, Q: HalfPair | Half | None, half_result: bool | None = None
+) -> Scaled:
+    """``P Y Q`` of orthogonal matrices with the fixed scale (one may be missing) and a Y with room, in 11 bits.
+
+    The product with the smaller matrix comes first, and is in float16; on a GPU it is Triton's. The other is cuBLAS's,
+    the faster for large ones, unless the result is wanted in float16 (None: as `HALF_RESULT` says).
+
+    >>> U = basis_pair(torch.eye(2)[None].flip(-1))
+    >>> found = rough_between(U, with_room(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])), None)
+    >>> (found.C / found.scales[0]).tolist()
+    [[[3.0, 4.0], [1.0, 2.0]]]
+    """
+    sides = [(half_pairs.halved(U), left) for U, left in ((P, True), (Q, False)) if U is not None]
+    *first, (U, left) = sorted(sides, key=lambda side: side[0].shape[-1])
+    for smaller, before in first:
+        Y = Half(_turned(smaller, Y.hi, before, 1.0), Y.scale)
+    if HALF_RESULT if half_result is None else half_result:
+        return Scaled(_turned(U, Y.hi, left, 1 / RESULT_ROOM), (Y.scale / RESULT_ROOM,))
+    C, scale = half_pairs.scaled_product(*((U, Y) if left else (Y, U)))
+    return Scaled(C, (scale,))
+
+
+def between(P: HalfPair | None, X: HalfPair, Q: HalfPair | None) -> Scaled:
+    """``P X Q`` in pairs: without a search for the largest entry of what the first product leaves.
+
+    >>> U = basis_pair(torch.eye(2)[None].flip(-1))
+    >>> found = between(U, half_pairs.split(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])), U)
+    >>> (found.C / found.scales[0] / found.scales[1]).tolist()
+    [[[4.0, 3.0], [2.0, 1.0]]]
+    """
+    scales = ()
+    if P is not None:
+        C, scale = half_pairs.scaled_product(P, X)
+        if Q is None:
+            return Scaled(C, (scale,))
+        X, scales = bounded_pair(C, _product_bound(P.shape[-1])), (scale,)
+    assert Q is not None
+    C, scale = half_pairs.scaled_product(X, Q)
+    return Scaled(C, (*scales, scale))
+
+
+def _turned(U: Half, Y: Tensor, left: bool, alpha: float) -> Tensor:
+    """``alpha·U Y`` or ``alpha·Y U`` in float16."""
+    other = Half(Y, U.scale)  # its own scale is that of the result, too: one for both cancels
+    A, B = (U, other) if left else (other, U)
+    if triton_products.takes(A, B):
+        out = torch.empty(*A.shape[:-1], B.shape[-1], dtype=torch.float16, device=Y.device)
+        return triton_products.pair_product(A, B, alpha=alpha * BASIS_SCALE, out=out, cut=True)
+    C, _ = half_pairs.scaled_product(A, B)
+    return cut(C.mul_(alpha / BASIS_SCALE), torch.float16).half()
+
+
+def _product_bound(n: int) -> float:
+    """Of 2¹⁴ U, with n columns, times entries below 2¹⁵; twice that, for the rounding of U.
+
+    What a pair loses by so loose a bound is ``2⁻³⁹ √n max|X|`` an entry: 2⁻²² of the norm even where one entry of
+    3072 × 3072 is alone.
+    """
+    return 2.0 ** (2 * half_pairs.TOP_EXPONENT + 2) * n**0.5
+
+
+def _on_kernels(X: Tensor) -> bool:
+    return X.dtype != torch.float64 and X.shape[:-2].numel() <= MOST_MATRICES and available(X.device)

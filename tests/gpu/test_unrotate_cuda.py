@@ -1,0 +1,113 @@
+"""Steps in a basis on a GPU: written as halves, turned back without searches or splits, recorded without waiting."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerwise.foundations import fused
+from layerwise.foundations.fused_basis import damped_quotient, scaled, squares_ema_
+from layerwise.foundations.fused_scaled import Scaled
+from layerwise.foundations.fused_unscaled import unscaled
+from layerwise.foundations.linalg import half_pairs, orthogonal
+from layerwise.foundations.linalg.halves import Half
+from layerwise.foundations.linalg.orthogonal import basis_pair, between, rough_between, with_room
+from layerwise.foundations.linalg.triton_products import available
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and available(torch.device("cuda"))),
+        reason="needs triton and a GPU of capability 8.0; run `make test-gpu` on one",
+    ),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # torch, at the first product of a thread
+]
+SIZES = [(3, 784, 256), (3, 64, 320), (2, 33, 18)]  # the last with rows that do not begin on 16 bytes
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
+
+
+def basis(K: int, n: int, seed: int) -> Tensor:
+    return torch.linalg.qr(randn(K, n, n, seed=seed))[0]
+
+
+def error(found: Scaled, expected: Tensor) -> float:
+    D = unscaled(found).double()
+    return float(((D - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)).max())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_there_and_back(size: tuple[int, int, int]):
+    K, O, I = size
+    U, V, X = basis(K, O, 1), basis(K, I, 2), randn(*size, seed=3) * torch.logspace(0, -4, I, device="cuda")
+    P, Q = basis_pair(U), basis_pair(V)
+    assert P.scale.tolist() == [2.0**14] * K
+    R = between(P.mT, half_pairs.split(X), Q)
+    assert error(R, U.double().mT @ X.double() @ V.double()) < 3e-6
+    for half_result in (False, True):
+        found = rough_between(P, with_room(X), Q.mT, half_result=half_result)
+        assert found.C.dtype == (torch.float16 if half_result else torch.float32)
+        assert error(found, U.double() @ X.double() @ V.double().mT) < 1e-3
+
+
+def test_largest_entries_and_what_is_not_divided():
+    R, s, a = randn(5, 300, 257), randn(5, 300, 257, seed=1).square(), randn(5, 300, seed=2)
+    R[3, 7, 9] = torch.nan
+    scale, one = torch.tensor([2.0**e for e in (-9, 0, 3, 5, 30)], device="cuda"), torch.ones(5, device="cuda")
+    held = Scaled(R * scale.view(-1, 1, 1), (scale,))
+    for make in (
+        lambda X, largest: damped_quotient(X, s, None, None, None, None, one, largest=largest),
+        lambda X, largest: scaled(X, a, None, largest=largest),
+    ):
+        largest = torch.zeros(5, device="cuda")
+        Y = make(held, largest)
+        torch.testing.assert_close(Y, make(R, None), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(largest, Y.abs().amax((1, 2)), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(squares_ema_(s.clone(), held, 0.5 * one), squares_ema_(s.clone(), R, 0.5 * one))
+
+
+def test_float16_is_cut_off_and_nan_stays():
+    one = torch.ones(2, device="cuda")
+    M, V = torch.full((2, 64, 64), 1e9, device="cuda"), torch.ones(2, 64, 64, device="cuda")
+    M[1, 0, 0] = torch.nan
+    out = torch.empty(2, 64, 64, dtype=torch.float16, device="cuda")
+    options = {"beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "correction1": one, "correction2": one}
+    Y = fused.rotated_adam_(M, V, torch.zeros_like(M), out=out, factor=64.0, **options)
+    assert Y[0].unique().tolist() == [65504.0]
+    U = Half(torch.full_like(out, 6e4), 2.0**14 * one)
+    for half_result in (False, True):
+        found = rough_between(U, Half(Y, one), U, half_result=half_result)
+        assert found.C.isfinite().flatten(1).all(1).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("half_result", [False, True])
+def test_a_step_is_recorded_without_waiting(half_result: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(orthogonal, "HALF_RESULT", half_result)
+    K, O, I = 2, 96, 64
+    P, Q, G = basis_pair(basis(K, O, 1)), basis_pair(basis(K, I, 2)), randn(K, O, I)
+    s, one, W = torch.ones_like(G), torch.ones(K, device="cuda"), [torch.zeros(O, I, device="cuda") for _ in range(K)]
+
+    def step() -> None:
+        R = between(P.mT, half_pairs.split(G), Q)
+        largest = torch.zeros(K, device="cuda")
+        Y = damped_quotient(R, s, None, None, None, None, one, out=R.C, largest=largest)
+        fused.finish_(W, None, rough_between(P, with_room(Y, largest), Q.mT), lr=1.0)
+
+    step()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the mode does not see everything
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(2):
+        graph.replay()
+    torch.testing.assert_close(torch.stack(W), -4 * G / 2, rtol=0, atol=2e-2)
