@@ -14,6 +14,7 @@ import layerwise as lw
 from layerwise.foundations.errors import MemoryBudgetError
 from layerwise.kernel.assemble import WHOLE, assemble
 from layerwise.kernel.contraction import ORDERS
+from layerwise.layers.io import RecordedIO
 from layerwise.testing import oracles
 
 pytestmark = pytest.mark.usefixtures("untyped")
@@ -190,3 +191,15 @@ def test_a_tile_that_cannot_be_small_enough_is_refused_or_avoided():
     assert lw.ntk(model, x, memory=memory).plan().layers[0].order in ("rows", "product")
     with refused(MemoryBudgetError, "memory="):
         lw.ntk(model, x, memory=memory, algorithm="gram").plan()
+
+
+@pytest.mark.parametrize("n", [8, 40])
+def test_no_tile_is_made_in_vain(n: int, monkeypatch: pytest.MonkeyPatch):
+    """Of a square kernel the upper half, and a tile against itself is made once: an unfolded convolution is large."""
+    model, x, made = nn.Linear(5, 2).double(), gaussian(n, 3, 5), []
+    K, standard = lw.ntk(model, x, algorithm="gram"), RecordedIO.standard
+    tiles = -(-n // K.plan().layers[0].cost.tile)
+    assert tiles == (1 if n == 8 else 4)
+    monkeypatch.setattr(RecordedIO, "standard", lambda io: made.append(io.examples) or standard(io))
+    close(K.matrix(), oracles.ntk(model, x))
+    assert len(made) == tiles + tiles * (tiles - 1) // 2

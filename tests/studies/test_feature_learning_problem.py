@@ -6,11 +6,14 @@ import torch
 
 from layerwise import feature_learning as fl
 from layerwise.foundations.random import stream
-from layerwise.studies.feature_learning.batch import draw_batch, signs, stack
+from layerwise.studies.feature_learning import runs
+from layerwise.studies.feature_learning.batch import draw_batch, draw_numbers, signs, stack
+from layerwise.studies.feature_learning.batches import batches_of
 from layerwise.studies.feature_learning.covariance import covariance, haar, power
 from layerwise.studies.feature_learning.measures import excess, transfer_excess
 from layerwise.studies.feature_learning.normalise import NORMS, normalised, normaliser
 from layerwise.studies.feature_learning.problem import draw_problem
+from layerwise.studies.feature_learning.runs import _stacked
 from layerwise.studies.feature_learning.two_layer import least_squares_head
 
 SMALL = {"dx": 10, "dy": 4, "k": 2}
@@ -174,3 +177,29 @@ def test_normalised_inputs(norm):
         if norm == "coord_batch":
             expected = torch.nn.functional.batch_norm(batch.samples().x, None, None, training=True)
             torch.testing.assert_close(x, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("data", ["uniform", "gaussian"])
+def test_batches_of_many_seeds_are_their_batches_stacked(data):
+    """As they are made on a GPU: one product for all seeds."""
+    setting = fl.Setting(**SMALL, data=data)
+    tasks = [draw_problem(setting, stream(seed, "problem")).train for seed in range(3)]
+    whole = stack([draw_batch(task, 77, stream(seed, "batch")) for seed, task in enumerate(tasks)])
+    many = _stacked(tasks, torch.float64)
+    numbers = [draw_numbers(task, 77, stream(seed, "batch")) for seed, task in enumerate(tasks)]
+    found = batches_of(numbers, many, 77)
+    for name in ("Sx", "Syx", "Syy"):
+        torch.testing.assert_close(getattr(found, name), getattr(whole, name), rtol=1e-12, atol=1e-12)
+    for a, b in zip(found.samples(), whole.samples(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_seeds_drawn_together_run_as_those_drawn_apart(monkeypatch):
+    def run():
+        return fl.compare(["sgd", "kfac", "ngd"], setting=fl.Setting(**SMALL, batch=100), steps=4, seeds=3, together=3)
+
+    apart = run()
+    monkeypatch.setattr(runs, "together_on", lambda device, seeds: seeds > 1)
+    for name, result in run().items():
+        torch.testing.assert_close(result.G, apart[name].G, rtol=1e-9, atol=1e-9)
+        assert torch.equal(result.diverged_at, apart[name].diverged_at)

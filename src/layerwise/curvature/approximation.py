@@ -58,6 +58,10 @@ class Approximation(ABC):
     def correct(self, io: LayerIO) -> None:  # noqa: B027 - most structures need one pass
         """Add a batch in the second pass."""
 
+    def sums(self, count: float) -> list[tuple[Tensor, float]]:
+        """Sums that are to be divided in place before `finish`, each with its divisor; all layers' together."""
+        return []
+
     @abstractmethod
     def finish(self, count: float) -> BlockOperator:
         """Divide by the number of examples (or terms)."""

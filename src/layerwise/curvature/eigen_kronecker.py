@@ -5,6 +5,7 @@ Frobenius error never above K-FAC's (George et al. 2018). Two passes: factors fi
 """
 
 import torch
+from torch import Tensor
 
 from layerwise.curvature.kronecker import KroneckerApproximation
 from layerwise.foundations.errors import NumericalError
@@ -43,6 +44,10 @@ class EigenKroneckerApproximation(KroneckerApproximation):
         for chunk in io.chunks():
             assert isinstance(chunk, Standard)
             self.scalings += chunk.rotated_squared_sum(self.U_A, self.U_G)
+
+    def sums(self, count: float) -> list[tuple[Tensor, float]]:
+        """None: the factors were used up by `refresh`."""
+        return []
 
     def finish(self, count: float) -> BlockOperator:
         """``Q diag(s) Qᵀ``."""

@@ -1,6 +1,6 @@
 """From a sweep over the data to a matrix in a given structure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,14 +13,15 @@ from layerwise.curvature.block_diagonal import BlockDiagonal
 from layerwise.curvature.dense import DenseMatrix
 from layerwise.curvature.low_rank import LowRank
 from layerwise.curvature.matrix import ParamMatrix
-from layerwise.foundations.errors import InputError, NameLookupError, describe, unknown
+from layerwise.foundations.asked import Checks
+from layerwise.foundations.errors import InputError, NameLookupError, NumericalError, describe, unknown
 from layerwise.foundations.linalg.checks import require_finite
 from layerwise.foundations.memory import require
 from layerwise.foundations.operators import Block, BlockOperator, Diagonal
 from layerwise.layers.flat_rows import flat_rows
 from layerwise.layers.io import LayerIO
 from layerwise.layers.parts import layers_of
-from layerwise.layers.sweep import Sweep
+from layerwise.layers.sweep import Sweep, Totals
 from layerwise.layers.table import LayerSpec, LayerTable, matches
 
 LAYER_STRUCTURES = ("diag", "quasidiag", "block", "kfac", "ekfac")
@@ -156,7 +157,8 @@ def _by_layer(sweep: Sweep, structure: Structure, options: Options, centered: bo
         if means is not None:
             means.add(spec, io)
 
-    totals = sweep.layers(observe, f"{_label(structure)}", statistics.prepare)
+    # The last pass leaves its checks to `_require_finite`, when all is queued: the host waits for the device once.
+    totals = sweep.layers(observe, f"{_label(structure)}", statistics.prepare, settle=passes == 2)
     if passes == 2:
         for approximation in statistics.of.values():
             approximation.refresh()
@@ -165,26 +167,53 @@ def _by_layer(sweep: Sweep, structure: Structure, options: Options, centered: bo
             if statistics.of[spec.name].passes == 2:
                 statistics.of[spec.name].correct(io)
 
-        sweep.layers(correct, f"{_label(structure)}, second pass")
-    count = totals.scale(sweep.normalize)
+        sweep.layers(correct, f"{_label(structure)}, second pass", settle=False)
+    count = _scale(sweep, totals)
+    _divide([pair for a in statistics.of.values() for pair in a.sums(count)])
     operators = {name: a.finish(count) for name, a in statistics.of.items()}
     if means is not None:
         operators = {name: means.centered(name, op, count) for name, op in operators.items()}
-    _require_finite(operators)
+    _require_finite(operators, sweep.recorder.checks)
     positions = {name: a.positions() for name, a in statistics.of.items()}
     return BlockDiagonal(
         sweep.recorder.table, operators, _label(structure), None if centered else count, positions, sweep.memory
     )
 
 
-def _require_finite(operators: Mapping[str, BlockOperator]) -> None:
-    """Name the layer and the statistic that is not finite; one look for all, since each waits for the device."""
-    sums = [tensor.sum() for op in operators.values() for tensor in op.tensors().values()]
-    if bool(torch.isfinite(torch.stack(sums)).all()):
-        return
-    for name, op in operators.items():
-        for key, tensor in op.tensors().items():
+def _scale(sweep: Sweep, totals: Totals) -> float:
+    """What sums are divided by; where terms must be counted, the checks come with their number."""
+    if sweep.normalize != "examples":
+        sweep.recorder.checks.settle()
+    return totals.scale(sweep.normalize)
+
+
+def _divide(sums: Sequence[tuple[Tensor, float]]) -> None:
+    """Divide in place, all at once: one launch for many tensors where the device has such a thing."""
+    if sums:
+        torch._foreach_div_([tensor for tensor, _ in sums], [divisor for _, divisor in sums])  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _require_finite(operators: Mapping[str, BlockOperator], checks: Checks) -> None:
+    """Name the layer and the statistic that is not finite; one look for all, since each waits for the device.
+
+    What is still to be checked of the batches comes first: it is the likely cause.
+    """
+    kept = {(name, key): tensor for name, op in operators.items() for key, tensor in op.tensors().items()}
+    sizes = [tensor for tensor in kept.values() if tensor.numel()]
+    if sizes:
+        largest = torch._foreach_norm(sizes, torch.inf)  # pyright: ignore[reportPrivateImportUsage]
+        bad = ~torch.isfinite(torch.stack(largest)).all()
+        checks.add(bad, lambda: _not_finite(kept))
+    checks.settle()
+
+
+def _not_finite(kept: Mapping[tuple[str, str], Tensor]) -> Exception:
+    for (name, key), tensor in kept.items():
+        try:
             require_finite(tensor, f"layer {name!r}: statistics {key!r}")
+        except NumericalError as error:
+            return error
+    raise AssertionError("unreachable")
 
 
 def _passes(structure: Structure) -> int:

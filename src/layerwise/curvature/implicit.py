@@ -67,24 +67,25 @@ class Implicit(ParamMatrix):
         linear = self._linearization[0]
         total = {k: torch.zeros_like(t) for k, t in params.items()}
         mean = {k: torch.zeros_like(t[:1]) for k, t in params.items()}
-        examples = terms = 0.0
+        examples, terms = 0, torch.zeros((), dtype=torch.float64, device=self.device)
         with recorder.session():
             for batch in self.sweep.source.batches("product"):
                 for part in self.sweep.parts(batch):
                     n, weight = self._add_part(linear, part, params, total, mean)
                     examples, terms = examples + n, terms + weight
-        count = examples if self.sweep.normalize == "examples" else terms
+        count = float(examples if self.sweep.normalize == "examples" else terms)
         out = {k: t / count for k, t in total.items()}
         return self._uncentered(out, mean, params, count) if self.centered else out
 
     def _add_part(
         self, linear: Linearization, part: Batch, params: Params, total: Params, mean: Params
-    ) -> tuple[int, float]:
+    ) -> tuple[int, Tensor]:
         recorder, likelihood, cotangent = self.sweep.recorder, self.sweep.likelihood, self.sweep.cotangent
         n = recorder.examples(part)
+        asked = likelihood.ask(part.y, part.mask)
 
         def standard(out: Tensor) -> Terms:
-            return recorder.terms(out, part, likelihood, n)
+            return recorder.terms(out, part, likelihood, n, asked)
 
         recorder.seed_forward(part)
         with torch.enable_grad():
@@ -102,7 +103,7 @@ class Implicit(ParamMatrix):
                     mean[k] += g
         for k, g in linear.pull(terms.f, weighted).items():
             total[k] += g
-        return n, float(terms.weight.double().sum())
+        return n, terms.weight.sum(dtype=torch.float64)
 
     @staticmethod
     def _uncentered(out: Params, mean: Params, params: Params, count: float) -> Params:

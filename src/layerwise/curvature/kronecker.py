@@ -8,9 +8,9 @@ from torch import Tensor
 
 from layerwise.curvature.approximation import Approximation
 from layerwise.foundations.kronecker import InputFactor, Kronecker
-from layerwise.foundations.linalg import gram
 from layerwise.foundations.operators import BlockOperator
 from layerwise.layers.io import LayerIO, RecordedIO
+from layerwise.layers.moments import grouped_gram
 from layerwise.layers.table import LayerSpec
 
 
@@ -43,9 +43,9 @@ class KroneckerApproximation(Approximation):
 
     def _observe_reduced(self, io: RecordedIO, first: bool) -> None:
         for a, g in io.reduced_chunks():
-            self._add("G", _grouped_gram(g.flatten(0, 1)))
+            self._add("G", grouped_gram(g.flatten(0, 1)))
             if first:
-                self._add("A", _grouped_gram(a))
+                self._add("A", grouped_gram(a))
                 self.rows += a.shape[0]
 
     def _add(self, name: str, moment: Tensor) -> None:
@@ -60,17 +60,18 @@ class KroneckerApproximation(Approximation):
         """A as a mean over rows, G as a mean over examples."""
         return InputFactor(self._sum("A") / max(self.rows, 1), self._taps()), self._sum("G") / count
 
-    def _divided(self, count: float) -> tuple[InputFactor, Tensor]:
-        """The same in place, when the sums are no longer needed."""
-        return InputFactor(self._sum("A").div_(max(self.rows, 1)), self._taps()), self._sum("G").div_(count)
+    def sums(self, count: float) -> list[tuple[Tensor, float]]:
+        """Both factors."""
+        self._sums = {name: self._sum(name) for name in ("A", "G")}
+        return [(self._sums["A"], float(max(self.rows, 1))), (self._sums["G"], count)]
 
     def _taps(self) -> int:
         return self.spec.form.taps if self.channels_only else 1
 
     def finish(self, count: float) -> BlockOperator:
-        """``G ⊗ A``."""
-        A, G = self._divided(count)
-        return Kronecker(A, G, self.options.damping_split or "trace")
+        """``G ⊗ A``, of the sums that have been divided in place."""
+        A, G = (self._sums[name] for name in ("A", "G"))
+        return Kronecker(InputFactor(A, self._taps()), G, self.options.damping_split or "trace")
 
     def positions(self) -> int:
         """Rows of A."""
@@ -81,11 +82,3 @@ class KroneckerApproximation(Approximation):
         """Two factors, twice while they are added."""
         k, o, i = spec.form.shape
         return 2 * k * (o * o + (i if spec.form.one_hot else i * i)) * itemsize
-
-
-def _grouped_gram(rows: Tensor) -> Tensor:
-    """``Σ_m x xᵀ`` for rows [M, K, P]."""
-    if rows.shape[1] == 1:
-        return gram(rows[:, 0]).unsqueeze(0)
-    by_group = rows.movedim(1, 0)
-    return by_group.mT @ by_group

@@ -75,7 +75,9 @@ class SampledLabels(Cotangent):
     def slice(self, terms: Terms, start: int, stop: int, batch: int) -> Float[Tensor, "V N S C"]:
         """Each sample has a stream of its own, named by batch and number: the same at every pass."""
         drawn = [self.likelihood.sample(terms, stream(self.seed, "labels", batch, v)) for v in range(start, stop)]
-        return torch.stack(drawn) / self.samples**0.5
+        if self.samples == 1:
+            return drawn[0].unsqueeze(0)
+        return torch.stack(drawn).div_(self.samples**0.5)  # a copy of ours, and may be gigabytes
 
 
 @dataclass(frozen=True)

@@ -93,10 +93,12 @@ def add_layer(total: Float[Tensor, "NP MP"], layer: LayerPlan, left: Kept, right
     assert isinstance(left, RecordedIO)
     assert isinstance(right, RecordedIO)
     P = layer.sizes.vectors
-    for i, i2, first in _tiles(left, layer):
-        for j, j2, second in _tiles(right, layer):
+    for i, i2 in _tiles(left, layer):
+        first = _standard(left, i, i2, layer)
+        for j, j2 in _tiles(right, layer):
             if same and j < i:
                 continue
+            second = first if same and j == i else _standard(right, j, j2, layer)
             part = total[i * P : i2 * P, j * P : j2 * P].view(i2 - i, P, j2 - j, P)
             _add_tile(part, layer, first, second)
 
@@ -110,11 +112,16 @@ def _add_tile(total: Float[Tensor, "N V M W"], layer: LayerPlan, left: Standard,
             total[:, v : v + step, :, w : w + step] += contract(layer.order, some, others)
 
 
-def _tiles(side: RecordedIO, layer: LayerPlan) -> Iterator[tuple[int, int, Standard]]:
+def _tiles(side: RecordedIO, layer: LayerPlan) -> Iterator[tuple[int, int]]:
+    """First and last example of each."""
     for start in range(0, side.examples, layer.cost.tile):
-        stop = min(start + layer.cost.tile, side.examples)
-        standard = side.narrow(start, stop).standard()
-        yield start, stop, standard.live() if layer.sizes.sparse else standard
+        yield start, min(start + layer.cost.tile, side.examples)
+
+
+def _standard(side: RecordedIO, start: int, stop: int, layer: LayerPlan) -> Standard:
+    """The standard form of some examples; an unfolded convolution is much larger than what was recorded."""
+    standard = side.narrow(start, stop).standard()
+    return standard.live() if layer.sizes.sparse else standard
 
 
 def _add_rows(total: Tensor, R: Float[Tensor, "D a"], R2: Float[Tensor, "D b"], same: bool) -> None:

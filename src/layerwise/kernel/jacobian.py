@@ -59,7 +59,7 @@ class Jacobian:
 
     def check_unchanged(self) -> None:
         """Nothing is computed until it is asked for: by then the model must still be the one it was."""
-        rescaled = {id(p) for p in renormed(self.recorder.model)}  # by the forward itself
+        rescaled = {id(p) for p in renormed(self.recorder.model.modules())}  # by the forward itself
         for name, p in trainable(self.recorder.model).items():
             if id(p) not in rescaled and p._version != self._versions.get(name, p._version):
                 raise InputError(
@@ -391,7 +391,7 @@ def prepare(
 ) -> tuple[Recorder, Outputs, torch.device, int]:
     """What every function-space object starts from; the device, and the bytes allowed."""
     model, reading = unwrap(model), Outputs(outputs)
-    refuse_train_mode_batch_norm(model)
+    refuse_train_mode_batch_norm(model.named_modules())
     table = LayerTable.from_model(model, select, on_unsupported)
     device = next(p.device for p in model.parameters() if p.requires_grad)
     allowed = budget(memory, device)

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from layerwise.foundations.asked import Asked, sent
 from layerwise.foundations.cotangents import OutputBasis
 from layerwise.foundations.errors import MemoryBudgetError
 from layerwise.foundations.linalg.checks import require_finite
@@ -173,16 +174,23 @@ def layer_sizes(recorder: Recorder, examples: Examples, J: Jacobian) -> tuple[li
     """The standard form of every layer, and the bytes of all output gradients of one example and cotangent."""
     batch, P = examples.first(2), J.functions
     found: dict[str, Sizes] = {}
+    live: dict[str, Tensor] = {}
 
     def consume(spec: LayerSpec, io: LayerIO) -> None:
         found[spec.name] = _sizes(spec, io, P)
+        if isinstance(io, RecordedIO):
+            live[spec.name] = io.standard().live_positions().sum()
 
     with recorder.session():
         recorded = recorder.record(batch, J.outputs)
         f = recorded.terms.f
-        v = torch.randn(1, *f.shape, generator=stream(0, "functions")).to(f)  # a mix of all functions
+        mix = torch.randn(1, *f.shape, generator=stream(0, "functions"))  # of all functions
+        v = sent(mix, f.device).to(f.dtype)
         recorded.each_layer(v, consume, last=True)
         gradient_bytes = recorded.output_bytes() // recorded.examples
+    if live:  # all layers in one look
+        counts = dict(zip(live, Asked(torch.stack([*live.values()])).read(), strict=True))
+        found |= {name: _seen(found[name], count) for name, count in counts.items()}
     called = [(spec, found[spec.name]) for spec in recorder.table.layers if spec.name in found]
     absent = [(spec, _uncalled(spec, P)) for spec in recorder.table.layers if spec.name not in found]
     return [*called, *absent], gradient_bytes
@@ -194,13 +202,15 @@ def _sizes(spec: LayerSpec, io: LayerIO, P: int) -> Sizes:
         return Sizes(1, K, O, I, P, raw=P * K * O * I, bare=True)
     assert isinstance(io, RecordedIO)
     positions = sum(call.sharing(io.examples) for call in io.calls)
-    live = io.standard().live().g.shape[2]
-    sparse = 0 < 2 * live <= positions
     x = sum(call.x.numel() for call in io.calls) // io.examples
     dy = sum(call.dy.numel() for call in io.calls if call.dy is not None) // io.examples
     tokens = I if spec.form.one_hot else 0
-    seen = live if sparse else positions
-    return Sizes(seen, K, O, 1 if tokens else I, P, raw=x + P * dy, tokens=tokens, sparse=sparse)
+    return Sizes(positions, K, O, 1 if tokens else I, P, raw=x + P * dy, tokens=tokens)
+
+
+def _seen(sizes: Sizes, live: int) -> Sizes:
+    """The same, where so many positions have a gradient."""
+    return replace(sizes, positions=live, sparse=True) if 0 < 2 * live <= sizes.positions else sizes
 
 
 def _uncalled(spec: LayerSpec, P: int) -> Sizes:

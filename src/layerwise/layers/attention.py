@@ -23,6 +23,7 @@ class AttentionRule(LayerRule[nn.MultiheadAttention]):
     """Sites "q", "k" and "v", each a linear layer over its own rows of the packed parameters."""
 
     own_forward = True
+    rounds_inputs = True
 
     def forms(self, module: nn.MultiheadAttention, parts: dict[str, Part]) -> dict[str, Form]:
         """Three linear forms."""

@@ -1,7 +1,7 @@
 """Calling a model the way its input asks for, and finding the output in what it returns."""
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -90,6 +90,9 @@ def substituted(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None
     ``torch.func.functional_call`` does not put the parameters of a module back that is registered under two names,
     and leaves its substitutes in the second list of weights that recurrent layers keep.
     """
+    if not params:
+        yield
+        return
     instead = {id(p): params[name] for name, p in model.named_parameters() if name in params}
     replaced = [
         (module, local, p)
@@ -165,9 +168,17 @@ def take(x: Tree, start: int, stop: int, axis: int, shared: Collection[int] = ()
     return map_leaves(lambda t: t.narrow(axis, start, stop - start) if next(held) else t, x)
 
 
-def refuse_train_mode_batch_norm(model: nn.Module) -> None:
+def own_tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """The parameters of modules, as `model.parameters()` has them but for repetitions, at a tenth of its cost."""
+    for module in modules:
+        for p in module._parameters.values():
+            if p is not None:
+                yield p
+
+
+def refuse_train_mode_batch_norm(modules: Iterable[tuple[str, nn.Module]]) -> None:
     """Batch norm in train mode makes the examples of a batch interact."""
-    for name, module in model.named_modules():
+    for name, module in modules:
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None):
             raise InteractionError(
                 describe(
@@ -178,9 +189,9 @@ def refuse_train_mode_batch_norm(model: nn.Module) -> None:
             )
 
 
-def check_devices(model: nn.Module, batch: Tree) -> None:
+def check_devices(modules: Iterable[nn.Module], batch: Tree) -> None:
     """Model and batch must be on one device."""
-    of_model = {p.device for p in model.parameters()}
+    of_model = {p.device for p in own_tensors(modules)}
     of_batch = {t.device for t in leaves(batch)}
     if len(of_model) == 1 and of_batch and of_batch != of_model:
         given = ", ".join(sorted(map(str, of_batch)))
@@ -191,24 +202,30 @@ def check_devices(model: nn.Module, batch: Tree) -> None:
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module, modules: Sequence[nn.Module] | None = None) -> Iterator[None]:
     """Leave the model and the random state exactly as they were, also on an exception.
+
+    `modules` are ``model.modules()``, where they are known already.
 
     Buffers and attributes are put back (a spectral norm changes its own in train mode, a stateful model keeps its
     last hidden state) and random draws of the forward (dropout) do not move torch's global generators.
     """
-    changeable = [(t, t.detach().clone()) for t in (*model.buffers(), *renormed(model)) if t.device.type != "meta"]
-    attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    modules = list(model.modules()) if modules is None else modules
+    held = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
+    changeable = [(t, t.detach().clone()) for t in (*held.values(), *renormed(modules)) if t.device.type != "meta"]
+    attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
+    places = {p.device for p in own_tensors(modules)}
+    devices = sorted({place.index or 0 for place in places if place.type == "cuda"})
     fast_path = torch.backends.mha.get_fastpath_enabled()
     token = _OWN.set(True)
-    with torch.random.fork_rng(devices=devices), _uncompiled(), _recurrent_backward(model):
+    with torch.random.fork_rng(devices=devices), _uncompiled(), _recurrent_backward(modules):
         # The fused attention path calls no submodule, and under vmap it silently drops gradients.
         torch.backends.mha.set_fastpath_enabled(False)
-        copies = {id(buffer): buffer.clone() for buffer in model.buffers()}
+        copies = {key: buffer.clone() for key, buffer in held.items()}
         try:
             for module, _, buffers in attributes:  # the graph of a forward may need the values that it has seen
-                module._buffers.update({k: None if b is None else copies[id(b)] for k, b in buffers.items()})
+                if buffers:
+                    module._buffers.update({k: None if b is None else copies[id(b)] for k, b in buffers.items()})
             yield
         finally:
             _OWN.reset(token)
@@ -217,15 +234,14 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 _put_back(vars(module), before)
                 _put_back(module._buffers, buffers)
             with torch.no_grad():
-                for tensor, before in changeable:
-                    if not _same(tensor, before):
-                        tensor.copy_(before)
+                for tensor, before in _changed(changeable):
+                    tensor.copy_(before)
 
 
 @contextmanager
-def _recurrent_backward(model: nn.Module) -> Iterator[None]:
+def _recurrent_backward(modules: Iterable[nn.Module]) -> Iterator[None]:
     """cuDNN's recurrent layers have a backward in train mode only; torch's own have one in both."""
-    if not any(isinstance(module, nn.RNNBase) and not module.training for module in model.modules()):
+    if not any(isinstance(module, nn.RNNBase) and not module.training for module in modules):
         yield
         return
     with torch.backends.cudnn.flags(enabled=False):
@@ -248,15 +264,24 @@ def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
         now.update(before)
 
 
-def renormed(model: nn.Module) -> Iterator[Tensor]:
+def renormed(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
     """Weights that the forward itself rescales in place."""
-    for module in model.modules():
+    for module in modules:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             yield module.weight
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+def _changed(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Those (tensor, its former value) that differ; one look for all of them on a device."""
+    by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+    found = [(tensor, before) for tensor, before in pairs if tensor.shape != before.shape]
+    for tensor, before in pairs:
+        if tensor.shape == before.shape:
+            by_device.setdefault(tensor.device, []).append((tensor, before))
+    for here in by_device.values():
+        same = torch.stack([((a == b) | ((a != a) & (b != b))).all() for a, b in here])
+        found += [pair for pair, equal in zip(here, same.tolist(), strict=True) if not equal]
+    return found
 
 
 def as_statistics(f: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ class Copies:
 
     def make(self, model: nn.Module, examples: int) -> dict[str, Tensor]:
         """The copies, as leaves that share the parameter's memory."""
+        if not self.axes:
+            return {}
         parameters = dict(model.named_parameters())
         return {name: spread(parameters[name], self.axes[name], examples) for name in self.axes}
 

@@ -7,7 +7,7 @@ The same backward gives autograd's own parameter gradients; a layer whose calls 
 weight is used elsewhere, its forward is not what the rule believes) falls back, with that reason.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -65,12 +65,23 @@ _KEPT: WeakKeyDictionary[nn.Module, tuple[object, Notes]] = WeakKeyDictionary()
 """The last notes on each model, with the signature they hold for."""
 
 
-def examine(model: nn.Module, table: LayerTable, x: Tree, y: object, example_axis: int | None) -> Notes:
-    """Examine a model on its first batch; what was found is kept until the model or the kind of batch changes."""
+def examine(
+    model: nn.Module,
+    table: LayerTable,
+    x: Tree,
+    y: object,
+    example_axis: int | None,
+    before: Callable[[], None] = lambda: None,
+) -> Notes:
+    """Examine a model on its first batch; what was found is kept until the model or the kind of batch changes.
+
+    `before` is called if the model must be run.
+    """
     signature = _signature(model, table, x, y, example_axis)
     kept = _KEPT.get(model)
     if kept is not None and kept[0] == signature:
         return kept[1]
+    before()
     with undisturbed(model):  # a forward of its own must not move buffers (spectral norm in train mode)
         notes = _examine_anew(model, table, x, y, example_axis)
     if notes.conclusive:

@@ -39,8 +39,11 @@ class ExampleGradients:
 
     def __init__(self, model: nn.Module, names: list[str], example_axis: int, shared: Collection[int] = ()) -> None:
         self.model, self.names, self.axis, self.shared = model, names, example_axis, shared
-        self.params: dict[str, nn.Parameter] = {k: p for k, p in model.named_parameters() if k in names}
-        self.way = "graph" if is_random(model) else "vmap"
+        self.params: dict[str, nn.Parameter] = {}
+        self.way = "vmap"
+        if names:
+            self.params = {k: p for k, p in model.named_parameters() if k in names}
+            self.way = "graph" if is_random(model) else "vmap"
         self._checked = False
 
     def rows(

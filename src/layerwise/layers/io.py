@@ -5,7 +5,7 @@ unfolded convolution or per-example gradients never have to fit at once.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,11 +13,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from layerwise.foundations.errors import UnsupportedError, describe
-from layerwise.foundations.linalg import gram
 from layerwise.foundations.types import statistics_dtype
 from layerwise.layers.layout import Layout
+from layerwise.layers.linear import LinearRule
+from layerwise.layers.moments import bordered, grouped_gram, linear_moment, multiplied_in, row_gram, where_kept
 from layerwise.layers.one_hot import OneHot
-from layerwise.layers.standard import Chunk, Gradients, Standard
+from layerwise.layers.standard import HALF, Chunk, Gradients, Standard
 from layerwise.layers.table import LayerSpec, Site
 
 CHUNK_BYTES = 128 * 2**20
@@ -111,6 +112,8 @@ class RecordedIO(LayerIO):
     mask: Bool[Tensor, "N S"] | None = None
     """Which output positions count; None: all."""
     chunk_bytes: int = CHUNK_BYTES
+    kept: int | None = None
+    """How many positions the mask keeps, where the host knows."""
 
     def owned(self) -> "RecordedIO":
         """The same, to be kept beyond the backward: what the user may write over is copied."""
@@ -147,7 +150,7 @@ class RecordedIO(LayerIO):
     def stack(ios: Sequence["RecordedIO"]) -> "RecordedIO":
         """Several sets of cotangents of one batch as one."""
         calls = tuple(LayerCall.stack(calls) for calls in zip(*(io.calls for io in ios), strict=True))
-        return RecordedIO(ios[0].spec, calls, ios[0].examples, ios[0].mask, ios[0].chunk_bytes)
+        return RecordedIO(ios[0].spec, calls, ios[0].examples, ios[0].mask, ios[0].chunk_bytes, ios[0].kept)
 
     def parts(self, bytes_per_example: int | float) -> Iterator["RecordedIO"]:
         """The same, few enough examples at a time to fit the scratch."""
@@ -220,17 +223,20 @@ class RecordedIO(LayerIO):
 
     def output_moment(self) -> Float[Tensor, "K O O"]:
         """``Σ_{v,n,s} g gᵀ`` over the positions that count."""
-        return self._sum_over_calls(lambda io: io._output_moment_of_call())
+        if len(self.calls) == 1:
+            return self._output_moment_of_call()
+        return torch.stack([self._one_call(call)._output_moment_of_call() for call in self.calls]).sum(0)
 
     def input_moment(self) -> tuple[Tensor, int]:
         """``Σ_{n,s} a aᵀ`` over the positions that count, and how many there are.
 
-        [K, I, I], or the diagonal [K, I] where inputs are one-hot.
+        [K, I, I], or the diagonal [K, I] where inputs are one-hot. Inputs that autocast has rounded are taken as the
+        layer saw them.
         """
+        if len(self.calls) == 1:
+            return self._input_moment_of_call()
         totals = [self._one_call(call)._input_moment_of_call() for call in self.calls]
-        return torch.stack([t[0] for t in totals]).sum(0) if len(totals) > 1 else totals[0][0], sum(
-            t[1] for t in totals
-        )
+        return torch.stack([t[0] for t in totals]).sum(0), sum(t[1] for t in totals)
 
     def channel_moment(self) -> tuple[Tensor, int]:
         """``Σ a aᵀ`` over input channels alone (SUA)."""
@@ -253,11 +259,7 @@ class RecordedIO(LayerIO):
         return total, count
 
     def _one_call(self, call: LayerCall) -> "RecordedIO":
-        return RecordedIO(self.spec, (call,), self.examples, self.mask, self.chunk_bytes)
-
-    def _sum_over_calls(self, fn: Callable[["RecordedIO"], Tensor]) -> Tensor:
-        results = [fn(self._one_call(call)) for call in self.calls]
-        return results[0] if len(results) == 1 else torch.stack(results).sum(0)
+        return RecordedIO(self.spec, (call,), self.examples, self.mask, self.chunk_bytes, self.kept)
 
     def _keep(self) -> Bool[Tensor, "N S"] | None:
         """The mask, where this call's positions are the mask's."""
@@ -266,40 +268,46 @@ class RecordedIO(LayerIO):
         call, positions = self.calls[0], self.mask.shape[1]
         return self.mask if call.sharing(self.examples) == positions else None
 
-    def _moment_dtype(self, t: Tensor) -> torch.dtype:
-        """What a second moment's entries are multiplied in: tensor cores take half types as they are."""
-        return t.dtype if t.device.type == "cuda" and t.dtype in (torch.bfloat16, torch.float16) else self.dtype
+    def _count(self, keep: Tensor) -> int:
+        return int(keep.sum()) if self.kept is None else self.kept
 
     def _output_moment_of_call(self) -> Tensor:
-        keep = self._keep()
-        if keep is None:
-            dy = self.calls[0].dy
-            assert dy is not None
-            g = self.calls[0].outgrads(self.examples, self._moment_dtype(dy))
-            k, o = g.shape[-2:]
-            return gram(g.reshape(-1, o)).unsqueeze(0) if k == 1 else _grouped_gram(g.reshape(-1, k, o))
-        g = self.calls[0].outgrads(self.examples, self.dtype)[:, keep]
-        return _grouped_gram(g.reshape(-1, *g.shape[-2:]))
+        call, keep = self.calls[0], self._keep()
+        assert call.dy is not None
+        dtype = multiplied_in(call.dy, self.dtype)
+        if keep is None and type(call.site.rule) is LinearRule:
+            return row_gram(call.dy.to(dtype))
+        g = call.outgrads(self.examples, dtype)
+        return grouped_gram((g if keep is None else where_kept(g, keep, 1)).flatten(0, 2))
+
+    def _input_dtype(self) -> torch.dtype:
+        """What the entries of the inputs' moment are multiplied in: what the layer has rounded them to, if it has."""
+        call = self.calls[0]
+        rounded = call.site.rule.rounds_inputs and call.x.dtype == torch.float32
+        if rounded and call.dy is not None and call.dy.dtype in HALF:
+            return call.dy.dtype
+        return multiplied_in(call.x, self.dtype)
 
     def _input_moment_of_call(self) -> tuple[Tensor, int]:
-        keep = self._keep()
-        call, form = self.calls[0], self.spec.form
+        call, form, keep = self.calls[0], self.spec.form, self._keep()
         if form.one_hot:
             a = call.inputs(self.examples, self.dtype)
             assert isinstance(a, OneHot)
-            index = a.index if keep is None else a.index[keep]
-            return a.counts(keep, self.dtype).unsqueeze(0), index.numel()
-        total, sums, count = self._fast_moment(keep)
-        if form.bias is None:
-            return total, count
-        return _bordered(total, sums, count), count
+            count = a.index.numel() if keep is None else self._count(keep)
+            return a.counts(keep, self.dtype).unsqueeze(0), count
+        dtype = self._input_dtype()
+        plain = keep is None and type(call.site.rule) is LinearRule
+        if plain and (call.x.dtype == dtype or call.x.numel() * dtype.itemsize <= self.chunk_bytes):
+            return linear_moment(call.x.to(dtype), form.bias is not None)
+        total, sums, count = self._moment_in_parts(keep, dtype)
+        return (total if form.bias is None else bordered(total, sums, count)), count
 
-    def _fast_moment(self, keep: Tensor | None) -> tuple[Tensor, Tensor, int]:
+    def _moment_in_parts(self, keep: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
         """By the rule's own route where it has one, else through the standard form, in chunks."""
         total = sums = None
         count = 0
         x, taps = self.calls[0].x, max(self.spec.form.taps, 1)
-        as_it_is = taps == 1 and self._moment_dtype(x) == x.dtype  # then nothing is copied
+        as_it_is = taps == 1 and dtype == x.dtype and keep is None  # then nothing is copied
         per_example = 0 if as_it_is else x.numel() / self.examples * taps * self.dtype.itemsize
         for part in self.parts(per_example * 2):
             call = part.calls[0]
@@ -307,7 +315,7 @@ class RecordedIO(LayerIO):
             if keep is None:
                 found = call.site.rule.input_moment(call.site.module, call.site.key, call.x)
             if found is None:
-                found = part._plain_moment()
+                found = part._plain_moment(dtype)
             total = found[0] if total is None else total + found[0]
             sums = found[1] if sums is None else sums + found[1]
             count += found[2]
@@ -315,14 +323,13 @@ class RecordedIO(LayerIO):
         assert sums is not None
         return total, sums, count
 
-    def _plain_moment(self) -> tuple[Tensor, Tensor, int]:
+    def _plain_moment(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
         keep = self._keep()
-        a = self.calls[0].inputs(self.examples, self._moment_dtype(self.calls[0].x))
+        a = self.calls[0].inputs(self.examples, dtype)
         assert isinstance(a, Tensor)
-        rows = a.flatten(0, 1) if keep is None else a[keep]
-        k, i = rows.shape[-2:]
-        moment = gram(rows.reshape(-1, i)).unsqueeze(0) if k == 1 else _grouped_gram(rows)
-        return moment, rows.sum(0, dtype=moment.dtype), rows.shape[0]
+        rows = (a if keep is None else where_kept(a, keep)).flatten(0, 1)
+        moment = grouped_gram(rows)
+        return moment, rows.sum(0, dtype=moment.dtype), len(rows) if keep is None else self._count(keep)
 
 
 @dataclass(frozen=True)
@@ -353,18 +360,3 @@ class GradientIO(LayerIO):
     def rows(self) -> Float[Tensor, "V N K O I"]:
         """As given."""
         return self.gradients
-
-
-def _grouped_gram(rows: Float[Tensor, "M K P"]) -> Float[Tensor, "K P P"]:
-    return gram(rows.movedim(1, 0))
-
-
-def _bordered(total: Tensor, sums: Tensor, count: int) -> Tensor:
-    """The moment with the bias column: ``[[Σ aaᵀ, Σ a], [Σ aᵀ, n]]``."""
-    k, i = sums.shape
-    bordered = total.new_empty(k, i + 1, i + 1)
-    bordered[:, :i, :i] = total
-    bordered[:, :i, i] = sums
-    bordered[:, i, :i] = sums
-    bordered[:, i, i] = count
-    return bordered

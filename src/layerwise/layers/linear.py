@@ -10,6 +10,8 @@ from layerwise.layers.rule import LayerRule, layer_rule
 class LinearRule(LayerRule[nn.Linear]):
     """K = 1, I = in, O = out, S = 1 a leading position."""
 
+    rounds_inputs = True
+
     def forms(self, module: nn.Linear, parts: dict[str, Part]) -> dict[str, Form]:
         """Weight and bias together."""
         weight = parts.get("weight")

@@ -1,5 +1,6 @@
 """`Recorder`: a model ready to be recorded batch after batch, examined at its first use."""
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -8,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from layerwise.foundations.asked import Asked, Checks
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods import Reading, Terms
 from layerwise.foundations.random import stream
-from layerwise.foundations.types import Tree, leaves
 from layerwise.foundations.vectors import unwrap
+from layerwise.layers.batch import Batch, add_batch_checks, add_output_check
 from layerwise.layers.calling import (
     as_statistics,
     call,
@@ -31,18 +33,6 @@ from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.layers.tape import Tape
 
 
-@dataclass(frozen=True)
-class Batch:
-    """One batch of data, and its number."""
-
-    x: Tree
-    y: object
-    mask: Tensor | None
-    number: int
-    part: tuple[int, int] | None = None
-    """First example and number of examples of the whole, where this is a part of a batch."""
-
-
 class Recorder:
     """Runs a model under a tape and hands out every layer's standard form."""
 
@@ -59,69 +49,73 @@ class Recorder:
         self.given_axis = example_axis
         self.chunk_bytes = chunk_bytes
         self.findings: Notes | None = None
+        self.checks = Checks()
+        """Of batches and outputs; inside a session they are looked at later than they are made."""
         self._examined_on = 0
         self._generic: ExampleGradients | None = None
+        self._modules: list[tuple[str, nn.Module]] | None = None
+        self._prepared: weakref.ref[Batch] | None = None
 
     @contextmanager
-    def session(self) -> Iterator["Recorder"]:
-        """Everything between is undone at the end: hooks, buffers, random state."""
-        refuse_train_mode_batch_norm(self.model)
-        with undisturbed(self.model):
-            yield self
+    def session(self, settle: bool = True) -> Iterator["Recorder"]:
+        """Everything between is undone at the end: hooks, buffers, random state.
+
+        All checks are settled at the end, unless the caller does that: it waits for the device.
+        """
+        outer, modules = self._modules, list(self.model.named_modules())
+        refuse_train_mode_batch_norm(modules)
+        if outer is None:
+            self.checks = Checks()  # none is left of a call that was interrupted
+        self._modules = modules
+        try:
+            with undisturbed(self.model, [module for _, module in modules]):
+                yield self
+        except Exception:
+            self.checks.settle()  # what went wrong may be the fault of a batch that has not been looked at yet
+            raise
+        finally:
+            self._modules = outer
+        if settle:
+            self.checks.settle()
 
     def prepare(self, batch: Batch) -> Notes:
         """Check a batch, and examine the model if this is the first of its kind."""
-        self.check(batch)
+        if self.findings is not None and (batch.part is not None or self._knows(batch)):
+            return self.findings
+        if not self._knows(batch):
+            self._add_checks(batch)
+        if self._modules is None:
+            self.checks.settle()
         axis = self.given_axis if self.findings is None else self.findings.example_axis
         n = example_count(batch.x, axis or 0)
         if self.findings is None or (self._examined_on < 2 <= n):
-            self.findings = examine(self.model, self.table, batch.x, batch.y, self.given_axis)
+            self.findings = examine(self.model, self.table, batch.x, batch.y, self.given_axis, self.checks.settle)
             self._examined_on = example_count(batch.x, self.findings.example_axis)
             self.table = self.table.demote(self.findings.reasons)
             bare = [name for spec in self.table.layers if not spec.sites for name in spec.parameters]
             names = [name for name in bare if name not in self.findings.copies.axes]
             self._generic = ExampleGradients(self.model, names, self.findings.example_axis, self.findings.shared)
+        self._prepared = weakref.ref(batch)
         return self.findings
 
+    def _knows(self, batch: Batch) -> bool:
+        return self._prepared is not None and self._prepared() is batch
+
     def check(self, batch: Batch) -> None:
-        """Device and finiteness of a batch."""
-        check_devices(self.model, (batch.x, batch.y if isinstance(batch.y, Tensor) else None))
-        self._check_mask(batch)
-        target = batch.y if batch.mask is None else None  # where a target is masked it may be anything
-        for tensor in leaves((batch.x, target)):
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                bad = int((~torch.isfinite(tensor)).sum())
-                raise InputError(
-                    describe(
-                        f"batch {batch.number} with {bad} values that are NaN or infinite",
-                        "finite inputs and targets",
-                        "clean the data or leave the batch out; nothing of this call was kept",
-                    )
-                )
+        """Device and finiteness of a batch, now."""
+        self._add_checks(batch)
+        self.checks.settle()
 
-    @staticmethod
-    def _check_mask(batch: Batch) -> None:
-        mask = batch.mask
-        if mask is not None and mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
-            raise InputError(
-                describe(
-                    f"batch {batch.number} with a third entry whose values are not all 0 or 1",
-                    "a mask (x, y, mask): which positions count",
-                    "pass (x, y) alone, or a bool mask",
-                )
-            )
+    def _add_checks(self, batch: Batch) -> None:
+        named = self.model.named_modules() if self._modules is None else self._modules
+        check_devices((m for _, m in named), (batch.x, batch.y if isinstance(batch.y, Tensor) else None))
+        add_batch_checks(self.checks, batch)
 
-    @staticmethod
-    def check_output(f: Tensor, batch: Batch) -> None:
-        """Finiteness of the model's output."""
-        if not bool(torch.isfinite(f.detach()).all()):
-            raise InputError(
-                describe(
-                    f"batch {batch.number}, on which the model's output is NaN or infinite",
-                    "finite outputs",
-                    "check the parameters and the inputs; nothing of this call was kept",
-                )
-            )
+    def check_output(self, f: Tensor, batch: Batch) -> None:
+        """Finiteness of the model's output; inside a session it is looked at when the checks are settled."""
+        add_output_check(self.checks, f, batch.number)
+        if self._modules is None:
+            self.checks.settle()
 
     def seed_forward(self, batch: Batch) -> None:
         """Fix what a random forward (dropout) draws, by seed and batch: the same at every pass.
@@ -164,10 +158,11 @@ class Recorder:
 
         return front
 
-    def terms(self, f: Tensor, batch: Batch, likelihood: Reading, n: int) -> Terms:
-        """Output and target in standard form."""
-        standard = likelihood.standardize(as_statistics(f), batch.y, batch.mask, self.arrange(n))
-        return replace(standard, part=batch.part)
+    def terms(self, f: Tensor, batch: Batch, likelihood: Reading, n: int, asked: Asked | None = None) -> Terms:
+        """Output and target in standard form; `asked` is what the likelihood has asked before the forward."""
+        asked = likelihood.ask(batch.y, batch.mask) if asked is None else asked
+        standard = likelihood.standardize_asked(as_statistics(f), batch.y, batch.mask, self.arrange(n), asked)
+        return standard if batch.part is None else replace(standard, part=batch.part)
 
     def record(self, batch: Batch, likelihood: Reading, batched: bool = False) -> "Recorded":
         """Run the model on a batch and bring its output to standard form.
@@ -175,26 +170,28 @@ class Recorder:
         `batched` prepares for many cotangents at once, which fused attention cannot differentiate.
         """
         found = self.prepare(batch)
-        n = self.examples(batch)
+        n = example_count(batch.x, found.example_axis)
+        asked = likelihood.ask(batch.y, batch.mask)
+        self.checks.ask()
         self.seed_forward(batch)
         copies = found.copies.make(self.model, n)
         tape = Tape(self.model, self.table, found.layouts, self.chunk_bytes, found.broadcast, n)
-        kernels = [SDPBackend.MATH] if batched else _any_backend()
+        kernels = [SDPBackend.MATH] if batched else ANY_BACKEND
         with torch.enable_grad(), sdpa_kernel(kernels), substituted(self.model, copies), tape:
             f = call(self.model, batch.x)
+        self.checks.read()  # what was asked before the forward, which the device has still to do
         self.check_output(f, batch)
         with torch.enable_grad():
-            terms = self.terms(f, batch, likelihood, n)
+            terms = self.terms(f, batch, likelihood, n, asked)
         return Recorded(self, tape, batch, likelihood, terms, n, copies, tuple(kernels))
 
 
-def _any_backend() -> list[SDPBackend]:
-    return [
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.MATH,
-    ]
+ANY_BACKEND = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 @dataclass(frozen=True)
@@ -226,6 +223,7 @@ class Recorded:
         if generic.names:
             self._each_generic(generic, v, consume)
         f, mask, leaves = self.terms.f, self.terms.mask, list(self.copies.values())
+        self.tape.kept = self.terms.kept
         if v.shape[0] == 1:
             grads = self.tape.stream(f, v[0], consume, not last, mask, leaves)
             grads = [None if g is None else g.unsqueeze(0) for g in grads]
@@ -233,7 +231,8 @@ class Recorded:
             ios, grads = self.tape.pull_beside(f, v, leaves, not last, mask)
             for name, io in ios.items():
                 consume(self.recorder.table.spec(name), io)
-        self._each_copy(dict(zip(self.copies, grads, strict=True)), v, consume)
+        if self.copies:
+            self._each_copy(dict(zip(self.copies, grads, strict=True)), v, consume)
 
     def _each_copy(
         self, grads: Mapping[str, Tensor | None], v: Tensor, consume: Callable[[LayerSpec, LayerIO], None]

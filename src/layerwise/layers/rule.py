@@ -26,6 +26,8 @@ class LayerRule(ABC, Generic[M]):
 
     own_forward: ClassVar[bool] = False
     """The rule runs an equivalent forward while recording (attention), and records inside it."""
+    rounds_inputs: ClassVar[bool] = False
+    """Under autocast the layer's inputs of single precision are rounded to the half type of its outputs."""
 
     def refuses(self, module: M) -> str | None:
         """Why this module cannot be put in standard form, or None."""

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from layerwise.layers.one_hot import OneHot
@@ -74,9 +74,13 @@ class Standard(Chunk):
     a: Float[Tensor, "N S K I"] | OneHot
     g: Float[Tensor, "V N S K O"]
 
+    def live_positions(self) -> Bool[Tensor, "S"]:
+        """Positions at which some gradient is not zero."""
+        return (self.g != 0).flatten(3).any(3).any(0).any(0)
+
     def live(self) -> "Standard":
         """Without the positions at which every gradient is zero, such as all but the last of a next-token model."""
-        kept = (self.g != 0).flatten(3).any(3).any(0).any(0).nonzero()[:, 0]
+        kept = self.live_positions().nonzero()[:, 0]
         if len(kept) == self.g.shape[2]:
             return self
         if isinstance(self.a, OneHot):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from layerwise.foundations.cotangents import Cotangent, HessianRoot, OutputBasis
@@ -25,12 +26,16 @@ class Totals:
     """What the data added up to."""
 
     examples: int = 0
-    terms: float = 0.0
+    terms: Tensor | float = 0.0
+    """``Σ m w``, on the device until it is asked for; only where it will be."""
     batches: int = 0
 
     def scale(self, normalize: str) -> float:
         """What sums are divided by: N, or ``Σ m w`` ("terms")."""
-        if normalize == "terms" and self.terms == 0:
+        if normalize == "examples":
+            return float(self.examples)
+        terms = float(self.terms)
+        if terms == 0:
             raise InputError(
                 describe(
                     'normalize="terms" and data in which no position counts',
@@ -38,7 +43,7 @@ class Totals:
                     "check ignore_index, mask and class weights",
                 )
             )
-        return float(self.examples) if normalize == "examples" else self.terms
+        return terms
 
 
 @dataclass(frozen=True)
@@ -58,17 +63,19 @@ class Sweep:
         observe: Callable[[LayerSpec, LayerIO, bool], None],
         description: str,
         ready: Callable[[], object] | None = None,
+        settle: bool = True,
     ) -> Totals:
         """Hand every layer over as it comes; the flag says whether it is the batch's first cotangents.
 
-        `ready` is called before the model runs on a batch, when it has been examined.
+        `ready` is called before the model runs on a batch, when it has been examined. Without `settle` the caller
+        settles the recorder's checks, when it has queued all that it wants to.
         """
 
         def visit(recorded: Recorded) -> None:
             for v, first, last in self.cotangents(recorded):
                 recorded.each_layer(v, lambda spec, io, first=first: observe(spec, io, first), last)
 
-        return self.visit(visit, description, ready)
+        return self.visit(visit, description, ready, settle)
 
     def all_layers(self, observe: Callable[[dict[str, LayerIO]], None], description: str) -> Totals:
         """Hand all layers over at once."""
@@ -80,12 +87,16 @@ class Sweep:
         return self.visit(visit, description)
 
     def visit(
-        self, visit: Callable[[Recorded], None], description: str, ready: Callable[[], object] | None = None
+        self,
+        visit: Callable[[Recorded], None],
+        description: str,
+        ready: Callable[[], object] | None = None,
+        settle: bool = True,
     ) -> Totals:
         """Record every batch, in parts where memory asks for it."""
         totals = Totals()
         many = isinstance(self.cotangent, HessianRoot | OutputBasis) or getattr(self.cotangent, "samples", 1) > 1
-        with self.recorder.session():
+        with self.recorder.session(settle):
             for batch in self.source.batches(description):
                 self.recorder.prepare(batch)
                 if ready is not None:
@@ -93,7 +104,8 @@ class Sweep:
                 for part in self.parts(batch):
                     recorded = self.recorder.record(part, self.likelihood, batched=many)
                     totals.examples += recorded.examples
-                    totals.terms += float(recorded.terms.weight.double().sum())
+                    if self.normalize == "terms":
+                        totals.terms = totals.terms + recorded.terms.weight.sum(dtype=torch.float64)
                     visit(recorded)
                 totals.batches += 1
         return totals

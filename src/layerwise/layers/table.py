@@ -135,8 +135,9 @@ class LayerTable:
             raise InputError(describe("select=[]", "at least one pattern", 'pass e.g. select="*"'))
         kept, by_name = set[int](), self._by_name()
         for pattern in patterns:
-            # A name as it is, is looked up: a list of all layers' names is a common selection.
-            matching = by_name.get(pattern) or [spec for spec in self.layers if matches(spec, pattern)]
+            # A name without wildcards is looked up: a list of all layers' names is a common selection.
+            plain = not any(sign in pattern for sign in "*?[")
+            matching = by_name.get(pattern) if plain else [spec for spec in self.layers if matches(spec, pattern)]
             if not matching:
                 raise NameLookupError(unknown("layer", pattern, self.names()))
             kept.update(id(spec) for spec in matching)
@@ -146,12 +147,11 @@ class LayerTable:
         return replace(self, layers=layers, shapes={k: v for k, v in self.shapes.items() if k in names})
 
     def _by_name(self) -> dict[str, list[LayerSpec]]:
-        """The blocks that a name without wildcards means: as a layer's, or as a parameter's."""
+        """The blocks that a name means: as a layer's, or as a parameter's."""
         found: dict[str, list[LayerSpec]] = {}
         for spec in self.layers:
             for name in {spec.name, *spec.parameters}:
-                if not set(name) & set("*?["):
-                    found.setdefault(name, []).append(spec)
+                found.setdefault(name, []).append(spec)
         return found
 
     def names(self) -> list[str]:
@@ -321,10 +321,11 @@ def _uses(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> tuple[lis
     names = {id(p): name for name, p in parameters.items()}
     uses, reasons = [], {}
     for module_name, module in model.named_modules():
+        own = {id(p): local for local, p in reversed(module._parameters.items()) if p is not None}  # its first name
         parts = {
             local: Part(names[id(p)], tuple(p.shape))
-            for local, p in module.named_parameters(recurse=False)
-            if id(p) in names
+            for local, p in module._parameters.items()
+            if p is not None and id(p) in names and own[id(p)] == local
         }
         if not parts:
             continue
@@ -379,13 +380,15 @@ def _compatible(first: _Use, role: str, other: _Use, other_role: str) -> bool:
 
 def _groups(uses: list[_Use]) -> list[list[_Use]]:
     """Uses joined by a shared weight or bias."""
-    groups: list[tuple[set[Part], list[_Use]]] = []
-    for use in uses:
-        keys = set(use.form.parts)
-        touching = [group for group in groups if group[0] & keys]
-        merged = (keys.union(*(g[0] for g in touching)), [u for g in touching for u in g[1]] + [use])
-        groups = [group for group in groups if group not in touching] + [merged]
-    return [group[1] for group in groups]
+    groups: dict[int, list[_Use]] = {}
+    group_of: dict[Part, int] = {}
+    for number, use in enumerate(uses):
+        touching = sorted({group_of[part] for part in use.form.parts if part in group_of})
+        groups[number] = [u for other in touching for u in groups.pop(other)] + [use]
+        for member in groups[number] if touching else (use,):
+            for part in member.form.parts:
+                group_of[part] = number
+    return list(groups.values())
 
 
 def _specs_of_group(group: list[_Use], separate_bias: tuple[type[nn.Module], ...]) -> list[LayerSpec]:

@@ -103,6 +103,8 @@ class Tape:
         self.model, self.table = unwrap(model), table
         self.layouts: Mapping[SiteKey, Layout] = layouts or {}
         self.chunk_bytes = chunk_bytes
+        self.kept: int | None = None
+        """How many positions the mask of the outputs keeps, where that is known."""
         self.events: list[Event] = []
         self._events_at: dict[tuple[str, str], list[Event]] = {}
         self._recording = False
@@ -356,7 +358,8 @@ class Tape:
     def calls_of(self, spec: LayerSpec) -> list[Event]:
         """The recorded calls of a layer, in order."""
         if len(spec.sites) == 1:
-            return self._events_at.get((spec.sites[0].module_name, spec.sites[0].key), [])
+            site = spec.sites[0]
+            return self._events_at.get((site.module_name, site.key), [])
         places = dict.fromkeys((site.module_name, site.key) for site in spec.sites)
         found = [event for place in places for event in self._events_at.get(place, ())]
         return found if len(places) == 1 else sorted(found, key=lambda event: event.order)
@@ -382,7 +385,7 @@ class Tape:
         for event in self.calls_of(spec):
             dy = event.missing_grad(vectors) if event.grad is None else event.grad
             calls.append(LayerCall(event.site, event.x, dy, self.layout_of(event, examples), event.lent))
-        return RecordedIO(spec, tuple(calls), examples, mask, self.chunk_bytes)
+        return RecordedIO(spec, tuple(calls), examples, mask, self.chunk_bytes, None if mask is None else self.kept)
 
     def layout_of(self, event: Event, examples: int) -> Layout:
         """Where the examples are in this call."""
@@ -479,15 +482,15 @@ def _sources(f: Tensor, events: Sequence[Event]) -> list[GradientEdge]:
     """
     recorded = {event.edge.node: event.edge for event in events if event.edge is not None}
     reaches: dict[Any, bool] = {}
-    root = get_gradient_edge(f).node
-    stack = [(root, False)]
-    while stack:  # depth first; a node is settled after its children
-        node, settled = stack.pop()
-        children = [child for child, _ in node.next_functions if child is not None]
-        if settled:
-            reaches[node] = any(child in recorded or reaches.get(child, False) for child in children)
+    stack: list[tuple[Any, list[Any] | None]] = [(get_gradient_edge(f).node, None)]
+    while stack:  # depth first; a node comes again, with its children, when they are settled
+        node, children = stack.pop()
+        if children is not None:
+            reaches[node] = any(child in recorded or reaches[child] for child in children)
         elif node not in reaches:
+            children = [child for child, _ in node.next_functions if child is not None]
             reaches[node] = False
-            stack.append((node, True))
-            stack += [(child, False) for child in children if child not in reaches]
+            if children:
+                stack.append((node, children))
+                stack += [(child, None) for child in children if child not in reaches]
     return [edge for node, edge in recorded.items() if node in reaches and not reaches[node]]

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from layerwise.foundations.asked import Asked
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods.draws import basis, uniform
 from layerwise.foundations.likelihoods.likelihood import Likelihood, Terms
@@ -23,13 +24,31 @@ class Bernoulli(Likelihood):
 
     def standardize(self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor]) -> Terms:
         """Outputs and targets of one shape; targets lie in [0, 1]."""
-        if isinstance(y, Tensor):
-            y = y.to(f.dtype) if not y.is_complex() else y
-            if y.numel() and not bool(((y >= 0) & (y <= 1)).all()):
-                raise InputError(
-                    describe("targets outside [0, 1]", "probabilities or 0/1 labels", "rescale the target")
-                )
-        return last_axis_terms(f, y, mask, arrange, self.name)
+        return self._standard(f, y, mask, arrange, self.ask(y, mask))
+
+    def ask(self, y: Any, mask: Tensor | None) -> Asked | None:
+        """Whether all targets lie in [0, 1], and how many entries a mask keeps."""
+        if not isinstance(y, Tensor) or y.is_complex() or not y.numel():
+            return None
+        fine = ((y >= 0) & (y <= 1)).all().long()
+        return Asked(torch.stack([fine] if mask is None else [fine, mask.bool().sum()]))
+
+    def standardize_asked(
+        self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Asked | None
+    ) -> Terms:
+        """The same, without waiting for the model's output."""
+        if type(self).standardize is not Bernoulli.standardize:  # a subclass reads outputs its own way
+            return self.standardize(f, y, mask, arrange)
+        return self._standard(f, y, mask, arrange, asked)
+
+    def _standard(
+        self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Asked | None
+    ) -> Terms:
+        fine, *kept = [True] if asked is None else asked.read()
+        if not fine:
+            raise InputError(describe("targets outside [0, 1]", "probabilities or 0/1 labels", "rescale the target"))
+        y = y.to(f.dtype) if isinstance(y, Tensor) and not y.is_complex() else y
+        return last_axis_terms(f, y, mask, arrange, self.name, *kept)
 
     def loss(self, terms: Terms) -> Float[Tensor, "N S"]:
         """``m BCE``."""

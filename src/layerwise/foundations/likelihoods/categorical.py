@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from layerwise.foundations.asked import Asked, sent
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods.draws import basis, inverse_cdf, uniform
 from layerwise.foundations.likelihoods.likelihood import Likelihood, Terms
@@ -37,9 +38,36 @@ class Categorical(Likelihood):
     def __post_init__(self) -> None:
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise InputError(describe(f"label_smoothing={self.label_smoothing}", "a number in [0, 1]", "pass e.g. 0.1"))
+        if self.weight is not None and self.weight.device.type == "cpu":  # elsewhere `ask` looks at it
+            self._check_weights(bool(_are_weights(self.weight)))
 
     def standardize(self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor]) -> Terms:
         """Logits with the classes on their axis, labels without it."""
+        return self._standard(f, y, mask, arrange, self.ask(y, mask))
+
+    def ask(self, y: Any, mask: Tensor | None) -> Asked | None:
+        """The smallest and the largest label, how many are ignored, and how many positions count."""
+        if not _are_labels(y) or not y.numel():
+            return None
+        ignored = y == self.ignore_index
+        low, high = torch.aminmax(y.masked_fill(ignored, 0).flatten())
+        counts = ~ignored if mask is None or mask.shape != y.shape else mask.bool() & ~ignored
+        asked = [low.long(), high.long(), ignored.sum(), counts.sum()]
+        if self.weight is not None and self.weight.device == y.device:
+            asked.append(_are_weights(self.weight).long())
+        return Asked(torch.stack(asked))
+
+    def standardize_asked(
+        self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Asked | None
+    ) -> Terms:
+        """The same, without waiting for the model's output."""
+        if type(self).standardize is not Categorical.standardize:  # a subclass reads outputs its own way
+            return self.standardize(f, y, mask, arrange)
+        return self._standard(f, y, mask, arrange, asked)
+
+    def _standard(
+        self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Asked | None
+    ) -> Terms:
         axis = self._class_axis(f, y)
         logits = f.movedim(axis, -1)
         lead = logits.shape[:-1]
@@ -47,8 +75,11 @@ class Categorical(Likelihood):
         positions = tuple(f_std.shape[1:-1])
         f_std = f_std.reshape(f_std.shape[0], -1, f_std.shape[-1])
         n, s, c = f_std.shape
-        labels = None if y is None else arrange(self._checked_labels(y, lead, c).unsqueeze(-1)).reshape(n, s)
-        keep = None if labels is None or not bool((labels == self.ignore_index).any()) else labels != self.ignore_index
+        labels = keep = kept = None
+        if y is not None:
+            ignored, kept = self._check_labels(y, lead, c, asked)
+            labels = arrange(y.unsqueeze(-1)).reshape(n, s)
+            keep = labels != self.ignore_index if ignored else None
         if mask is not None:
             if mask.shape != lead:
                 raise InputError(
@@ -58,7 +89,9 @@ class Categorical(Likelihood):
             keep = given if keep is None else keep & given
         if keep is not None and labels is not None:
             labels = torch.where(keep, labels, 0)
-        return Terms(f_std, labels, self._term_weight(f_std, labels, keep), keep, positions)
+        weight, unweighted = self._term_weight(f_std, labels, keep), self.weight is None and keep is None
+        kept = None if keep is None else kept
+        return Terms(f_std, labels, weight, keep, positions, kept=kept, unweighted=unweighted)
 
     def _class_axis(self, f: Tensor, y: Any) -> int:
         if self.class_axis is not None:
@@ -94,16 +127,21 @@ class Categorical(Likelihood):
             )
         )
 
-    def _checked_labels(self, y: Any, lead: torch.Size, classes: int) -> Tensor:
-        if not isinstance(y, Tensor) or y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+    def _check_labels(self, y: Any, lead: torch.Size, classes: int, asked: Asked | None) -> tuple[int, int]:
+        """How many labels are ignored, and how many positions count; an error where a label is no class."""
+        if not _are_labels(y):
             kind = f"dtype {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
             raise InputError(describe(f"a target of {kind}", "integer class labels", "call y.long()"))
         if y.shape != lead:
             raise InputError(
                 describe(f"a target of shape {tuple(y.shape)}", f"shape {tuple(lead)}", "give one label a position")
             )
-        valid = (y == self.ignore_index) | ((y >= 0) & (y < classes))
-        if not bool(valid.all()):
+        if asked is None:
+            return 0, 0
+        low, high, ignored, kept, *weights = asked.read()
+        self._check_weights(all(weights))
+        if low < 0 or high >= classes:
+            valid = (y == self.ignore_index) | ((y >= 0) & (y < classes))
             raise InputError(
                 describe(
                     f"label {int(y[~valid][0])}",
@@ -111,7 +149,12 @@ class Categorical(Likelihood):
                     "correct the labels or the model's number of outputs",
                 )
             )
-        return y
+        return ignored, kept
+
+    @staticmethod
+    def _check_weights(fine: bool) -> None:
+        if not fine:
+            raise InputError(describe("class weights that are negative or not finite", "weights ≥ 0", "correct them"))
 
     def _class_weights(self, f: Tensor) -> Tensor:
         assert self.weight is not None
@@ -123,10 +166,7 @@ class Categorical(Likelihood):
                     "one a class",
                 )
             )
-        weight = self.weight.to(f)
-        if not bool((torch.isfinite(weight) & (weight >= 0)).all()):
-            raise InputError(describe("class weights that are negative or not finite", "weights ≥ 0", "correct them"))
-        return weight
+        return sent(self.weight, f.device).to(f.dtype)
 
     def _term_weight(self, f: Tensor, labels: Tensor | None, keep: Tensor | None) -> Tensor:
         if self.weight is None:
@@ -191,9 +231,17 @@ class Categorical(Likelihood):
         # Inverse-CDF: two draws from one generator give the same label whatever the batch's device or chunking.
         drawn = inverse_cdf(p, uniform(p[..., :1], terms, generator))
         v = p.scatter_add_(-1, drawn, -torch.ones_like(drawn, dtype=p.dtype))  # p is ours, and may be gigabytes
-        return v.mul_(terms.weight.sqrt().unsqueeze(-1))
+        return v if terms.unweighted else v.mul_(terms.weight.sqrt().unsqueeze(-1))
 
     def hessian_product(self, terms: Terms, u: Float[Tensor, "*B N S C"]) -> Float[Tensor, "*B N S C"]:
         """``m w (p ⊙ u − p pᵀu)``."""
         p = terms.f.detach().softmax(-1)
         return terms.weight.unsqueeze(-1) * p * (u - (p * u).sum(-1, keepdim=True))
+
+
+def _are_labels(y: Any) -> TypeGuard[Tensor]:
+    return isinstance(y, Tensor) and not (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool)
+
+
+def _are_weights(t: Tensor) -> Tensor:
+    return (torch.isfinite(t) & (t >= 0)).all()

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from layerwise.foundations.asked import sent
 from layerwise.foundations.likelihoods.likelihood import Terms
 
 
@@ -22,9 +23,7 @@ def _drawn(draw: Callable[..., Tensor], like: Tensor, terms: Terms, generator: t
     start, total = terms.part or (0, like.shape[0])
     whole = draw((total, *like.shape[1:]), generator=generator, device=generator.device, dtype=torch.float32)
     part = whole[start : start + like.shape[0]]
-    if part.device.type == "cpu" and like.device.type == "cuda":  # nobody waits for a copy of pinned memory
-        part = part.pin_memory().to(like.device, non_blocking=True)
-    return part.to(like.device, torch.promote_types(like.dtype, torch.float32))
+    return sent(part, like.device).to(torch.promote_types(like.dtype, torch.float32))
 
 
 def uniform(like: Tensor, terms: Terms, generator: torch.Generator) -> Tensor:

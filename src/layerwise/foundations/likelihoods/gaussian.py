@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from layerwise.foundations.asked import Asked
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods.draws import basis, normal
 from layerwise.foundations.likelihoods.likelihood import Likelihood, Terms
@@ -31,9 +32,26 @@ class Gaussian(Likelihood):
 
     def standardize(self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor]) -> Terms:
         """Outputs and targets of one shape; the last axis is C."""
+        return self._standard(f, y, mask, arrange, self.ask(y, mask))
+
+    def ask(self, y: Any, mask: Tensor | None) -> Asked | None:
+        """How many entries a mask keeps."""
+        return None if mask is None else Asked(mask.bool().sum().reshape(1))
+
+    def standardize_asked(
+        self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Asked | None
+    ) -> Terms:
+        """The same, without waiting for the model's output."""
+        if type(self).standardize is not Gaussian.standardize:  # a subclass reads outputs its own way
+            return self.standardize(f, y, mask, arrange)
+        return self._standard(f, y, mask, arrange, asked)
+
+    def _standard(
+        self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Asked | None
+    ) -> Terms:
         if isinstance(y, Tensor) and not y.is_floating_point():
             raise InputError(describe(f"a target of dtype {y.dtype}", "a floating-point target", "call y.float()"))
-        return last_axis_terms(f, y, mask, arrange, self.name)
+        return last_axis_terms(f, y, mask, arrange, self.name, None if asked is None else asked.read()[0])
 
     def loss(self, terms: Terms) -> Float[Tensor, "N S"]:
         """``m ‖y − f‖² / 2σ²``."""

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from layerwise.foundations.asked import Asked
 from layerwise.foundations.errors import InputError, describe
 
 
@@ -36,6 +37,10 @@ class Terms:
     """The shape that S was flattened from."""
     part: tuple[int, int] | None = None
     """First example and number of examples of the whole batch, where these terms are a part of it."""
+    kept: int | None = None
+    """How many positions the mask keeps, where the host knows."""
+    unweighted: bool = False
+    """Whether the host knows that every weight is 1."""
 
     def target(self) -> Tensor:
         """The target, or an error that says one is needed."""
@@ -56,6 +61,16 @@ class Reading(ABC):
     @abstractmethod
     def standardize(self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor]) -> Terms:
         """Bring output and target to standard form; `arrange` moves the examples to the front."""
+
+    def ask(self, y: Any, mask: Tensor | None) -> Asked | None:
+        """What `standardize` will have to know of the target's values, asked before the model runs; None: nothing."""
+        return None
+
+    def standardize_asked(
+        self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Asked | None
+    ) -> Terms:
+        """`standardize` with the answer to `ask`, so that it waits for nothing that was queued since."""
+        return self.standardize(f, y, mask, arrange)
 
     def alone(self, f: Tensor, arrange: Callable[[Tensor], Tensor]) -> Float[Tensor, "N S C"] | None:
         """The output in standard form without a target; None where positions and classes tell how."""

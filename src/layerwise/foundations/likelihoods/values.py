@@ -10,8 +10,13 @@ from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods.likelihood import Terms
 
 
-def last_axis_terms(f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], name: str) -> Terms:
-    """Standard form for likelihoods of real or 0/1 vectors: target and output have one shape."""
+def last_axis_terms(
+    f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], name: str, kept: int | None = None
+) -> Terms:
+    """Standard form for likelihoods of real or 0/1 vectors: target and output have one shape.
+
+    `kept` is how many entries of the mask are not 0, where the host knows.
+    """
     if y is not None and (not isinstance(y, Tensor) or y.shape != f.shape):
         given = (
             f"a target of shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a target of type {type(y).__name__}"
@@ -46,4 +51,4 @@ def last_axis_terms(f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[T
         y_std = torch.where(keep.unsqueeze(-1), y_std, 0)  # a value that is missing may be anything, NaN too
     weight = f_std.new_ones(f_std.shape[:2]) if keep is None else keep.to(f_std.dtype)
     positions = tuple(arrange(f.reshape(*lead, -1)).shape[1:-1])
-    return Terms(f_std, y_std, weight.detach(), keep, positions)
+    return Terms(f_std, y_std, weight.detach(), keep, positions, kept=kept, unweighted=keep is None)

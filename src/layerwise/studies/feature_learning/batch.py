@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
+from layerwise.foundations.asked import sent
 from layerwise.studies.feature_learning.problem import Task
 
 
@@ -57,14 +58,32 @@ def signs(n: int, d: int, random: np.random.Generator, device: torch.device | st
     >>> sorted(signs(4, 4, np.random.default_rng(0)).unique().tolist())
     [-1.0, 1.0]
     """
-    octets = np.frombuffer(random.bytes(-(-n * d // 8)), dtype=np.uint8).astype(np.int32)
-    return _octets(str(device)).index_select(0, torch.from_numpy(octets).to(device)).flatten()[: n * d].view(n, d)
+    return signs_of(sent(_bits(n * d, random), device), n, d)
+
+
+def signs_of(octets: Integer[Tensor, "*s b"], n: int, d: int) -> Float[Tensor, "*s n d"]:
+    """Random bits as signs."""
+    found = _octets(str(octets.device)).index_select(0, octets.flatten().int())
+    return found.view(*octets.shape[:-1], -1)[..., : n * d].unflatten(-1, (n, d))
+
+
+def _bits(count: int, random: np.random.Generator) -> Tensor:
+    return torch.from_numpy(np.frombuffer(random.bytes(-(-count // 8)), dtype=np.uint8).copy())
 
 
 @functools.cache
 def _octets(device: str) -> Tensor:
     """The eight signs of every octet."""
     return torch.stack([(torch.arange(256) >> bit & 1) * 2.0 - 1.0 for bit in range(8)], dim=1).to(device)
+
+
+class Numbers(NamedTuple):
+    """The random numbers of a batch, as they come, on the host."""
+
+    u: Shaped[Tensor, "*u"]
+    """Octets of random bits, or normal numbers [n, dx]."""
+    noise: Float[Tensor, "n dy"]
+    seed: int
 
 
 class Draws(NamedTuple):
@@ -75,16 +94,23 @@ class Draws(NamedTuple):
     seed: int
 
 
-def draw(task: Task, n: int, generator: torch.Generator) -> Draws:
+def draw_numbers(task: Task, n: int, generator: torch.Generator) -> Numbers:
     """Draw on the CPU whatever the device, so that devices agree.
 
     Numbers come from numpy, seeded by one draw of the generator, since it makes normal ones three times faster.
     """
-    seed, device = int(torch.randint(2**62, (), generator=generator)), task.root.device
+    seed = int(torch.randint(2**62, (), generator=generator))
     random = np.random.Generator(np.random.SFC64(seed))
-    dy, dx = task.map.shape
-    u = signs(n, dx, random, device) if task.uniform else _normal(n, dx, random).to(device)
-    return Draws(u, _normal(n, dy, random).mul_(task.deviation).to(device), seed)
+    dy, dx = task.map.shape[-2:]
+    u = _bits(n * dx, random) if task.uniform else _normal(n, dx, random)
+    return Numbers(u, _normal(n, dy, random).mul_(task.deviation), seed)
+
+
+def draw(task: Task, n: int, generator: torch.Generator) -> Draws:
+    """One batch's numbers, on the task's device."""
+    (u, noise, seed), device = draw_numbers(task, n, generator), task.root.device
+    u = sent(u, device)
+    return Draws(signs_of(u, n, task.map.shape[-1]) if task.uniform else u, sent(noise, device), seed)
 
 
 def draw_batch(task: Task, n: int, generator: torch.Generator, *, dtype: torch.dtype = torch.float64) -> Batch:
@@ -101,7 +127,7 @@ def draw_batch(task: Task, n: int, generator: torch.Generator, *, dtype: torch.d
 
     def samples() -> Samples:
         x = wide @ root
-        normal = _normal(n, len(A), np.random.Generator(np.random.SFC64([seed, 1]))).to(x)
+        normal = sent(label_noise(n, len(A), seed), x.device)
         return Samples(x.to(dtype), (x @ A.mT + noise).to(dtype), normal.to(dtype))
 
     return Batch(
@@ -110,6 +136,11 @@ def draw_batch(task: Task, n: int, generator: torch.Generator, *, dtype: torch.d
         Syy=(((A_Sx + 2 * Snx) * A).sum() + noise.square().sum() / n).to(dtype),
         samples=samples,
     )
+
+
+def label_noise(n: int, dy: int, seed: int) -> Float[Tensor, "n dy"]:
+    """Standard normal numbers of a batch, independent of those that it is made of."""
+    return _normal(n, dy, np.random.Generator(np.random.SFC64([seed, 1])))
 
 
 def _normal(n: int, d: int, random: np.random.Generator) -> Float[Tensor, "n d"]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from layerwise.foundations.random import stream
 from layerwise.studies.feature_learning.algorithms import Algorithm, Weights
-from layerwise.studies.feature_learning.batch import Batch, draw_batch, stack
+from layerwise.studies.feature_learning.batch import Batch, Numbers, draw_batch, draw_numbers, stack
+from layerwise.studies.feature_learning.batches import batches_of
 from layerwise.studies.feature_learning.covariance import haar
 from layerwise.studies.feature_learning.measures import excess, subspace_distance, transfer_excess
 from layerwise.studies.feature_learning.normalise import normalised, normaliser
@@ -34,6 +35,7 @@ class Group:
         problems = [draw_problem(setting, stream(seed, "problem")) for seed in seeds]
         self._train = [_on(p.train, device) for p in problems]
         self.train = _stacked(self._train, dtype)
+        self._many = _stacked(self._train, torch.float64) if together_on(device, len(self.seeds)) else None
         self.test = _stacked([_on(p.test, device) for p in problems], dtype)
         self.G = _together([p.G for p in problems]).to(device, dtype)
         start = [haar(setting.k, setting.dx, stream(seed, "init")) for seed in seeds]
@@ -49,17 +51,29 @@ class Group:
         """A training batch of every seed, a function of the seed and the name alone."""
         return self.collect(*self.ask(None, *names))
 
-    def ask(self, pool: Executor | None, *names: str | int) -> list[Callable[[], Batch]]:
+    def ask(self, pool: Executor | None, *names: str | int) -> list[Callable[[], Batch | Numbers]]:
         """Have it drawn by a pool of threads, if there is one, while other work goes on."""
-        pieces = [
-            functools.partial(draw_batch, task, self.setting.batch, stream(seed, "train", *names), dtype=self.dtype)
-            for seed, task in zip(self.seeds, self._train, strict=True)
-        ]
+        pieces = [self._piece(seed, task, names) for seed, task in zip(self.seeds, self._train, strict=True)]
         return list(pieces) if pool is None else [pool.submit(piece).result for piece in pieces]
 
-    def collect(self, *asked: Callable[[], Batch]) -> Batch:
+    def _piece(self, seed: int, task: Task, names: tuple[str | int, ...]) -> Callable[[], Batch | Numbers]:
+        generator = stream(seed, "train", *names)
+        if self._many is not None:
+            return functools.partial(draw_numbers, task, self.setting.batch, generator)
+        return functools.partial(draw_batch, task, self.setting.batch, generator, dtype=self.dtype)
+
+    def collect(self, *asked: Callable[[], Batch | Numbers]) -> Batch:
         """What was asked for."""
-        return stack([piece() for piece in asked])
+        drawn = [piece() for piece in asked]
+        if self._many is not None:
+            numbers = [one for one in drawn if isinstance(one, Numbers)]
+            return batches_of(numbers, self._many, self.setting.batch, self.dtype)
+        return stack([one for one in drawn if isinstance(one, Batch)])
+
+
+def together_on(device: torch.device | str, seeds: int) -> bool:
+    """Whether seeds share copies and products: not on a CPU, where a seed's result must not depend on the others."""
+    return seeds > 1 and torch.device(device).type != "cpu"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from layerwise.foundations.errors import InputError, NameLookupError, describe, unknown
 from layerwise.foundations.progress import Progress, resolve
 from layerwise.studies.feature_learning.algorithms import AMGD, DFW, KFAC, SGD, Adam, Algorithm, MinMin, with_rate
-from layerwise.studies.feature_learning.batch import Batch
+from layerwise.studies.feature_learning.batch import Batch, Numbers
 from layerwise.studies.feature_learning.further import (
     EKFAC,
     FOOF,
@@ -153,7 +153,7 @@ def _run(
     due, steps = set(points), points[-1]
     with _drawers(len(group.seeds)) as pool:
 
-        def ask(t: int) -> list[list[Callable[[], Batch]]]:
+        def ask(t: int) -> list[list[Callable[[], Batch | Numbers]]]:
             names = ("first",) if same_batch else ("first", "second")
             return [group.ask(pool, t, name) for name in names] if t <= steps else []
 
