@@ -48,6 +48,36 @@ def test_a_compiled_model_is_not_compiled_anew_at_every_step():
     assert frames[-1] == frames[4]
 
 
+class Viewed(nn.Module):
+    """A layer whose input is a view, over which tracing a hook stumbled, and a norm with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x)).view(len(x), 2, 3)
+        return self.second(h).sum(1)
+
+
+@pytest.mark.parametrize("name", ["KFAC", "KFAC sampled", "EKFAC", "FOOF"])
+def test_statistics_at_some_steps_of_a_compiled_model(name: str):
+    """Layers of a compiled model call no hooks: at these steps the model is run as it is, and buffers move once."""
+    torch.manual_seed(0)
+    a = Viewed().double()
+    b = copy.deepcopy(a)
+    one, two = (member(name, model, factor_every=3, refresh_every=2) for model in (a, b))
+    compiled = torch.compile(a, backend="aot_eager")
+    for batch in batches(8, 5):
+        train_step(compiled, one, batch, cross_entropy)
+        train_step(b, two, batch, cross_entropy)
+        assert (flat(a) - flat(b)).abs().max() < 1e-9
+    torch.testing.assert_close(a.norm.state_dict(), b.norm.state_dict())
+    counts = [stack.state["Q_count"].tolist() for stack in one._stacks or () if "Q_count" in stack.state]
+    assert counts
+    assert all(count == 3.0 for of_stack in counts for count in of_stack)
+
+
 def test_an_optimizer_of_the_compiled_module():
     a, b = mlp(), mlp()
     compiled = torch.compile(a, backend="eager")

@@ -10,7 +10,7 @@ from layerwise.foundations.fused_scaled import Scaled
 
 
 @torch.no_grad()
-def unscaled(X: Float[Tensor, "K O I"] | Scaled) -> Float[Tensor, "K O I"]:
+def unscaled(X: Float[Tensor, "*B K O I"] | Scaled) -> Float[Tensor, "*B K O I"]:
     """A tensor as it is; a scaled one over its scales, in place, or in float32 if it is of half precision.
 
     >>> unscaled(Scaled(torch.ones(1, 1, 1), (torch.tensor([4.0]),)))

@@ -143,8 +143,8 @@ class Capture:
 
     # --- hooks -------------------------------------------------------------------------------------------
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the model runs: open a tape, if statistics are due."""
+    def before(self, compiled: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the model runs: open a tape, if statistics are due; a compiled model calls no hooks of its layers."""
         if in_own_forward() or not torch.is_grad_enabled() or not module.training:
             return
         self._release()
@@ -152,22 +152,32 @@ class Capture:
         tape = None
         if self.estimator is not None and (self.due or self.notes is None) and self._look(x) and self.due:
             tape = self._tape(self._count(x))
-            tape.__enter__()
-            self._be_last()
+            if not compiled:
+                tape.__enter__()
+                self._be_last()
         self._open.append((tape, x))
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """After it: close the tape, and wait for the backward."""
+    def after(
+        self, compiled: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> Any | None:
+        """After it: close the tape, and wait for the backward. Returns an output in place of a compiled model's."""
         if in_own_forward() or not self._open or not torch.is_grad_enabled():
-            return
+            return None
         tape, x = self._open.pop()
-        if tape is not None:
+        if tape is not None and not compiled:
             tape.__exit__(None, None, None)
-        if out is None:  # the forward raised
-            return
+        if out is None or not output_tensor(out).requires_grad:  # the forward raised
+            return None
+        again = tape is not None and compiled
+        if again:
+            with undisturbed(self.model), tape:
+                out = module(*args, **kwargs)
+        self._expect(out, tape, x)
+        return out if again else None
+
+    def _expect(self, out: Any, tape: Tape | None, x: Tree) -> None:
+        """The backward of a forward."""
         f = output_tensor(out)
-        if not f.requires_grad:
-            return
         examples = self._count(x)
         forward = Forward(tape, examples, _tokens(f, examples, self.likelihood), self.forwards)
         self.forwards += 1
@@ -354,15 +364,15 @@ WHOLE_GRAPH = (
 """What a user reads, inside the compiler's own error, who compiles the model as one graph."""
 
 
-def outside_the_compiler(call: Callable[..., None]) -> Callable[..., None]:
+def outside_the_compiler(call: Callable[..., Any]) -> Callable[..., Any]:
     """Keep the compiler out of a hook; unlike `torch.compiler.disable`, import it at the first call only."""
     made: list[Any] = []
 
     @functools.wraps(call)
-    def inner(*args: Any) -> None:
+    def inner(*args: Any) -> Any:
         if not made:
             made.append(torch.compiler.disable(call, reason=WHOLE_GRAPH))
-        made[0](*args)
+        return made[0](*args)
 
     inner.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=WHOLE_GRAPH)
     return inner
@@ -375,12 +385,14 @@ class RootHook:
         self._capture = None if capture is None else weakref.ref(capture)
         self._method = method
 
+    def __call__(self, *args: Any) -> Any:
+        """Pass the call on, if anyone is there, and say whether the model is compiled: only tracing knows that."""
+        return self._pass_on(torch.compiler.is_compiling(), *args)
+
     @outside_the_compiler
-    def __call__(self, *args: Any) -> None:
-        """Pass the call on, if anyone is there."""
+    def _pass_on(self, compiled: bool, *args: Any) -> Any:
         capture = None if self._capture is None else self._capture()
-        if capture is not None:
-            getattr(capture, self._method)(*args)
+        return None if capture is None else getattr(capture, self._method)(compiled, *args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RootHook":
         return RootHook()
