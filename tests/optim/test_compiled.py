@@ -167,3 +167,91 @@ def test_a_checkpointed_attention_layer():
         train_step(a, one, batch, cross_entropy)
         train_step(b, two, batch, cross_entropy)
     assert (flat(a) - flat(b)).abs().max() < 1e-9
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.view(len(x), 5)).tanh()
+
+
+class Stages(nn.Module):
+    """Layers whose inputs are views, in parts that can be compiled alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stages = nn.ModuleList(Stage() for _ in range(2))
+        self.head = nn.Linear(5, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            x = stage(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_parts_that_are_compiled(whole: bool):
+    """A hook that is traced with a part either fails there or makes it be compiled anew at every step."""
+    a, b = Stages(), Stages()
+    one, two = (lw.optim.KFAC(model, lr=0.01, factor_every=2) for model in (a, b))
+    if whole:
+        a.forward = torch.compile(a.forward, backend="aot_eager")
+    else:
+        for stage in a.stages:
+            stage.compile(backend="aot_eager")  # type: ignore[operator]
+    frames = []
+    for batch in batches(12, 5):
+        train_step(a, one, batch, cross_entropy)
+        train_step(b, two, batch, cross_entropy)
+        frames.append(torch._dynamo.utils.counters["frames"]["total"])
+    assert (flat(a) - flat(b)).abs().max() < 1e-9
+    assert 0 < frames[4] == frames[-1]
+    assert all(stack.state["Q_count"].tolist() == [6.0] * stack.groups for stack in one._stacks or ())
+
+
+@pytest.mark.parametrize("kind", ["inputs", "earlier", "later"])
+def test_hooks_of_the_user_on_a_compiled_model_act_once(kind: str):
+    models = mlp(), mlp()
+    optimizers = []
+    for model in models:
+        if kind == "inputs":
+            model.register_forward_pre_hook(lambda _, args: (2 * args[0],))
+        if kind == "earlier":
+            model.register_forward_hook(lambda _, args, out: 2 * out)
+        optimizers.append(lw.optim.KFAC(model, lr=0.01, factor_every=2))
+        if kind == "later":
+            model.register_forward_hook(lambda _, args, out: 2 * out)
+    compiled = torch.compile(models[0], backend="aot_eager")
+    for batch in DATA:
+        train_step(compiled, optimizers[0], batch, cross_entropy)
+        train_step(models[1], optimizers[1], batch, cross_entropy)
+        assert (flat(models[0]) - flat(models[1])).abs().max() < 1e-9
+
+
+def test_a_forward_that_is_interrupted_leaves_nothing_open():
+    """Nobody calls hooks then; compiled functions elsewhere must be compiled functions again."""
+    model, stops = mlp(), []
+
+    def stop(*_: object) -> None:
+        if stops:
+            raise KeyboardInterrupt
+
+    model[4].register_forward_hook(stop)
+    opt = lw.optim.KFAC(model, lr=0.01)
+    x, y = DATA[0]
+    torch.compile(lambda x: x + 1, backend="eager")(x)  # the compiler is there
+    train_step(model, opt, (x, y), cross_entropy)
+    stops.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    stops.clear()
+    train_step(model, opt, (x, y), cross_entropy)
+    assert opt._capture is not None
+    assert not opt._capture._open
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    assert all(len(layer._forward_hooks) == (layer is model[4]) for layer in model if isinstance(layer, nn.Linear))

@@ -218,7 +218,7 @@ def undisturbed(model: nn.Module, modules: Sequence[nn.Module] | None = None) ->
     devices = sorted({place.index or 0 for place in places if place.type == "cuda"})
     fast_path = torch.backends.mha.get_fastpath_enabled()
     token = _OWN.set(True)
-    with torch.random.fork_rng(devices=devices), _uncompiled(), _recurrent_backward(modules):
+    with torch.random.fork_rng(devices=devices), uncompiled(), _recurrent_backward(modules):
         # The fused attention path calls no submodule, and under vmap it silently drops gradients.
         torch.backends.mha.set_fastpath_enabled(False)
         copies = {key: buffer.clone() for key, buffer in held.items()}
@@ -249,7 +249,7 @@ def _recurrent_backward(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def _uncompiled() -> Iterator[None]:
+def uncompiled() -> Iterator[None]:
     """Compiled parts of a model may run without the hooks that record it."""
     if "torch._dynamo" not in sys.modules:
         yield

@@ -7,8 +7,11 @@ whose output is never differentiated leave nothing.
 """
 
 import functools
+import itertools
 import weakref
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +30,7 @@ from layerwise.layers.calling import (
     example_count,
     in_own_forward,
     output_tensor,
+    uncompiled,
     undisturbed,
 )
 from layerwise.layers.examine import Notes, examine
@@ -129,7 +133,8 @@ class Capture:
         self.observe_rows: Callable[[LayerSpec, Tensor, Tensor, int, float], bool] | None = None
         """Asked first, with the input and the output's gradient of a layer that was called once; False: not taken."""
         self.seen = Seen()
-        self._open: list[tuple[Tape | None, Tree]] = []
+        self._open: list[tuple[Tape | None, Tree, ExitStack, bool]] = []
+        """Forwards under way: the tape, the inputs, what is left when they end, and whether they are compiled."""
         self._pending: list[Forward] = []
         self._unwanted: set[str] = set()
         self._recorded: LayerTable | None = None
@@ -149,13 +154,14 @@ class Capture:
             return
         self._release()
         x = _inputs(args, kwargs)
-        tape = None
+        tape, under = None, ExitStack()
         if self.estimator is not None and (self.due or self.notes is None) and self._look(x) and self.due:
             tape = self._tape(self._count(x))
             if not compiled:
-                tape.__enter__()
+                under.enter_context(uncompiled())  # parts of it may be
+                under.enter_context(tape)
                 self._be_last()
-        self._open.append((tape, x))
+        self._open.append((tape, x, under, compiled))
 
     def after(
         self, compiled: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -163,17 +169,17 @@ class Capture:
         """After it: close the tape, and wait for the backward. Returns an output in place of a compiled model's."""
         if in_own_forward() or not self._open or not torch.is_grad_enabled():
             return None
-        tape, x = self._open.pop()
-        if tape is not None and not compiled:
-            tape.__exit__(None, None, None)
+        tape, x, under, compiled = self._open.pop()
+        under.close()
         if out is None or not output_tensor(out).requires_grad:  # the forward raised
             return None
-        again = tape is not None and compiled
-        if again:
-            with undisturbed(self.model), tape:
-                out = module(*args, **kwargs)
+        if tape is None or not compiled:
+            self._expect(out, tape, x)
+            return None
+        with undisturbed(self.model), _within_call(module, self._handles[1].id), tape:
+            out = module(*args, **kwargs)
         self._expect(out, tape, x)
-        return out if again else None
+        return out
 
     def _expect(self, out: Any, tape: Tape | None, x: Tree) -> None:
         """The backward of a forward."""
@@ -326,6 +332,8 @@ class Capture:
         """What came since the last call; graphs of forwards are let go."""
         seen, self.seen = self.seen, Seen()
         self.drop()
+        while self._open:  # of forwards that were interrupted, or raised inside a compiled graph
+            self._open.pop()[2].close()
         return seen
 
     def drop(self) -> None:
@@ -347,6 +355,21 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+@contextmanager
+def _within_call(module: nn.Module, last: int) -> Iterator[None]:
+    """Inside a call of a module: its inputs have seen the user's hooks, and its output will see those after ours."""
+    kept = {name: vars(module)[name] for name in HOOKS}
+    earlier = itertools.takewhile(lambda hook: hook[0] != last, kept["_forward_hooks"].items())
+    try:
+        vars(module).update({name: OrderedDict() for name in HOOKS}, _forward_hooks=OrderedDict(earlier))
+        yield
+    finally:
+        vars(module).update(kept)
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:

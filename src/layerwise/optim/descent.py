@@ -71,8 +71,12 @@ class Descent:
 
     # --- gradients -----------------------------------------------------------------------------------------
 
-    def gather(self, scale: float, waits: bool) -> Gathered:
-        """All gradients times a number, and where nobody waits whether they are finite and how large they are."""
+    def gather(self, scale: float, waits: bool, places: dict[torch.device, dict] | None = None) -> Gathered:
+        """All gradients times a number, and where nobody waits whether they are finite and how large they are.
+
+        `places` remembers on the devices which sizes belong together, in place of the memory of other steps.
+        """
+        places = self._places if places is None else places
         sizes = {} if waits else sizes_of(p for stack in self.stacks for p in stack.params.values())
         gates = self._find_gates(scale, sizes)
         grads, active, largest = [], [], dict[int, Tensor]()
@@ -83,7 +87,7 @@ class Descent:
         for device, gate in gates.items():
             split = [stack for stack in self.stacks if stack.splits_gradient and stack.shape.device == device]
             if split and device in sizes:
-                largest |= bounds(split, sizes[device], gate, scale, self._places.setdefault(device, {}))
+                largest |= bounds(split, sizes[device], gate, scale, places.setdefault(device, {}))
         return Gathered(gates, grads, active, [largest.get(id(stack)) for stack in self.stacks])
 
     def _find_gates(self, scale: float, sizes: dict) -> dict[torch.device, Tensor]:

@@ -22,7 +22,8 @@ class Graphs:
     They share their memory: calls never run at the same time, and what one makes is not needed after it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
         self._pool: Any = None
         self._met: set[Hashable] = set()
         self._recorded: dict[Hashable, Callable[[], None]] = {}
@@ -47,7 +48,7 @@ class Graphs:
         return known
 
     def _record(self, key: Hashable, call: Callable[[], None], kind: str) -> bool:
-        if kind in self.failed or key not in self._met or len(self._recorded) >= MOST:
+        if kind in self.failed or key not in self._met or len(self._recorded) >= self._most:
             return False
         try:
             self._recorded[key] = self._captured(call)
@@ -73,7 +74,7 @@ class Graphs:
         self._met.add(key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Graphs":
-        return Graphs()
+        return Graphs(self._most)
 
 
 @contextmanager

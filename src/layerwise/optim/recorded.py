@@ -27,6 +27,9 @@ some twenty bytes an entry, keep their memory, and the steps of larger models la
 SETTLED = 3
 """Steps that are taken as they are, while state is made and kernels are compiled."""
 
+KEPT = 16
+"""Recordings of each graph: every one keeps the gradients and results of a step, and batches may have many sizes."""
+
 
 class RecordedStep:
     """The recorded steps of an optimizer's stacks."""
@@ -36,7 +39,9 @@ class RecordedStep:
         self._params = list({id(p): p for stack in descent.stacks for p in stack.params.values()}.values())
         # Apart from each other and from those of refreshes: what the first makes is still read in the second, and
         # graphs that share their memory may use it for something else in between.
-        self._gathering, self._descending = Graphs(), Graphs()
+        self._gathering, self._descending = Graphs(KEPT), Graphs(KEPT)
+        self._places_of_sizes: dict[torch.device, dict] = {}
+        """Its own: steps with a gradient missing would exchange what graphs read."""
         self._made: dict[Hashable, Gathered] = {}
         """What recordings of the first graph fill."""
         self._held: list[Tensor] = []
@@ -90,13 +95,13 @@ class RecordedStep:
         Not where a stack's parameters cannot be listed: what such a stack subtracts would have the host's numbers.
         """
         stacks = self._descent.stacks
-        state = [X.data_ptr() for stack in stacks for X in stack.state.values()]
+        state = [(X.data_ptr(), X.stride()) for stack in stacks for X in stack.state.values()]
         held = [X.data_ptr() for X in self._held]
         places = (tuple(state), tuple(held), tuple((p.data_ptr(), p.stride()) for p in self._params))
         if places == self._places:
             return True
         self._places = places
-        self._gathering, self._descending = Graphs(), Graphs()
+        self._gathering, self._descending = Graphs(KEPT), Graphs(KEPT)
         self._made.clear()
         if not all(stack.listed is not None and stack.listed.parameters() is not None for stack in stacks):
             self._places = None
@@ -115,10 +120,10 @@ class RecordedStep:
         return found
 
     def _key(self, contexts: Sequence[Context], scale: float) -> Hashable:
-        """All that the host decides in a step, but for learning rates and decay."""
+        """All that the host decides in a step, but for learning rates and decay; rules may be changed too."""
         names = ("momentum", "nesterov", "factor_decay")
         return scale, *(
-            (c.observes, c.damping, c.examples, *(stack.group[name] for name in names))
+            (c.observes, c.damping, c.examples, *(stack.group[name] for name in names), *settings(stack.rule))
             for stack, c in zip(self._descent.stacks, contexts, strict=True)
         )
 
@@ -130,7 +135,7 @@ class RecordedStep:
 
         def call() -> None:
             with _in_place_of_gradients(self._params, self._held):
-                gathered = self._descent.gather(scale, waits=False)
+                gathered = self._descent.gather(scale, False, self._places_of_sizes)
             for part in self._descent.parts(contexts, gathered):
                 self._descent.learn_gradient(part)
             made.append(gathered)
@@ -167,6 +172,16 @@ class RecordedStep:
 def allows(rule: UpdateRule) -> bool:
     """Whether a rule says that its steps may be recorded; one that inherits from such a rule must say so itself."""
     return "recordable" in vars(type(rule)) and rule.recordable
+
+
+def settings(rule: UpdateRule) -> list[Hashable]:
+    """A rule's numbers and names, such as a momentum that is raised while a model warms up."""
+    plain = (bool, int, float, str)
+    return [
+        (name, value)
+        for name, value in vars(rule).items()
+        if isinstance(value, plain) or (isinstance(value, tuple) and all(isinstance(x, plain) for x in value))
+    ]
 
 
 def capturable(device: torch.device) -> bool:
