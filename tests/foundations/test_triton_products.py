@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layerwise.foundations.errors import InputError
 from layerwise.foundations.linalg import half_pairs, triton_joins, triton_products
-from layerwise.foundations.linalg.half_pairs import HalfPair
+from layerwise.foundations.linalg.half_pairs import Half, HalfPair
 from layerwise.foundations.linalg.triton_products import Tiles
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -164,6 +164,16 @@ def test_a_symmetric_product_with_an_antisymmetric_addend(n: int, dtype: torch.d
     out = E.hi.clone()
     triton_products.pair_product(E, E, symmetric=True, skew=True, add=out, alpha=alpha, beta=beta, out=out, tiles=SMALL)
     assert dtype == torch.float32 or torch.equal(out, C)
+
+
+@interpreted
+@pytest.mark.parametrize("n", [5, 48])
+def test_both_halves_of_a_symmetric_product_are_cut(n: int):
+    X = Half((300 * randn(2, n, n)).half(), torch.ones(2))
+    out = torch.empty(2, n, n, dtype=torch.float16)
+    C = triton_products.pair_product(X, X.mT, symmetric=True, out=out, cut=True, tiles=SMALL)
+    expected = (X.hi.float() @ X.hi.float().mT).clamp(-65504, 65504)
+    torch.testing.assert_close(C.float(), expected, rtol=1e-3, atol=1.0)
 
 
 def assert_same(found: HalfPair, expected: HalfPair) -> None:

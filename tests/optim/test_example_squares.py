@@ -94,3 +94,15 @@ def test_a_step_takes_them_at_once(monkeypatch: pytest.MonkeyPatch):
 
     expected = scalings(False)
     assert float((scalings(True) - expected).norm() / expected.norm()) < 2e-2
+
+
+@pytest.mark.parametrize("positions", [5, 40])
+def test_scalings_take_them(positions: int, monkeypatch: pytest.MonkeyPatch):
+    """In every layout: long sequences leave squares transposed."""
+    with monkeypatch.context() as patch:
+        stacks = observed(patch, 16, 32, positions)
+    monkeypatch.setattr(CorrectedEigenvalues, "_at_once", lambda *_: True)
+    for rule, state, seen, context in stacks:
+        before = state["s"].clone()
+        rule._rescale_by_examples(state, seen, context)
+        assert not torch.equal(state["s"], before)

@@ -107,13 +107,10 @@ def divided(D: Tensor | Scaled) -> Tensor:
 # --- precision -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("half_result", [False, True])
 @pytest.mark.parametrize("name", RULES)
-def test_directions_are_precise(name: str, half_result: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(orthogonal, "HALF_RESULT", half_result)
+def test_directions_are_precise(name: str):
     found, expected = directions(name)
     assert isinstance(found, Scaled)
-    assert found.C.dtype == (torch.float16 if half_result else torch.float32)
     bound = 3e-3 if name == "Shampoo" else ROUNDING  # its way in has 11 bits, too
     errors = (divided(found) - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
     assert float(errors.max()) < bound
@@ -209,12 +206,10 @@ def test_nothing_is_searched_but_the_gradient(name: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="run by `test_launches_in_the_interpreter`")
-@pytest.mark.parametrize("half_result", [False, True])
 @pytest.mark.parametrize("name", RULES)
-def test_kernels_make_the_same_directions(name: str, half_result: bool, monkeypatch: pytest.MonkeyPatch):
+def test_kernels_make_the_same_directions(name: str, monkeypatch: pytest.MonkeyPatch):
     by_torch, _ = directions(name)
     use_kernels(monkeypatch)
-    monkeypatch.setattr(orthogonal, "HALF_RESULT", half_result)
     by_kernels, _ = directions(name)
     expected = divided(by_torch)
     assert float((divided(by_kernels) - expected).norm() / expected.norm()) < ROUNDING
@@ -232,15 +227,13 @@ MEMBERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("half_result", [False, True])
 @pytest.mark.parametrize("name", MEMBERS)
-def test_training_by_halves_is_the_same(name: str, half_result: bool, monkeypatch: pytest.MonkeyPatch):
-    """As on a GPU, with results in float32 and in float16, beside the plain calls of torch."""
+def test_training_by_halves_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
+    """As on a GPU, beside the plain calls of torch."""
     expected, other = zoo(), zoo()
     start = torch.cat([p.detach().flatten() for p in expected.parameters()])
     train(MEMBERS[name](expected), expected, range(4))
     monkeypatch.setattr(Layerwise, "_waits", property(lambda self: False))
-    monkeypatch.setattr(orthogonal, "HALF_RESULT", half_result)
     train(MEMBERS[name](other), other, range(4))
     end, found = (torch.cat([p.detach().flatten() for p in model.parameters()]) for model in (expected, other))
     assert float((found - end).norm() / (end - start).norm()) < 1e-2

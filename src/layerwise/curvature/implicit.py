@@ -20,7 +20,7 @@ from layerwise.layers.calling import in_own_arithmetic
 from layerwise.layers.linearize import Linearization
 from layerwise.layers.parts import find_layer, layers_of
 from layerwise.layers.recorder import Batch
-from layerwise.layers.sweep import Sweep
+from layerwise.layers.sweep import Sweep, Totals
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,13 +67,13 @@ class Implicit(ParamMatrix):
         linear = self._linearization[0]
         total = {k: torch.zeros_like(t) for k, t in params.items()}
         mean = {k: torch.zeros_like(t[:1]) for k, t in params.items()}
-        examples, terms = 0, torch.zeros((), dtype=torch.float64, device=self.device)
+        totals = Totals()
         with recorder.session():
             for batch in self.sweep.source.batches("product"):
                 for part in self.sweep.parts(batch):
                     n, weight = self._add_part(linear, part, params, total, mean)
-                    examples, terms = examples + n, terms + weight
-        count = float(examples if self.sweep.normalize == "examples" else terms)
+                    totals.examples, totals.terms = totals.examples + n, totals.terms + weight
+        count = totals.scale(self.sweep.normalize)
         out = {k: t / count for k, t in total.items()}
         return self._uncentered(out, mean, params, count) if self.centered else out
 
@@ -83,6 +83,7 @@ class Implicit(ParamMatrix):
         recorder, likelihood, cotangent = self.sweep.recorder, self.sweep.likelihood, self.sweep.cotangent
         n = recorder.examples(part)
         asked = likelihood.ask(part.y, part.mask)
+        recorder.checks.ask()
 
         def standard(out: Tensor) -> Terms:
             return recorder.terms(out, part, likelihood, n, asked)
@@ -90,6 +91,8 @@ class Implicit(ParamMatrix):
         recorder.seed_forward(part)
         with torch.enable_grad():
             terms = standard(linear.run(part.x))
+        recorder.check_output(terms.f, part)
+        recorder.checks.read()  # what has not been read keeps its batch in memory
         recorder.seed_forward(part)
         pushed = linear.push(part.x, terms.f, params, lambda out: standard(out).f)
         if isinstance(cotangent, HessianRoot):

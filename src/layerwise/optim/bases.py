@@ -38,7 +38,7 @@ def scaled_rotate(
         return X
     left = None if P is None else P.mT
     if isinstance(P, Half) or isinstance(Q, Half):
-        return orthogonal.rough_between(left, orthogonal.with_room(X, largest), Q, half_result=False)
+        return orthogonal.rough_between(left, orthogonal.with_room(X, largest), Q)
     return orthogonal.between(left, stored.operand_of(X, largest), Q)  # type: ignore[arg-type]
 
 

@@ -237,7 +237,7 @@ class Capture:
         if self.estimator == "sampled":
             cotangent = SampledLabels(likelihood, self.samples, self.seed + RANK_SEEDS * Processes().rank)
         with torch.enable_grad():
-            terms = likelihood.standardize(as_statistics(f), None, None, self._arrange(n))
+            terms = likelihood.standardize_asked(as_statistics(f), None, None, self._arrange(n), None)
         waiting: list[tuple[LayerSpec, LayerIO, int]] = []
         count = cotangent.count(terms)
         for v in range(count):

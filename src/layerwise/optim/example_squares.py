@@ -42,7 +42,8 @@ def squares_of_stack(
         for some in _shares(layers, O, I)
     ]
     by = (layers[0].factor / scale_P / scale_Q).square().view(-1, 1, 1)
-    return (found[0] if len(found) == 1 else torch.cat(found)).mul_(by)
+    # the transposed layout of some ways would be refused by the running means
+    return (found[0].contiguous() if len(found) == 1 else torch.cat(found)).mul_(by)
 
 
 def _shares(layers: Sequence[Recorded], O: int, I: int) -> Iterator[slice]:

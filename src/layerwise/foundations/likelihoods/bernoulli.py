@@ -24,7 +24,7 @@ class Bernoulli(Likelihood):
 
     def standardize(self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor]) -> Terms:
         """Outputs and targets of one shape; targets lie in [0, 1]."""
-        return self._standard(f, y, mask, arrange, self.ask(y, mask))
+        return self._standard(f, y, mask, arrange, self.ask(y, mask)).without_hints()
 
     def ask(self, y: Any, mask: Tensor | None) -> Asked | None:
         """Whether all targets lie in [0, 1], and how many entries a mask keeps."""
@@ -47,7 +47,9 @@ class Bernoulli(Likelihood):
         fine, *kept = [True] if asked is None else asked.read()
         if not fine:
             raise InputError(describe("targets outside [0, 1]", "probabilities or 0/1 labels", "rescale the target"))
-        y = y.to(f.dtype) if isinstance(y, Tensor) and not y.is_complex() else y
+        if isinstance(y, Tensor) and y.is_complex():
+            raise InputError(describe(f"a target of dtype {y.dtype}", "probabilities or 0/1 labels", "call y.real"))
+        y = y.to(f.dtype) if isinstance(y, Tensor) else y
         return last_axis_terms(f, y, mask, arrange, self.name, *kept)
 
     def loss(self, terms: Terms) -> Float[Tensor, "N S"]:

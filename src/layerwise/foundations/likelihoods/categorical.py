@@ -43,7 +43,7 @@ class Categorical(Likelihood):
 
     def standardize(self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor]) -> Terms:
         """Logits with the classes on their axis, labels without it."""
-        return self._standard(f, y, mask, arrange, self.ask(y, mask))
+        return self._standard(f, y, mask, arrange, self.ask(y, mask)).without_hints()
 
     def ask(self, y: Any, mask: Tensor | None) -> Asked | None:
         """The smallest and the largest label, how many are ignored, and how many positions count."""

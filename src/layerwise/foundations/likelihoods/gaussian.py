@@ -32,7 +32,7 @@ class Gaussian(Likelihood):
 
     def standardize(self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor]) -> Terms:
         """Outputs and targets of one shape; the last axis is C."""
-        return self._standard(f, y, mask, arrange, self.ask(y, mask))
+        return self._standard(f, y, mask, arrange, self.ask(y, mask)).without_hints()
 
     def ask(self, y: Any, mask: Tensor | None) -> Asked | None:
         """How many entries a mask keeps."""

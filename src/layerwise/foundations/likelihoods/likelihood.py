@@ -11,7 +11,7 @@ division is made once, where the statistics are finished, never here.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,10 @@ class Terms:
     """How many positions the mask keeps, where the host knows."""
     unweighted: bool = False
     """Whether the host knows that every weight is 1."""
+
+    def without_hints(self) -> "Terms":
+        """The same, for who may go on to change mask and weights: nothing is said of them but what they are."""
+        return replace(self, kept=None, unweighted=False)
 
     def target(self) -> Tensor:
         """The target, or an error that says one is needed."""

@@ -193,6 +193,9 @@ def pair_product_kernel(
     C += k * C_k
     if CUT:  # what is too large for float16; NaN and infinity stay
         acc = tl.where(tl.abs(acc) < float("inf"), tl.minimum(tl.maximum(acc, -65504.0), 65504.0), acc)
+        mirrored = tl.where(
+            tl.abs(mirrored) < float("inf"), tl.minimum(tl.maximum(mirrored, -65504.0), 65504.0), mirrored
+        )
     tl.store(C + rows[:, None] * C_row + columns[None, :], acc.to(C.dtype.element_ty), mask=inside)
     if SYMMETRIC:
         tl.store(C + columns[None, :] * C_row + rows[:, None], mirrored.to(C.dtype.element_ty), mask=inside)
