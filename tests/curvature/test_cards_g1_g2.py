@@ -47,7 +47,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return x[:400], y[:400]
 
 
-@pytest.fixture(scope="module", params=[0, 1], ids=["seed0", "seed1"])
+@pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.slow)], ids=["seed0", "seed1"])
 def snapshots(request: pytest.FixtureRequest, batch: tuple[Tensor, Tensor]) -> dict[int, Measured]:
     seed: int = request.param
     found = {}

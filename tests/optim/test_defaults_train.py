@@ -15,6 +15,8 @@ OPTIONS = {"SGD": {"lr": 0.3}, "Muon": {"lr": 0.02}, "Sign": {"lr": 3e-3}}
 MEMBERS = [
     "SGD", "Adam", "KFAC", "EKFAC", "FOOF", "LocoProp", "NGD", "Shampoo", "SOAP", "Muon", "Sign", "MahalanobisSpectral"
 ]  # fmt: skip
+QUICKLY = ("SGD", "Adam", "KFAC", "FOOF", "Shampoo", "SOAP")
+"""Which train a convolutional network in every run of the tests; the others where there is more time."""
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +53,14 @@ def losses(opt: torch.optim.Optimizer, model: nn.Module, digits: tuple[Tensor, T
     return found
 
 
-@pytest.mark.parametrize("make", [dense, convolutional])
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        *((name, dense) for name in MEMBERS),
+        *((name, convolutional) for name in QUICKLY),
+        *(pytest.param(name, convolutional, marks=pytest.mark.slow) for name in MEMBERS if name not in QUICKLY),
+    ],
+)
 def test_defaults_train(name: str, make, digits: tuple[Tensor, Tensor]):
     model = make()
     opt = getattr(lw.optim, name)(model, **OPTIONS.get(name, {}))
@@ -61,7 +69,7 @@ def test_defaults_train(name: str, make, digits: tuple[Tensor, Tensor]):
     assert sum(found[-5:]) / 5 < 0.8 * found[0]
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.03, 0.003])
+@pytest.mark.parametrize("rate", [0.1, *(pytest.param(rate, marks=pytest.mark.slow) for rate in (0.03, 0.003))])
 @pytest.mark.parametrize("options", [{}, {"likelihood": "categorical"}], ids=["empirical", "sampled"])
 @pytest.mark.parametrize("name", ["KFAC", "EKFAC"])
 def test_clipping_makes_a_wide_range_of_rates_work(

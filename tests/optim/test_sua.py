@@ -459,5 +459,6 @@ def gradient_descent() -> float:
     ids=["KFAC", "EKFAC running", "FOOF"],
 )
 @pytest.mark.usefixtures("untyped")
+@pytest.mark.slow
 def test_three_convolutions_train_faster_than_by_gradient_descent(member, sua: bool, gradient_descent: float):
     assert loss_after(lambda m: member(m, sua=sua)) < gradient_descent

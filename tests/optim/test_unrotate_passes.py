@@ -227,7 +227,7 @@ MEMBERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize("name", ["SOAP with momentum", "EKFAC, a norm", "Shampoo, grafted"])
 def test_training_by_halves_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
     """As on a GPU, beside the plain calls of torch."""
     expected, other = zoo(), zoo()
