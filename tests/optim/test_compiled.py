@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import layerwise as lw
 from layerwise.foundations.errors import LayerwiseError
+from layerwise.layers.calling import has_compiled_parts
 
 pytestmark = [
     pytest.mark.usefixtures("untyped"),
@@ -255,3 +256,37 @@ def test_a_forward_that_is_interrupted_leaves_nothing_open():
     assert not opt._capture._open
     assert torch._dynamo.eval_frame._stance.stance == "default"
     assert all(len(layer._forward_hooks) == (layer is model[4]) for layer in model if isinstance(layer, nn.Linear))
+
+
+class Nested(nn.Module):
+    """A part that is a compiled module."""
+
+    def __init__(self, on: bool) -> None:
+        super().__init__()
+        inner = mlp(5, 6, 5)
+        self.part, self.head = torch.compile(inner, backend="aot_eager") if on else inner, mlp(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.part(x))
+
+
+def test_compiled_parts_are_known():
+    assert has_compiled_parts(Nested(True))
+    assert not has_compiled_parts(Nested(False))
+    model = Nested(False)
+    model.part.compile(backend="eager")  # type: ignore[operator]
+    assert has_compiled_parts(model)
+    model = Nested(False)
+    model.forward = torch.compile(model.forward, backend="eager")  # type: ignore[method-assign]
+    assert has_compiled_parts(model)
+
+
+def test_a_model_without_compiled_parts_leaves_the_compiler_alone():
+    """Its stance is everybody's: a forward that is interrupted, and never followed by a step, would change it."""
+    model, stances = mlp(), []
+    model[2].register_forward_hook(lambda *_: stances.append(torch._dynamo.eval_frame._stance.stance))
+    opt = lw.optim.KFAC(model, lr=0.01)
+    x, y = DATA[0]
+    torch.compile(lambda x: x + 1, backend="eager")(x)  # the compiler is there
+    train_step(model, opt, (x, y), cross_entropy)
+    assert stances[-1] == "default"

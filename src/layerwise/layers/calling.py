@@ -248,6 +248,18 @@ def _recurrent_backward(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
+def has_compiled_parts(model: nn.Module) -> bool:
+    """Whether modules inside a model were compiled on their own, so that hooks of their layers may not be called."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None
+        or "_orig_mod" in module._modules
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
+
+
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Compiled parts of a model may run without the hooks that record it."""

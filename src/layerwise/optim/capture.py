@@ -28,6 +28,7 @@ from layerwise.layers.calling import (
     as_statistics,
     backward_of_another,
     example_count,
+    has_compiled_parts,
     in_own_forward,
     output_tensor,
     uncompiled,
@@ -158,7 +159,8 @@ class Capture:
         if self.estimator is not None and (self.due or self.notes is None) and self._look(x) and self.due:
             tape = self._tape(self._count(x))
             if not compiled:
-                under.enter_context(uncompiled())  # parts of it may be
+                if has_compiled_parts(self.model):  # a stance is everybody's: not held where nobody needs it
+                    under.enter_context(uncompiled())
                 under.enter_context(tape)
                 self._be_last()
         self._open.append((tape, x, under, compiled))
