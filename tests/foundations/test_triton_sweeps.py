@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from layerwise.foundations.linalg import half_pairs, triton_products, triton_sweeps
-from layerwise.foundations.linalg.basis_tracking import _second_order, coupling, rotation, tracked_basis
+from layerwise.foundations.linalg.basis_tracking import coupling, rotation, second_order, tracked_basis
 from layerwise.foundations.linalg.inverses import refined_inverse
 from layerwise.foundations.linalg.products import HALF_PAIRS
 
@@ -80,7 +80,7 @@ def test_rotation(n: int, far: bool):
     torch.testing.assert_close(found.alpha, found.beta.square() / 2 * triton_sweeps.UNIT)
     torch.testing.assert_close(found.left, coupling(S, 1e-3))
     assert torch.equal(found.E.hi, -found.E.hi.mT)
-    torch.testing.assert_close(found.values, mean * _second_order(S, E), rtol=1e-3, atol=1e-3 * float(mean.max()))
+    torch.testing.assert_close(found.values, mean * second_order(S, E), rtol=1e-3, atol=1e-3 * float(mean.max()))
 
 
 @interpreted

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from layerwise.foundations.linalg import half_pairs, triton_products, triton_sweeps
-from layerwise.foundations.linalg.basis_tracking import _second_order, coupling, rotation, tracked_basis
+from layerwise.foundations.linalg.basis_tracking import coupling, rotation, second_order, tracked_basis
 from layerwise.foundations.linalg.half_pairs import HalfPair
 from layerwise.foundations.linalg.inverses import accepted, refined_inverse
 from layerwise.foundations.linalg.products import HALF_PAIRS
@@ -113,7 +113,7 @@ def test_rotation(n: int):
     E = rotation(S, 1e-3, 0.05)
     assert relative(found.beta[:, None, None] * found.E.hi.float() / triton_sweeps.UNIT, E) < 2e-3
     torch.testing.assert_close(found.left, coupling(S, 1e-3), rtol=1e-4, atol=0)
-    torch.testing.assert_close(found.values, mean * _second_order(S, E), rtol=1e-3, atol=1e-8)
+    torch.testing.assert_close(found.values, mean * second_order(S, E), rtol=1e-3, atol=1e-8)
     assert relative(-found.E.hi.mT, found.E.hi) < 1e-6
 
 

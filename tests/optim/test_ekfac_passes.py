@@ -80,9 +80,9 @@ def test_what_damping_adds(split: str, relative: bool, padding: tuple[int, int])
 def test_the_gradient_is_rotated_once(scaling: str, monkeypatch: pytest.MonkeyPatch):
     count, rotate = [0], eigenbasis.scaled_rotate
 
-    def counted(state: State, X: Tensor, largest: Tensor | None = None) -> Tensor | Scaled:
+    def counted(state: State, X: Tensor, largest: Tensor | None = None, *, rough: bool = False) -> Tensor | Scaled:
         count[0] += 1
-        return rotate(state, X, largest)
+        return rotate(state, X, largest, rough=rough)
 
     monkeypatch.setattr(eigenbasis, "scaled_rotate", counted)
     rule, state, shape = rule_and_state(scaling=scaling)

@@ -188,16 +188,20 @@ class Transformer(nn.Module):
         return self.head(self.norms[2](h))
 
 
-@pytest.fixture(scope="module")
-def captured() -> list[tuple[str, list[Pair]]]:
-    """P and Q of every layer, after each of the last four of thirty steps of K-FAC on sums of neighbours."""
+@pytest.fixture(scope="module", params=[0, 4])
+def captured(request: pytest.FixtureRequest) -> list[tuple[str, list[Pair]]]:
+    """P and Q of every layer, after each of the last four of thirty steps of K-FAC on sums of neighbours.
+
+    Trainings differ between machines by rounding. The second turns its bases so fast that as many sweeps as were needed
+    before do not suffice.
+    """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(request.param)
         model = Transformer()
     opt = lw.optim.KFAC(model, lr=0.01, solver="cholesky", loss_average="tokens")
     found: dict[str, list[Pair]] = {}
     for step in range(30):
-        x = torch.randint(CLASSES, (96, LENGTH), generator=generator(step))
+        x = torch.randint(CLASSES, (96, LENGTH), generator=generator(step + 100 * request.param))
         y = (x + x.roll(1, 1)) % CLASSES
         opt.zero_grad()
         nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()

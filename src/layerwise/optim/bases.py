@@ -9,6 +9,7 @@ from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
 from layerwise.foundations.linalg import guarded_eigh, orthogonal
 from layerwise.foundations.linalg.basis_tracking import tracked_basis
+from layerwise.foundations.linalg.half_bases import tracked_half
 from layerwise.foundations.linalg.halves import Half
 from layerwise.optim import stored
 from layerwise.optim.channels import times_inputs
@@ -16,18 +17,23 @@ from layerwise.optim.refined import own_size
 from layerwise.optim.rule import Context, Health, State
 from layerwise.optim.solver import Plan
 from layerwise.optim.stored import products_of
-from layerwise.optim.sweeps import CLOSELY_COUPLED, basis_watch
+from layerwise.optim.sweeps import CLOSELY_COUPLED, LOOSELY_COUPLED, MORE_SWEEPS, ONE_MORE, basis_watch
 
 BASIS = ("U_P", "U_P_scale", "s_P", "U_Q", "U_Q_scale", "s_Q")
 
 
-def rotate(state: State, X: Float[Tensor, "*B K O I"], largest: Tensor | None = None) -> Float[Tensor, "*B K O I"]:
-    """``U_Pᵀ X U_Q``; `largest` is what no entry of each matrix exceeds, where that is known."""
-    return unscaled(scaled_rotate(state, X, largest))
+def rotate(
+    state: State, X: Float[Tensor, "*B K O I"], largest: Tensor | None = None, *, rough: bool = False
+) -> Float[Tensor, "*B K O I"]:
+    """``U_Pᵀ X U_Q``; `largest` is what no entry of each matrix exceeds, where that is known.
+
+    With a basis that is kept in halves, X is rounded to a half where `rough` will do, else to a pair.
+    """
+    return unscaled(scaled_rotate(state, X, largest, rough=rough))
 
 
 def scaled_rotate(
-    state: State, X: Float[Tensor, "*B K O I"], largest: Tensor | None = None
+    state: State, X: Float[Tensor, "*B K O I"], largest: Tensor | None = None, *, rough: bool = False
 ) -> Float[Tensor, "*B K O I"] | Scaled:
     """The same, perhaps not yet divided: in float32 always, and never X itself if there is a basis."""
     P, Q = (stored.matrix(state, name) if name in state else None for name in ("U_P", "U_Q"))
@@ -37,7 +43,7 @@ def scaled_rotate(
     if P is None and Q is None:
         return X
     left = None if P is None else P.mT
-    if isinstance(P, Half) or isinstance(Q, Half):
+    if rough:
         return orthogonal.rough_between(left, orthogonal.with_room(X, largest), Q)
     return orthogonal.between(left, stored.operand_of(X, largest), Q)  # type: ignore[arg-type]
 
@@ -86,10 +92,15 @@ def track(
     if name in plan.exact:
         begin(state, side, groups, context, health)
         return
-    sweeps, products = plan.rounds(name), products_of(state, name)
-    U, values, couplings = tracked_basis(M, stored.value(state, name, groups), sweeps=sweeps, products=products)
-    good = torch.isfinite(values).all(-1)
-    basis_watch(state, name, context, limit).say(groups, torch.where(good, couplings, torch.inf))
+    kept, sweeps = stored.matrix(state, name, groups), plan.rounds(name)
+    sweeps += ONE_MORE if limit < LOOSELY_COUPLED and sweeps > 1 else 0
+    if isinstance(kept, Half):
+        U, values, couplings = tracked_half(M, kept, sweeps)
+    else:
+        products = products_of(state, name)
+        U, values, couplings = tracked_basis(M, stored.value(state, name, groups), sweeps, products)
+    good = torch.isfinite(values).all(-1) & torch.isfinite(couplings[-1])
+    basis_watch(state, name, context, limit).say(groups, torch.where(good, couplings, torch.inf)[:MORE_SWEEPS])
     stored.write(state, name, groups, U, good)
     stored.write(state, f"s_{side}", groups, values.clamp_min(0), good)
 

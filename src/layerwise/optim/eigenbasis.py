@@ -55,6 +55,15 @@ class EigenFactors(Factors):
         stored.keep(state, f"U_{side}", shape.eye(size), self.halves_kept(shape, 1.0) if by_products else 0)
         state[f"s_{side}"] = shape.zeros(shape.outputs if side == "P" else shape.inputs)
 
+    def halves_kept(self, shape: Shape, power: float) -> int:
+        """One, where second moments are measured in the basis as it is kept.
+
+        Rounding turns it by 2⁻¹², some hundred times less than the sweeps may leave of a drift; but the gradient, whose
+        rounding is divided by small moments, is turned in pairs.
+        """
+        kept = super().halves_kept(shape, power)
+        return min(kept, 1) if self.coupling_limit >= LOOSELY_COUPLED else kept
+
     def init(self, shape: Shape) -> State:
         """Statistics, and identities in place of the basis."""
         state = super().init(shape)
@@ -65,7 +74,12 @@ class EigenFactors(Factors):
 
     def rotate(self, state: State, X: Tensor, largest: Tensor | None = None) -> Tensor:
         """``U_Pᵀ X U_Q``."""
-        return rotate(state, X, largest)
+        return rotate(state, X, largest, rough=self.precision == "half")
+
+    def turned(self, state: State, grad: Tensor, context: Context) -> Tensor | Scaled:
+        """``U_Pᵀ ∇L U_Q``, perhaps not yet divided: the passes that read it do that."""
+        R = scaled_rotate(state, grad, context.largest_of(grad), rough=self.precision == "half")
+        return R.contiguous() if isinstance(R, Tensor) else R
 
     def unrotate(self, state: State, Y: Tensor) -> Tensor:
         """``U_P Y U_Qᵀ``."""
@@ -158,7 +172,7 @@ class CorrectedEigenvalues(EigenFactors):
     def rescale(self, state: State, seen: Observation | None, grad: Tensor, context: Context) -> None:
         """Scalings in the present basis."""
         if self.scaling == "running":
-            R = self._turned(state, grad, context)
+            R = self.turned(state, grad, context)
             R = R if context.gate is not None else unscaled(R)
             context.memory["rotated"] = (context.step, grad, grad._version, R)
             self._rescale_by_gradient(state, R, context)
@@ -261,13 +275,7 @@ class CorrectedEigenvalues(EigenFactors):
         step, same, version, R = context.memory.pop("rotated", (0, None, 0, None))
         if R is not None and same is grad and (step, version) == (context.step, grad._version):
             return R
-        return self._turned(state, grad, context)
-
-    @staticmethod
-    def _turned(state: State, grad: Tensor, context: Context) -> Tensor | Scaled:
-        """``U_Pᵀ ∇L U_Q``, perhaps not yet divided: the passes that read it do that."""
-        R = scaled_rotate(state, grad, context.largest_of(grad))
-        return R.contiguous() if isinstance(R, Tensor) else R
+        return self.turned(state, grad, context)
 
     def _added(self, state: State, context: Context) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """(left, right, constant), one number a group: ``s_P·right + left·s_Q + constant`` is added to the scalings.

@@ -14,6 +14,7 @@ from layerwise.foundations.fused_unscaled import unscaled
 from layerwise.foundations.kronecker import split_damping
 from layerwise.foundations.linalg import gram
 from layerwise.foundations.linalg.half_pairs import product
+from layerwise.foundations.linalg.halves import Half
 from layerwise.optim import stored
 from layerwise.optim.averaging import finite_moments, update_mean
 from layerwise.optim.bases import (
@@ -355,7 +356,8 @@ class Factors(UpdateRule):
             else None
             for side, shift, power in zip(("P", "Q"), shifts, self.power, strict=True)
         )
-        R = scaled_rotate(state, grad, context.largest_of(grad))
+        rough = all(isinstance(stored.matrix(state, name), Half) for name in ("U_P", "U_Q") if name in state)
+        R = scaled_rotate(state, grad, context.largest_of(grad), rough=rough)
         held = R.C if isinstance(R, Scaled) else R
         largest = room_for_largest(state, held)
         return scaled_unrotate(state, for_unrotate(scaled(R, a, b, out=held, largest=largest), largest))

@@ -11,20 +11,17 @@ from layerwise.foundations.fused_adam import corrections_
 from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
 from layerwise.foundations.linalg.basis_tracking import carried
+from layerwise.foundations.linalg.half_turns import turn_between, turn_moments_
 from layerwise.foundations.linalg.halves import Half
 from layerwise.foundations.linalg.orthogonal import ROOM
 from layerwise.foundations.linalg.triton_splits import bound_scale
 from layerwise.optim import stored
 from layerwise.optim.averaging import finite_moments
-from layerwise.optim.bases import in_halves, scaled_rotate
+from layerwise.optim.bases import in_halves
 from layerwise.optim.eigenbasis import EigenFactors
 from layerwise.optim.elementwise import average_squares_
 from layerwise.optim.factors import gradient_moments
 from layerwise.optim.rule import Context, Health, Shape, State
-from layerwise.optim.stored import products_of
-
-SMALLEST_PART = 2.0**-38
-"""Of a matrix's largest entry, in float16 with a common scale: a step between the smallest numbers."""
 
 UNBOUNDED_STEP = 2.0**7
 """Of Adam, where its step has no bound."""
@@ -86,7 +83,7 @@ class RotatedAdam(EigenFactors):
             if self.skip_first:
                 return None
         b1, b2 = self.betas
-        rotated = scaled_rotate(state, grad, context.largest_of(grad))
+        rotated = self.turned(state, grad, context)
         if health.gate is not None and grad.dtype == torch.float32:
             return self._fused_step(state, rotated, grad, health)
         rotated = unscaled(rotated)
@@ -204,16 +201,17 @@ class RotatedAdam(EigenFactors):
 
     @staticmethod
     def _carry(state: State, side: str, groups: slice, U_old: stored.Kept) -> None:
-        """Momentum and second moments in the new basis, in first halves.
-
-        No second moment becomes smaller than what half precision can tell from zero: steps divide by it.
-        """
-        products, left = products_of(state, f"U_{side}"), side == "P"
-        turn = products.rough(stored.matrix(state, f"U_{side}", groups).mT, U_old)
-        M, V = state["M"][groups], state["V"][groups]
-        least = V.amax((-2, -1), keepdim=True) * SMALLEST_PART
-        V.copy_(torch.maximum(carried(V, turn, "left" if left else "right", products), least))
-        M.copy_(products.rough(turn, M) if left else products.rough(M, turn.mT))
+        """Momentum and second moments in the new basis."""
+        U, M, V = stored.matrix(state, f"U_{side}", groups), state["M"][groups], state["V"][groups]
+        left = side == "P"
+        if isinstance(U, Half) and isinstance(U_old, Half):
+            turn_moments_(M, V, turn_between(U, U_old), "left" if left else "right")
+            return
+        assert isinstance(U, Tensor)  # of float64
+        assert isinstance(U_old, Tensor)
+        turn = U.mT @ U_old
+        V.copy_(carried(V, turn, "left" if left else "right"))
+        M.copy_(turn @ M if left else M @ turn.mT)
 
     def conditions(self, state: State, context: Context) -> tuple[Tensor, Tensor] | None:
         """Of the second moments."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
-from layerwise.foundations.linalg import triton_splits
+from layerwise.foundations.linalg import half_turns, triton_splits
 from layerwise.foundations.linalg.half_pairs import halved, scaled_product, split
 from layerwise.foundations.linalg.halves import Half, HalfPair
 from layerwise.foundations.linalg.orthogonal import basis_pair
@@ -82,8 +82,11 @@ def rough_copy(state: State, name: str, groups: slice) -> Tensor | Half:
     return Half(found.hi.clone(), found.scale.clone())
 
 
-def write(state: State, name: str, groups: slice, X: Tensor, good: Tensor | None = None) -> None:
-    """Replace some groups; where `good` is false they keep what they have."""
+def write(state: State, name: str, groups: slice, X: Tensor | Half, good: Tensor | None = None) -> None:
+    """Replace some groups; where `good` is false they keep what they have. A half is one of the same scale."""
+    if isinstance(X, Half):
+        half_turns.put_(state[name][groups][:, 0], X.hi, good)
+        return
     if not is_halved(state, name):
         old = state[name][groups]
         old.copy_(X if good is None else torch.where(good.view(-1, *[1] * (X.ndim - 1)), X, old))

@@ -88,7 +88,7 @@ def _sweep(M: Any, U: Tensor, damping: int | float, still: int | float, products
     V = products.rough(V_, products.precise(V_.mT, V_, alpha=-1, identity=1, symmetric=True), add=V, alpha=0.5)
     # What is not finite in V, or in I − VᵀV, is in every row by now.
     left = _or_infinite(coupling(S, damping) + 0 * V[..., 0, :].sum(-1))
-    return V, scale * _second_order(S, E), left
+    return V, scale * second_order(S, E), left
 
 
 def _takes(products: Products, M: Tensor, U: Tensor) -> bool:
@@ -226,7 +226,7 @@ def _seen_from(M: Any, U: Any, products: Products) -> tuple[Tensor, Tensor]:
     return S / scale[..., None], scale
 
 
-def _second_order(S: Tensor, E: Tensor) -> Tensor:
+def second_order(S: Tensor, E: Tensor) -> Tensor:
     """The diagonal of S once turned by E."""
     diagonal = S.diagonal(dim1=-2, dim2=-1)
     gap = diagonal[..., None, :] - diagonal[..., :, None]

@@ -117,7 +117,7 @@ def product(
     _check_axes(A, B)
     if not out_scaled and _triton().takes(A, B):
         return _triton().pair_product(A, B, symmetric=symmetric)
-    C = _summed([(A.lo, B.hi), (A.hi, B.lo), (A.hi, B.hi)])
+    C = _summed(_terms(A, B))
     return (C, A.scale * B.scale) if out_scaled else _unscaled(C, A, B)
 
 
@@ -134,6 +134,26 @@ def scaled_product(A: HalfPair | Half, B: HalfPair | Half) -> tuple[Tensor, Tens
         return product(A, B, out_scaled=True)
     _check_axes(A, B)
     return _summed([(A.hi, B.hi)]), A.scale * B.scale
+
+
+def whole_product(A: HalfPair | Half, B: HalfPair | Half) -> tuple[Tensor, Tensor]:
+    """Like `scaled_product`, but of a pair and a half both halves of the pair take part: two products.
+
+    For a half that is exact as it is kept, such as a basis in which second moments are measured.
+
+    >>> C, scale = whole_product(split(torch.tensor([[1 / 3]])), halved(torch.eye(1)))
+    >>> f"{(C / scale).item():.6f}"
+    '0.333333'
+    """
+    _check_axes(A, B)
+    return _summed(_terms(A, B)), A.scale * B.scale
+
+
+def _terms(A: HalfPair | Half, B: HalfPair | Half) -> list[tuple[Tensor, Tensor]]:
+    """What is multiplied: small terms first, and of two second halves nothing."""
+    small = [(A.lo, B.hi)] if isinstance(A, HalfPair) else []
+    small += [(A.hi, B.lo)] if isinstance(B, HalfPair) else []
+    return [*small, (A.hi, B.hi)]
 
 
 def multiply(

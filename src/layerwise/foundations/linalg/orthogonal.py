@@ -31,6 +31,15 @@ def basis_pair(U: Float[Tensor, "*K n n"]) -> HalfPair:
     return bounded_pair(U, 1.0)
 
 
+def basis_half(U: Float[Tensor, "*K n n"]) -> Half:
+    """An orthogonal matrix as one half with the fixed scale.
+
+    >>> basis_half(torch.eye(2)).hi.tolist()
+    [[16384.0, 0.0], [0.0, 16384.0]]
+    """
+    return basis_pair(U).half
+
+
 def bounded_pair(X: Float[Tensor, "*K m n"], bound: float) -> HalfPair:
     """A matrix as a pair, where a number is known that no entry exceeds.
 
@@ -76,8 +85,10 @@ def rough_between(P: HalfPair | Half | None, Y: Half, Q: HalfPair | Half | None)
     return Scaled(C, (scale,))
 
 
-def between(P: HalfPair | None, X: HalfPair, Q: HalfPair | None) -> Scaled:
+def between(P: HalfPair | Half | None, X: HalfPair, Q: HalfPair | Half | None) -> Scaled:
     """``P X Q`` in pairs: without a search for the largest entry of what the first product leaves.
+
+    A basis of one half is taken for exact: then X, and what the first product leaves, are multiplied in both halves.
 
     >>> U = basis_pair(torch.eye(2)[None].flip(-1))
     >>> found = between(U, half_pairs.split(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])), U)
@@ -86,12 +97,12 @@ def between(P: HalfPair | None, X: HalfPair, Q: HalfPair | None) -> Scaled:
     """
     scales = ()
     if P is not None:
-        C, scale = half_pairs.scaled_product(P, X)
+        C, scale = half_pairs.whole_product(P, X)
         if Q is None:
             return Scaled(C, (scale,))
-        X, scales = bounded_pair(C, _product_bound(P.shape[-1])), (scale,)
+        X, scales = bounded_pair(C, product_bound(P.shape[-1])), (scale,)
     assert Q is not None
-    C, scale = half_pairs.scaled_product(X, Q)
+    C, scale = half_pairs.whole_product(X, Q)
     return Scaled(C, (*scales, scale))
 
 
@@ -106,7 +117,7 @@ def _turned(U: Half, Y: Tensor, left: bool) -> Tensor:
     return cut(C.mul_(1 / BASIS_SCALE), torch.float16).half()
 
 
-def _product_bound(n: int) -> float:
+def product_bound(n: int) -> float:
     """Of 2¹⁴ U, with n columns, times entries below 2¹⁵; twice that, for the rounding of U.
 
     What a pair loses by so loose a bound is ``2⁻³⁹ √n max|X|`` an entry: 2⁻²² of the norm even where one entry of

@@ -122,15 +122,16 @@ def gram_finish_kernel(
 def pair_product_kernel(
     C, A_hi, A_lo, B_hi, B_lo, A_scale, B_scale, D, alpha, beta, alpha_number, beta_number, identity, m, n, depth,
     A_k, A_row, A_column, B_k, B_row, B_column, C_k, C_row, D_k, D_row,
-    ROUGH: tl.constexpr, HAS_D: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr,
+    A_PAIR: tl.constexpr, B_PAIR: tl.constexpr, HAS_D: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_BETA: tl.constexpr,
     HAS_IDENTITY: tl.constexpr, SYMMETRIC: tl.constexpr, SKEW: tl.constexpr, CUT: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One tile of identity·I + beta·D + alpha·(A_lo B_hi + A_hi B_lo + A_hi B_hi)/(A_scale B_scale).
 
-    All in one accumulator; with ROUGH the last product only. Numbers that hold for all matrices come by value. With
-    SYMMETRIC only tiles on and below the diagonal are computed, and mirrored; with SKEW the matrix D is antisymmetric.
+    All in one accumulator; without A_PAIR or B_PAIR there is no A_lo or B_lo. Numbers that hold for all matrices come
+    by value. With SYMMETRIC only tiles on and below the diagonal are computed, and mirrored; with SKEW the matrix D is
+    antisymmetric.
     """
     index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if SYMMETRIC:
@@ -157,12 +158,13 @@ def pair_product_kernel(
             B_mask = (inner[:, None] < depth - start) & B_inside
         a_hi = tl.load(A_hi, mask=A_mask, other=0.0)
         b_hi = tl.load(B_hi, mask=B_mask, other=0.0)
-        if not ROUGH:
+        if A_PAIR:
             a_lo = tl.load(A_lo, mask=A_mask, other=0.0)
-            b_lo = tl.load(B_lo, mask=B_mask, other=0.0)
             acc = tl.dot(a_lo, b_hi, acc)
-            acc = tl.dot(a_hi, b_lo, acc)
             A_lo += BLOCK_DEPTH * A_column
+        if B_PAIR:
+            b_lo = tl.load(B_lo, mask=B_mask, other=0.0)
+            acc = tl.dot(a_hi, b_lo, acc)
             B_lo += BLOCK_DEPTH * B_row
         acc = tl.dot(a_hi, b_hi, acc)
         A_hi += BLOCK_DEPTH * A_column
@@ -188,14 +190,21 @@ def pair_product_kernel(
             mirrored -= added
         else:
             mirrored = acc
-    if SYMMETRIC:  # in a tile on the diagonal, too, one half is the mirror image of the other
-        inside = inside & (rows[:, None] >= columns[None, :])
     C += k * C_k
     if CUT:  # what is too large for float16; NaN and infinity stay
         acc = tl.where(tl.abs(acc) < float("inf"), tl.minimum(tl.maximum(acc, -65504.0), 65504.0), acc)
         mirrored = tl.where(
             tl.abs(mirrored) < float("inf"), tl.minimum(tl.maximum(mirrored, -65504.0), 65504.0), mirrored
         )
-    tl.store(C + rows[:, None] * C_row + columns[None, :], acc.to(C.dtype.element_ty), mask=inside)
-    if SYMMETRIC:
-        tl.store(C + columns[None, :] * C_row + rows[:, None], mirrored.to(C.dtype.element_ty), mask=inside)
+    here = C + rows[:, None] * C_row + columns[None, :]
+    there = C + columns[:, None] * C_row + rows[None, :]
+    acc, mirrored = acc.to(C.dtype.element_ty), mirrored.to(C.dtype.element_ty)
+    if not SYMMETRIC:
+        tl.store(here, acc, mask=inside)
+    elif i != j:  # masks that are the same for neighbours, and neighbours in a row: then stores are wide
+        tl.store(here, acc, mask=inside)
+        tl.store(there, tl.trans(mirrored), mask=(columns[:, None] < n) & (rows[None, :] < m))
+    else:  # on the diagonal, too, one half is the mirror image of the other
+        lower = inside & (rows[:, None] >= columns[None, :])
+        tl.store(here, acc, mask=lower)
+        tl.store(there, tl.trans(mirrored), mask=tl.trans(lower))

@@ -100,17 +100,20 @@ def pair_product(
     identity: int | float = 0.0,
     out: Float[Tensor, "*K m n"] | None = None,
     cut: bool = False,
+    whole: bool = False,
     tiles: Tiles | None = None,
 ) -> Float[Tensor, "*K m n"]:
     """The products ``identity·I + beta·add + alpha·A B`` of pairs, as one kernel; one matrix or a stack.
 
-    Of a `Half` and anything, first halves only are multiplied. `alpha` and `beta` are numbers, or one for each matrix
-    on the device. With `symmetric` the result is known to be symmetric: tiles on and below the diagonal are computed
-    and mirrored (`add` is read there only); with `skew` too, ``A B`` is symmetric and `add` antisymmetric.
-    `out`, of float32 or rounded to float16, may be `add`, but shares no memory with A or B; with `cut` finite numbers
-    that float16 cannot hold are cut off, else they become infinite.
+    Of a `Half` and a pair first halves only are multiplied, unless the `whole` pair is asked for. `alpha` and `beta`
+    are numbers, or one for each matrix on the device. With `symmetric` the result is known to be symmetric: tiles on
+    and below the diagonal are computed and mirrored (`add` is read there only); with `skew` too, ``A B`` is symmetric
+    and `add` antisymmetric. `out`, of float32 or rounded to float16, may be `add`, but shares no memory with A or B;
+    with `cut` finite numbers that float16 cannot hold are cut off, else they become infinite.
     """
-    rough = isinstance(A, Half) or isinstance(B, Half)
+    pairs = isinstance(A, HalfPair), isinstance(B, HalfPair)
+    pairs = pairs if whole or all(pairs) else (False, False)
+    rough = not any(pairs)
     tiles = tiles or tiles_for(B.shape[-1], rough, symmetric)
     A_hi, A_lo, A_scale = _parts_of(A)
     B_hi, B_lo, B_scale = _parts_of(B)
@@ -138,8 +141,9 @@ def pair_product(
         kernels().pair_product_kernel[(count, K)](
             C_, A_hi, A_lo, B_hi, B_lo, A_scale, B_scale, D_, alphas, betas, alpha_number, beta_number, float(identity),
             m, n, depth, *A_hi.stride(), *B_hi.stride(), *C_.stride()[:2], *D_strides,
-            ROUGH=rough, HAS_D=D_ is not None, HAS_ALPHA=alphas is not None, HAS_BETA=betas is not None,
-            HAS_IDENTITY=identity != 0, SYMMETRIC=symmetric, SKEW=skew, EVEN_DEPTH=depth % tiles.depth == 0, CUT=cut,
+            A_PAIR=pairs[0], B_PAIR=pairs[1], HAS_D=D_ is not None, HAS_ALPHA=alphas is not None,
+            HAS_BETA=betas is not None, HAS_IDENTITY=identity != 0, SYMMETRIC=symmetric, SKEW=skew,
+            EVEN_DEPTH=depth % tiles.depth == 0, CUT=cut,
             BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_DEPTH=tiles.depth,
             GROUP=tiles.group, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip

@@ -10,7 +10,16 @@ from typing import no_type_check
 
 from layerwise.foundations.linalg.triton_kernels import _jit, tl, triton
 
-__all__ = ["diagonal_kernel", "finish_kernel", "restore_kernel", "rotation_kernel", "row_sums_kernel", "triton"]
+__all__ = [
+    "diagonal_kernel",
+    "finish_kernel",
+    "put_kernel",
+    "restore_kernel",
+    "rotation_kernel",
+    "row_sums_kernel",
+    "squared_rows_kernel",
+    "triton",
+]
 
 
 @_jit
@@ -159,3 +168,35 @@ def restore_kernel(V, U, left, entries, U_k, BLOCK: tl.constexpr):
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = at < entries
         tl.store(V + k * entries + at, tl.load(U + k * U_k + at, mask=inside), mask=inside)
+
+
+@_jit
+@no_type_check
+def put_kernel(out, V, where, entries, out_k, V_k, BLOCK: tl.constexpr):
+    """out ← V where that is wanted; elsewhere nothing is read."""
+    k = tl.program_id(1).to(tl.int64)
+    if tl.load(where + k) != 0:
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < entries
+        tl.store(out + k * out_k + at, tl.load(V + k * V_k + at, mask=inside), mask=inside)
+
+
+@_jit
+@no_type_check
+def squared_rows_kernel(out, T, unit_number, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Squares of some rows over their sums, times the unit; T is read twice, the second time mostly from the cache."""
+    k = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_at = (k * n + rows[:, None]) * n
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, n, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        inside = (rows[:, None] < n) & (columns[None, :] < n)
+        t = tl.load(T + row_at + columns[None, :], mask=inside, other=0.0).to(tl.float32) / unit_number
+        total += t * t
+    factor = unit_number / tl.sum(total, 1)
+    for start in range(0, n, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        inside = (rows[:, None] < n) & (columns[None, :] < n)
+        t = tl.load(T + row_at + columns[None, :], mask=inside, other=0.0).to(tl.float32) / unit_number
+        tl.store(out + row_at + columns[None, :], (t * t * factor[:, None]).to(tl.float16), mask=inside)

@@ -1,0 +1,107 @@
+"""Bases kept as one half: sweeps against those in float64, and moments that turn along."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerwise.foundations.errors import InputError
+from layerwise.foundations.linalg.basis_tracking import carried, tracked_basis
+from layerwise.foundations.linalg.half_bases import tracked_half
+from layerwise.foundations.linalg.half_pairs import Half, split, whole_product
+from layerwise.foundations.linalg.half_turns import put_, squared_rows, turn_between, turn_moments_
+from layerwise.foundations.linalg.orthogonal import BASIS_SCALE, basis_half, between
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def drifted(n: int, samples: int, K: int = 2) -> tuple[Tensor, Tensor]:
+    """Factors of condition 1e6 after a drift, and the eigenbases of before."""
+    root = torch.linalg.qr(randn(K, n, n)).Q * torch.logspace(0, -3, n, dtype=torch.float64)
+    X, Y = root @ randn(K, n, 10 * n, seed=1), root @ randn(K, n, samples, seed=2)
+    last = X @ X.mT / (10 * n)
+    return (0.95 * last + 0.05 * Y @ Y.mT / samples).float(), torch.linalg.eigh(last)[1].float().contiguous()
+
+
+def value(U: Half) -> Tensor:
+    return U.hi.double() / BASIS_SCALE
+
+
+@pytest.mark.parametrize("n", [24, 80])
+def test_sweeps_follow_a_drift_like_those_in_double_precision(n: int):
+    M, U = drifted(n, n // 4)
+    expected = tracked_basis(M.double(), U.double(), 2)
+    V, values, couplings = tracked_half(M, basis_half(U), 2)
+    assert ((couplings[0] - expected[2][0]).abs() < 2e-3).all()
+    assert (couplings[1] < 0.02).all()  # the rounding of a basis leaves about 0.007, at this condition
+    assert (torch.linalg.matrix_norm(value(V).mT @ value(V) - torch.eye(n)) < 5e-4 * n**0.5).all()
+    torch.testing.assert_close(values.double(), expected[1], rtol=2e-2, atol=0)
+
+
+def test_the_scale_of_a_matrix_is_no_matter():
+    M, U = drifted(24, 6)
+    _, values, couplings = tracked_half(M, basis_half(U))
+    for factor in (2.0**-60, 2.0**40):
+        _, scaled, same = tracked_half(factor * M, basis_half(U))
+        assert torch.equal(scaled, factor * values)
+        assert torch.equal(same, couplings)
+
+
+def test_a_bad_matrix_spoils_no_other():
+    M, U = drifted(24, 6)
+    expected = tracked_half(M, basis_half(U))
+    M[1, 0, 0] = torch.nan
+    V, values, couplings = tracked_half(M, basis_half(U))
+    assert torch.isfinite(couplings[-1]).tolist() == [True, False]
+    assert torch.equal(V.hi[0], expected[0].hi[0])
+    assert torch.equal(values[0], expected[1][0])
+
+
+def test_a_pair_turned_by_a_half_keeps_both_halves():
+    """The basis is taken for exact: the error is that of pairs, a thousand times below that of halves."""
+    U, X = basis_half(torch.linalg.qr(randn(2, 40, 40)).Q.float()), randn(2, 40, 40, seed=1).float()
+    exact = value(U).mT @ X.double() @ value(U)
+    found = between(U.mT, split(X), U)
+    turned = found.C.double()
+    for scale in found.scales:
+        turned = turned / scale[:, None, None]
+    assert (turned - exact).norm() < 2e-6 * exact.norm()
+    C, scale = whole_product(split(X), U)
+    assert (C.double() / scale[:, None, None] - X.double() @ value(U)).norm() < 1e-6 * X.norm()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_moments_turn_along(side: str):
+    M, V = randn(2, 24, 24, seed=3).float(), randn(2, 24, 24, seed=4).square().float()
+    old, new = (basis_half(torch.linalg.qr(randn(2, 24, 24, seed=seed)).Q.float()) for seed in (5, 6))
+    turn = value(new).mT @ value(old)
+    expected = turn @ M.double() if side == "left" else M.double() @ turn.mT
+    squares = carried(V.double(), turn, side)  # type: ignore[arg-type]
+    found = turn_between(new, old)
+    turn_moments_(M, V, found, side)  # type: ignore[arg-type]
+    assert (M - expected).norm() < 1e-3 * expected.norm()
+    torch.testing.assert_close(V.double(), squares, rtol=2e-3, atol=0)
+    rows = squared_rows(found).hi.double().sum(-1) / BASIS_SCALE
+    torch.testing.assert_close(rows, torch.ones_like(rows), rtol=1e-3, atol=0)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_moments_have_a_left_and_a_right():
+    with pytest.raises(InputError, match="'left' or 'right'"):
+        turn_moments_(torch.ones(1, 2, 2), torch.ones(1, 2, 2), basis_half(torch.eye(2)[None]), "up")  # type: ignore[arg-type]
+
+
+def test_zero_moments_stay_zero():
+    M, V = torch.zeros(1, 4, 4), torch.zeros(1, 4, 4)
+    turn_moments_(M, V, basis_half(torch.eye(4).flip(0)[None]), "left")
+    assert not M.any()
+    assert not V.any()
+
+
+def test_matrices_are_replaced_where_wanted():
+    out, V = torch.zeros(3, 4, 4).half(), torch.ones(3, 4, 4).half()
+    put_(out, V, torch.tensor([True, False, True]))
+    assert out[:, 0, 0].tolist() == [1, 0, 1]
+    put_(out, V, None)
+    assert out.all()

@@ -1,0 +1,68 @@
+"""Bases kept as one half on a GPU: kernels and cuBLAS's large products, against torch in double precision."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerwise.foundations.linalg.basis_tracking import carried, tracked_basis
+from layerwise.foundations.linalg.half_bases import LARGE, tracked_half
+from layerwise.foundations.linalg.half_turns import put_, turn_between, turn_moments_
+from layerwise.foundations.linalg.orthogonal import BASIS_SCALE, basis_half
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+SIZES = [72, 784, LARGE + 16, 3088]
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), dtype=torch.float64, device="cuda")
+
+
+def drifted(n: int) -> tuple[Tensor, Tensor]:
+    root = torch.linalg.qr(randn(2, n, n)).Q * torch.logspace(0, -3, n, dtype=torch.float64, device="cuda")
+    X, Y = root @ randn(2, n, 4 * n, seed=1), root @ randn(2, n, n // 4, seed=2)
+    last = X @ X.mT / (4 * n)
+    return (0.95 * last + 0.05 * Y @ Y.mT / (n // 4)).float(), torch.linalg.eigh(last)[1].float().contiguous()
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_sweeps(n: int):
+    M, U = drifted(n)
+    V, values, couplings = tracked_half(M, basis_half(U), 2)
+    expected = tracked_basis(M.double(), U.double(), 2)
+    assert ((couplings - expected[2]).abs() < 0.02).all(), (couplings, expected[2])
+    W = V.hi.double() / BASIS_SCALE
+    assert (torch.linalg.matrix_norm(W.mT @ W - torch.eye(n, device="cuda")) < 5e-4 * n**0.5).all()
+    torch.testing.assert_close(values.double(), expected[1], rtol=5e-2, atol=1e-7)
+    left = tracked_basis(M.double(), W, 0, measured=True)[2][-1]
+    assert (left < 0.03).all(), left
+
+
+def test_bad_matrices():
+    M, U = drifted(784)
+    M[1, 3, 3] = torch.inf
+    _, _, couplings = tracked_half(M, basis_half(U), 2)
+    assert torch.isfinite(couplings[-1]).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("n", SIZES[1:])
+def test_moments(n: int, side: str):
+    shape = (2, n, 48) if side == "left" else (2, 48, n)
+    M, V = randn(*shape, seed=3).float(), randn(*shape, seed=4).square().float()
+    old, new = (basis_half(torch.linalg.qr(randn(2, n, n, seed=seed)).Q.float().contiguous()) for seed in (5, 6))
+    turn = new.hi.double().mT @ old.hi.double() / BASIS_SCALE**2
+    expected = turn @ M.double() if side == "left" else M.double() @ turn.mT
+    squares = carried(V.double(), turn, side)  # type: ignore[arg-type]
+    turn_moments_(M, V, turn_between(new, old), side)  # type: ignore[arg-type]
+    assert (M - expected).norm() < 1e-3 * expected.norm()
+    torch.testing.assert_close(V.double(), squares, rtol=3e-3, atol=0)
+
+
+@pytest.mark.usefixtures("no_synchronisation")
+def test_nothing_waits():
+    U = basis_half(torch.eye(128, device="cuda").repeat(2, 1, 1))
+    V, _, couplings = tracked_half(torch.eye(128, device="cuda").repeat(2, 1, 1), U)
+    turn_moments_(
+        torch.ones(2, 128, 64, device="cuda"), torch.ones(2, 128, 64, device="cuda"), turn_between(V, U), "left"
+    )
+    put_(U.hi, V.hi, torch.isfinite(couplings[-1]))
