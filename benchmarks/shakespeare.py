@@ -15,7 +15,8 @@ Before the clock starts a few steps are taken so that kernels are loaded: by ano
 compilation is not timed; nor is then the look that K-FAC takes at a model once.
 `--rates` are multiples of each member's own rate; embeddings, norm layers and the head have AdamW's rate under all
 members. Members take turns, the own rate first, so that all have had it before any has another. A run ends as soon as
-it reaches the loss, when it diverges, or after as many steps as another run of its member needed.
+it reaches the loss, when it diverges, after as many steps as another run of its member needed, or beyond its budget: it
+is then evaluated once more, but a loss that is seen only there does not count as reached.
 """
 
 import argparse

@@ -169,15 +169,29 @@ def _run(race: Race, found: Run, steps: int) -> None:
     torch.manual_seed(race.seed)  # of dropout
     while trainer.steps < steps and not found.reached and not found.note:
         _train(race, trainer, found, steps)
-        found.losses.append(trainer.validation_loss())
-        found.reached = not found.note and found.losses[-1] <= race.target
-        if not math.isfinite(found.losses[-1]) or (found.steps >= HOPELESS_AFTER and found.losses[-1] > HOPELESS):
-            found.note = "given up: diverges"
+        judge(found, trainer.validation_loss(), race.target, race.budget)
     if not found.reached and not found.note and steps < race.size.steps:
         found.note = "stopped: no sooner than before"
     after = trainer.health()
     if after is not None:
         found.fallbacks, found.skipped_steps = after[0] - before[0], after[1] - before[1]
+
+
+def judge(found: Run, loss: float, target: float, budget: float) -> None:
+    """What an evaluation says of a run. The target counts where its seconds are within the budget.
+
+    >>> late = Run("KFAC", 1e-3, steps=200, seconds=11.0)
+    >>> judge(late, 1.4, target=1.5, budget=10.0)
+    >>> late.reached, late.note
+    (False, 'stopped: beyond the budget, with the loss reached')
+    """
+    found.losses.append(loss)
+    within = found.seconds <= budget
+    found.reached = within and loss <= target
+    if not within:
+        found.note = "stopped: beyond the budget" + (", with the loss reached" if loss <= target else "")
+    if not math.isfinite(loss) or (found.steps >= HOPELESS_AFTER and loss > HOPELESS):
+        found.note = "given up: diverges"
 
 
 def _train(race: Race, trainer: Trainer, found: Run, steps: int) -> None:
@@ -192,8 +206,7 @@ def _train(race: Race, trainer: Trainer, found: Run, steps: int) -> None:
         if trainer.steps % race.size.evaluate_every == 0 or trainer.steps == steps:
             break
         if found.seconds + time.perf_counter() - start > race.budget:
-            found.note = "stopped: beyond the budget"
-            break
+            break  # and is looked at once more, off the clock
     synchronize(race.device)
     found.seconds += time.perf_counter() - start
     found.steps = trainer.steps

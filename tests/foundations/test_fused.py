@@ -1,24 +1,16 @@
 """Fused passes against their formulas in float64: by torch, and by Triton's interpreter on the CPU."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from interpreter import INTERPRETED, passes_interpreted, starts_interpreter
 from layerwise.foundations import fused, fused_launch
 from layerwise.foundations.errors import InputError
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-NUMPY = tuple(int(part) for part in np.__version__.split(".")[:2])
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton")
-old_numpy = pytest.mark.skipif(NUMPY >= (2, 4), reason="Triton's interpreter needs numpy < 2.4 (loops of its range)")
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+pytestmark = pytest.mark.interpreted
 
 OPEN, SHUT = torch.tensor(True), torch.tensor(False)
 GATES = [None, OPEN, SHUT]
@@ -37,15 +29,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
-@needs_triton
-@old_numpy
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@starts_interpreter
 def test_fused_kernels_in_the_interpreter():
-    """In a process of its own, because Triton reads the variable when it is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    passes_interpreted(__file__)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

@@ -1,29 +1,17 @@
 """Passes in an eigenbasis against their formulas in float64: by torch, and by Triton's interpreter on the CPU."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import jaxtyping
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from interpreter import INTERPRETED, passes_interpreted, starts_interpreter
 from layerwise.foundations import fused, fused_launch
 from layerwise.foundations.errors import InputError
-from layerwise.foundations.fused_basis import damped_quotient, scaled, squares_ema_
+from layerwise.foundations.fused_basis import averaged_quotient_, damped_quotient, scaled, squares_ema_
+from layerwise.foundations.fused_scaled import Scaled
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-NUMPY = tuple(int(part) for part in np.__version__.split(".")[:2])
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton")
-old_numpy = pytest.mark.skipif(NUMPY >= (2, 4), reason="Triton's interpreter needs numpy < 2.4 (loops of its range)")
-pytestmark = [  # of numpy, which the interpreter computes with
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-]
+pytestmark = pytest.mark.interpreted
 
 TINY = torch.finfo(torch.float32).tiny
 HALF = 8e-3 if INTERPRETED else 4e-3  # the interpreter cuts bfloat16 off, where a GPU rounds
@@ -40,15 +28,9 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fused_launch, "BLOCK", {"BLOCK": 256, "num_warps": 1})
 
 
-@needs_triton
-@old_numpy
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@starts_interpreter
 def test_basis_kernels_in_the_interpreter():
-    """In a process of its own, because Triton reads the variable when it is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    passes_interpreted(__file__)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -102,13 +84,40 @@ def test_damped_quotient(shape: tuple[int, int, int], with_factors: bool):
         added = added + s_Q.double().unsqueeze(-2) * left.double().view(-1, 1, 1)
     expected = R.double() / (s.double() + added)
     numbers = (left, right, constant) if with_factors else (None, None, constant)
-    before = R.clone()
-    close(damped_quotient(R, s, s_P, s_Q, *numbers), expected)
+    before, along = R.clone(), torch.tensor(torch.nan)
+    close(damped_quotient(R, s, s_P, s_Q, *numbers, along=along), expected)
     assert torch.equal(R, before)
+    close(along, (expected * R.double()).sum(), 1e-5)
     half = torch.empty(shape, dtype=torch.bfloat16)
     close(damped_quotient(R, s, s_P, s_Q, *numbers, out=half), expected, HALF)
     assert damped_quotient(R, s, s_P, s_Q, *numbers, out=R) is R
     close(R, expected)
+
+
+@pytest.mark.parametrize("with_factors", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_averages_and_quotients_in_one_pass(shape: tuple[int, int, int], with_factors: bool):
+    """The same as one after the other; squares that are not finite, and a weight of zero, leave means alone."""
+    K, O, I = shape
+    R, s = strided(*shape), strided(*shape, seed=1).square() + 0.1
+    R[0, 0, 0], R[1, 0, 0], R[2, -1, -1] = 3e19, torch.inf, torch.nan
+    weight, scale = torch.tensor([0.25, 1.0, 0.0, 0.7]), torch.tensor([2.0, 4.0, 8.0, 0.5])
+    held = Scaled(R * scale.view(-1, 1, 1), (scale,))
+    sides = (randn(K, O, seed=2).square(), randn(K, I, seed=3).square())
+    left, right, constant = (randn(K, seed=seed).abs() for seed in (4, 5, 6))
+    added = (*sides, left, right, constant) if with_factors else (None, None, None, None, constant)
+    means, largest, along = s.clone(), torch.zeros(2, K), torch.zeros(2)
+    expected = damped_quotient(R, squares_ema_(means, R, weight, 3), *added, largest=largest[0])
+    found = averaged_quotient_(s, held, weight, 3, *added, out=held.C, largest=largest[1], along=along[0])
+    assert found is held.C
+    for x, y in ((found, expected), (s, means), (largest[1], largest[0])):
+        assert torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0))
+    assert along[0].isnan()
+    clean = Scaled(strided(*shape, seed=8), (scale,))
+    expected = averaged_quotient_(s.clone(), clean, weight, 3, *added, along=along[0])
+    averaged_quotient_(s, clean, weight, 3, *added, out=torch.empty(shape, dtype=torch.bfloat16), along=along[1])
+    assert torch.equal(along[0], along[1])  # of what is not rounded yet
+    close(along[0], (expected.double() * clean.C.double() / scale.double().view(-1, 1, 1)).sum(), 1e-5)
 
 
 def test_what_is_added_is_never_zero():
@@ -132,8 +141,11 @@ def test_scaled(shape: tuple[int, int, int], dtype: torch.dtype):
     close(scaled(R, None, b), R.double() * columns, bound)
     expected = R.double() * rows * columns
     close(scaled(R, a, b, out=torch.empty(shape)), expected)
-    assert scaled(R, a, b, out=R) is R
+    product = (expected * R.double()).sum()
+    along = torch.tensor(torch.nan)
+    assert scaled(R, a, b, out=R, along=along) is R
     close(R, expected, bound)
+    close(along, product, 1e-4)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="float64 goes by torch")
@@ -144,7 +156,10 @@ def test_float64_stays_float64(monkeypatch: pytest.MonkeyPatch):
     assert torch.equal(scaled(R, s[..., 0] + 1, None), 2 * R)
     assert torch.equal(squares_ema_(s, R, 0.5 * one), 0.5 + 0.5 * R.square())
     empty = torch.empty(0, 3, 4)
-    assert damped_quotient(empty, empty, None, None, None, None, torch.empty(0)).shape == (0, 3, 4)
+    along = torch.ones(())
+    assert damped_quotient(empty, empty, None, None, None, None, torch.empty(0), along=along).shape == (0, 3, 4)
+    assert scaled(empty, None, None, along=torch.ones(())).shape == (0, 3, 4)
+    assert not along
 
 
 def test_stacks_that_do_not_fit(monkeypatch: pytest.MonkeyPatch):

@@ -1,31 +1,19 @@
 """Passes that read what is not divided yet, write halves, and leave their largest entries: by torch, and in Triton's
 interpreter."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from interpreter import INTERPRETED, passes_interpreted, starts_interpreter
 from layerwise.foundations import fused, fused_launch
 from layerwise.foundations.fused_basis import damped_quotient, scaled, squares_ema_
 from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-NUMPY = tuple(int(part) for part in np.__version__.split(".")[:2])
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton")
-old_numpy = pytest.mark.skipif(NUMPY >= (2, 4), reason="Triton's interpreter needs numpy < 2.4 (loops of its range)")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-]
+pytestmark = pytest.mark.interpreted
 OPEN, SHUT = torch.tensor(True), torch.tensor(False)
 SHAPES = [(3, 5, 7), (3, 17, 40)]
 ONE = torch.ones(3)
@@ -41,15 +29,9 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fused_launch, "BLOCK", {"BLOCK": 256, "num_warps": 1})
 
 
-@needs_triton
-@old_numpy
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@starts_interpreter
 def test_halves_in_the_interpreter():
-    """In a process of its own, because Triton reads the variable when it is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    passes_interpreted(__file__)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

@@ -1,16 +1,11 @@
 """Passes that save others: scales taken out on the way, corrections, largest entries. By torch, and in Triton's
 interpreter."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from interpreter import INTERPRETED, only_interpreted, passes_interpreted, starts_interpreter
 from layerwise.foundations import fused, fused_launch
 from layerwise.foundations.fused_adam import corrections_
 from layerwise.foundations.fused_gate import finite_gate, magnitudes
@@ -18,12 +13,7 @@ from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
 from layerwise.foundations.linalg import half_pairs, triton_splits
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-NUMPY = tuple(int(part) for part in np.__version__.split(".")[:2])
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton")
-old_numpy = pytest.mark.skipif(NUMPY >= (2, 4), reason="Triton's interpreter needs numpy < 2.4 (loops of its range)")
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by `test_passes_in_the_interpreter`")
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+pytestmark = pytest.mark.interpreted
 OPEN, SHUT = torch.tensor(True), torch.tensor(False)
 
 
@@ -38,15 +28,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
-@needs_triton
-@old_numpy
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@starts_interpreter
 def test_passes_in_the_interpreter():
-    """In a process of its own, because Triton reads the variable when it is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    passes_interpreted(__file__)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -165,7 +149,7 @@ def test_one_bad_entry_of_one_type_shuts_the_gate(value: float):
     assert bool(finite_gate([]))
 
 
-@interpreted
+@only_interpreted
 @pytest.mark.parametrize("layout", ["whole", "transposed", "rows apart", "matrices apart"])
 @pytest.mark.parametrize("shape", [(3, 5, 7), (2, 40, 33), (1, 1, 1), (2, 1, 300)])
 def test_largest_entries_and_the_split_by_them(
@@ -193,7 +177,7 @@ def test_largest_entries_and_the_split_by_them(
     torch.testing.assert_close(loose.value(), X, rtol=2.0**-21, atol=float(largest.max()) * 2.0**-27)
 
 
-@interpreted
+@only_interpreted
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_makes_its_matrix_nan(value: float):
     X = randn(3, 20, 20)
@@ -201,7 +185,7 @@ def test_what_is_not_finite_makes_its_matrix_nan(value: float):
     assert torch.isnan(triton_splits.split(X).scale).tolist() == [False, True, False]
 
 
-@interpreted
+@only_interpreted
 def test_a_vocabulary_larger_than_a_block(monkeypatch: pytest.MonkeyPatch):
     """The diagonal input factor of an embedding with more than 2**20 rows."""
     monkeypatch.setattr(fused, "available", lambda device: True)

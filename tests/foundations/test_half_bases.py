@@ -4,12 +4,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.foundations.errors import InputError
+from interpreter import INTERPRETED, passes_interpreted, starts_interpreter
+from layerwise.foundations.linalg import orthogonal, triton_products
 from layerwise.foundations.linalg.basis_tracking import carried, tracked_basis
 from layerwise.foundations.linalg.half_bases import tracked_half
 from layerwise.foundations.linalg.half_pairs import Half, split, whole_product
 from layerwise.foundations.linalg.half_turns import put_, squared_rows, turn_between, turn_moments_
 from layerwise.foundations.linalg.orthogonal import BASIS_SCALE, basis_half, between
+
+pytestmark = pytest.mark.interpreted
+
+
+@starts_interpreter
+def test_half_bases_in_the_interpreter():
+    passes_interpreted(__file__)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter the kernels take the CPU's matrices."""
+    if INTERPRETED:
+        monkeypatch.setattr(triton_products, "available", lambda _: True)
+        monkeypatch.setattr(orthogonal, "available", lambda _: True)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -84,12 +100,6 @@ def test_moments_turn_along(side: str):
     torch.testing.assert_close(V.double(), squares, rtol=2e-3, atol=0)
     rows = squared_rows(found).hi.double().sum(-1) / BASIS_SCALE
     torch.testing.assert_close(rows, torch.ones_like(rows), rtol=1e-3, atol=0)
-
-
-@pytest.mark.usefixtures("untyped")
-def test_moments_have_a_left_and_a_right():
-    with pytest.raises(InputError, match="'left' or 'right'"):
-        turn_moments_(torch.ones(1, 2, 2), torch.ones(1, 2, 2), basis_half(torch.eye(2)[None]), "up")  # type: ignore[arg-type]
 
 
 def test_zero_moments_stay_zero():

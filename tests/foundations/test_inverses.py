@@ -13,6 +13,7 @@ from layerwise.foundations.linalg.inverses import (
     probe_columns,
     product_inverse,
     refined_inverse,
+    series_inverse,
     triangular_inverse,
 )
 from layerwise.foundations.linalg.products import HALF_PAIRS, TorchProducts
@@ -118,6 +119,23 @@ def test_newton_squares_its_error():
     residuals, radii = ([float(x) for x in numbers] for numbers in zip(*found, strict=True))
     assert radii == pytest.approx([0.1, 1e-2, 1e-4, 1e-8], rel=1e-3)
     assert residuals == pytest.approx([x / (1 - x) for x in radii], rel=1e-6)
+
+
+@pytest.mark.parametrize("order", [2, 3, 4])
+def test_a_series_multiplies_as_many_remainders(order):
+    """Order 2 is one step of Newton's, order 4 two; in halves rounding is added, which the residual tells."""
+    M, last = definite(50, 1e3), definite(50, 1e3, seed=1)
+    guess = torch.linalg.inv(0.9 * M + 0.1 * (M @ last @ M + M) / 2)
+    X, _, _, before = series_inverse(M, guess, order)
+    T = torch.eye(50) - guess @ M
+    torch.testing.assert_close(torch.eye(50) - X @ M, torch.linalg.matrix_power(T, order), rtol=0, atol=1e-9)
+    torch.testing.assert_close(before, T.norm() / 50**0.5)
+    if order != 3:
+        torch.testing.assert_close(X, refined_inverse(M, guess, order // 2)[0], rtol=0, atol=1e-9)
+    X, residual, _, found = series_inverse(M.float(), guess.float(), order, HALF_PAIRS)
+    assert torch.equal(X, X.mT)
+    assert residual / 3 < larger_error(X.double(), M) < 3 * residual
+    torch.testing.assert_close(found, before.float(), rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("n", [24, 96])
@@ -228,3 +246,5 @@ def test_probes_may_be_given():
 def test_steps_are_checked():
     with pytest.raises(InputError, match="steps=-1"):
         refined_inverse(torch.eye(2), torch.eye(2), -1)
+    with pytest.raises(InputError, match="order=1"):
+        series_inverse(torch.eye(2), torch.eye(2), 1)

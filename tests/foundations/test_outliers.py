@@ -8,6 +8,7 @@ from torch import Tensor
 
 from layerwise.foundations.linalg.inverses import accepted, refined_inverse
 from layerwise.foundations.linalg.outliers import without_outliers
+from layerwise.foundations.linalg.products import HALF_PAIRS, TORCH, Products
 
 N = 96
 
@@ -60,6 +61,18 @@ def test_growth_in_a_few_directions_is_taken_in(k: int, times: float, condition:
     z = torch.randn(N, 8, generator=generator(seed + 2), dtype=torch.float64)
     truth = torch.linalg.solve(M, z)
     assert float((refined[0].double() @ z - truth).norm() / truth.norm()) < 2e-2
+
+
+@pytest.mark.parametrize("products", [TORCH, HALF_PAIRS])
+def test_directions_that_have_hardly_doubled_are_found(products: Products):
+    """Among seven times as many that stayed: the power method would not part them without its shift."""
+    old = damped(1e3, 1, 224)
+    M, X = grown(old, 32, 2.5, 2).float()[None], torch.linalg.inv(old).float()[None]
+    found, drift = without_outliers(M, X, columns=32, products=products)
+    _, residual, radius = refined_inverse(M, found, products=products)
+    assert bool(accepted(residual, radius).all()), (residual, radius)
+    assert 0.5 < float(drift.grown) < 3
+    assert float(drift.typical) < 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,40 +1,21 @@
 """Means of second moments by Triton's kernels, in its interpreter on the CPU, against torch in float64."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from interpreter import only_interpreted, passes_interpreted, starts_interpreter
 from layerwise.foundations.errors import InputError
 from layerwise.foundations.linalg import triton_columns
 from layerwise.foundations.linalg.triton_columns import average_grams_
 from layerwise.optim.averaging import running_weight
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-NUMPY = tuple(int(part) for part in np.__version__.split(".")[:2])
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton")
-old_numpy = pytest.mark.skipif(NUMPY >= (2, 4), reason="Triton's interpreter needs numpy < 2.4 (loops of its range)")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # numpy, of what a kernel rounds to inf
-]
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by `test_kernels_in_the_interpreter`")
+pytestmark = pytest.mark.interpreted
 
 
-@needs_triton
-@old_numpy
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@starts_interpreter
 def test_kernels_in_the_interpreter():
-    """In a process of its own, because Triton reads the variable when it is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    passes_interpreted(__file__)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -57,7 +38,7 @@ def symmetric(*shape: int) -> Tensor:
     return (M + M.mT).float()
 
 
-@interpreted
+@only_interpreted
 @pytest.mark.parametrize(("border", "parts"), [(True, 1), (True, 3), (False, 2)])
 @pytest.mark.parametrize("kind", [torch.float16, torch.float32])
 def test_means_of_listed_matrices(border: bool, parts: int, kind: torch.dtype):
@@ -74,7 +55,7 @@ def test_means_of_listed_matrices(border: bool, parts: int, kind: torch.dtype):
     torch.testing.assert_close(mean.double(), expected, rtol=0, atol=1e-5)
 
 
-@interpreted
+@only_interpreted
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 1e20])
 def test_what_is_not_finite_is_left_out(bad: float):
     X = [randn(40, 16, seed=k) for k in range(3)]
@@ -91,7 +72,7 @@ def test_what_is_not_finite_is_left_out(bad: float):
     torch.testing.assert_close(mean.double(), expected, rtol=0, atol=1e-5)
 
 
-@interpreted
+@only_interpreted
 def test_nothing_changes_behind_a_gate_that_is_shut():
     X = [torch.full((20, 16), torch.nan).half(), randn(20, 16).half()]
     mean, count = symmetric(2, 32, 32), torch.ones(2)
@@ -102,7 +83,7 @@ def test_nothing_changes_behind_a_gate_that_is_shut():
     assert count.tolist() == [1, 1]
 
 
-@interpreted
+@only_interpreted
 @pytest.mark.parametrize("decay", [0.0, 0.95, 0.9999])
 def test_the_first_replaces_and_later_weights_are_exact(decay: float):
     X = [torch.ones(16, 16).half()] * 3
@@ -115,7 +96,7 @@ def test_the_first_replaces_and_later_weights_are_exact(decay: float):
     assert torch.equal(mean[0, :17, :17], torch.ones(17, 17))
 
 
-@interpreted
+@only_interpreted
 def test_more_matrices_than_one_launch_takes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(triton_columns, "LISTED", 2)
     X = [randn(33, 16, seed=k) for k in range(5)]

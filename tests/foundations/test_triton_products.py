@@ -1,26 +1,16 @@
 """Triton kernels, run by Triton's interpreter on the CPU: small matrices whose sizes are no multiple of a tile."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from interpreter import only_interpreted, passes_interpreted, starts_interpreter
 from layerwise.foundations.errors import InputError
 from layerwise.foundations.linalg import half_pairs, triton_joins, triton_products
 from layerwise.foundations.linalg.half_pairs import Half, HalfPair
 from layerwise.foundations.linalg.triton_products import Tiles
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-NUMPY = tuple(int(part) for part in np.__version__.split(".")[:2])
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton")
-old_numpy = pytest.mark.skipif(NUMPY >= (2, 4), reason="Triton's interpreter needs numpy < 2.4 (loops of its range)")
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by `test_kernels_in_the_interpreter`")
+pytestmark = pytest.mark.interpreted
 
 
 def test_not_available_on_a_cpu():
@@ -34,15 +24,9 @@ def test_rows_are_cut_only_when_few_tiles_fill_the_processors():
     assert triton_products._parts(3600, 8192, tiles) == 1
 
 
-@needs_triton
-@old_numpy
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@starts_interpreter
 def test_kernels_in_the_interpreter():
-    """In a process of its own, because Triton reads the variable when it is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    passes_interpreted(__file__)
 
 
 SMALL = Tiles(m=16, n=16, depth=16, warps=4, stages=1, group=2)
@@ -52,7 +36,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@interpreted
+@only_interpreted
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("n", [1, 15, 48, 50])
 def test_gram_update(n: int, parts: int):
@@ -69,7 +53,7 @@ def test_gram_update(n: int, parts: int):
     torch.testing.assert_close(total.double(), expected, rtol=0, atol=2e-5)
 
 
-@interpreted
+@only_interpreted
 @pytest.mark.parametrize("parts", [1, 2])
 def test_weight_zero_leaves_the_total_alone(parts: int):
     X = torch.full((40, 20), torch.nan).half()
@@ -79,7 +63,7 @@ def test_weight_zero_leaves_the_total_alone(parts: int):
     assert torch.equal(total, before)
 
 
-@interpreted
+@only_interpreted
 @pytest.mark.parametrize("parts", [1, 2])
 def test_gram_update_of_separate_matrices(parts: int):
     X = [randn(40, 30, seed=seed).half()[:, :20] for seed in range(3)]
@@ -89,7 +73,7 @@ def test_gram_update_of_separate_matrices(parts: int):
     torch.testing.assert_close(total, expected, rtol=0, atol=2e-5)
 
 
-@interpreted
+@only_interpreted
 def test_gram_update_of_part_of_a_larger_store():
     store = torch.zeros(3, 32, 40)
     X = randn(3, 20, 24).half()
@@ -99,7 +83,7 @@ def test_gram_update_of_part_of_a_larger_store():
     assert not store[:, :, 24:].any()
 
 
-@interpreted
+@only_interpreted
 @pytest.mark.parametrize("shape", [(16, 32, 16), (33, 50, 20), (1, 7, 70)])
 @pytest.mark.parametrize("transposed", ["neither", "left", "right"])
 def test_pair_product(shape: tuple[int, int, int], transposed: str):
@@ -117,7 +101,7 @@ def test_pair_product(shape: tuple[int, int, int], transposed: str):
     assert torch.equal(one, C[1])
 
 
-@interpreted
+@only_interpreted
 def test_pair_product_with_an_addend():
     A, B = half_pairs.split(randn(2, 20, 30)), half_pairs.split(randn(2, 30, 24, seed=1))
     D = randn(2, 20, 24, seed=2)
@@ -133,7 +117,7 @@ def test_pair_product_with_an_addend():
     torch.testing.assert_close(D, expected, rtol=0, atol=2e-5)
 
 
-@interpreted
+@only_interpreted
 @pytest.mark.parametrize("n", [5, 48, 70])
 def test_symmetric_pair_product(n: int):
     X = half_pairs.split(randn(3, 21, n))
@@ -144,7 +128,7 @@ def test_symmetric_pair_product(n: int):
     torch.testing.assert_close(C, 3 * D + half_pairs.product(X.mT, X), rtol=0, atol=2e-5)
 
 
-@interpreted
+@only_interpreted
 @pytest.mark.parametrize("n", [5, 48, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_symmetric_product_with_an_antisymmetric_addend(n: int, dtype: torch.dtype):
@@ -166,7 +150,7 @@ def test_a_symmetric_product_with_an_antisymmetric_addend(n: int, dtype: torch.d
     assert dtype == torch.float32 or torch.equal(out, C)
 
 
-@interpreted
+@only_interpreted
 @pytest.mark.parametrize("n", [5, 48])
 def test_both_halves_of_a_symmetric_product_are_cut(n: int):
     X = Half((300 * randn(2, n, n)).half(), torch.ones(2))
@@ -182,7 +166,7 @@ def assert_same(found: HalfPair, expected: HalfPair) -> None:
     assert torch.equal(found.scale, expected.scale)
 
 
-@interpreted
+@only_interpreted
 @pytest.mark.parametrize("shape", [(70, 90), (3, 5, 7), (2, 3, 4, 5), (2, 1, 9), (2, 9, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_split(shape: tuple[int, ...], dtype: torch.dtype):
@@ -199,7 +183,7 @@ def test_split(shape: tuple[int, ...], dtype: torch.dtype):
     assert torch.isnan(triton_products.split(X).value()).all()
 
 
-@interpreted
+@only_interpreted
 def test_split_of_a_part():
     X = randn(5, 12, 20)
     for part in (X[1:4], X[:, 2:7], X[:, :, 3:11], X[0], X[1:4, 2:9].mT, X[..., ::2], X[:1].expand(3, 12, 20)):
@@ -208,7 +192,7 @@ def test_split_of_a_part():
     assert transposed.mT.hi.is_contiguous()
 
 
-@interpreted
+@only_interpreted
 def test_split_into_what_is_kept():
     X, kept = randn(4, 6, 8), torch.ones(4, 2, 6, 8).half()
     scale, where = torch.full((4,), 3.0), torch.tensor([True, False, True, True])
@@ -227,14 +211,14 @@ def test_split_into_what_is_kept():
         triton_products.split(X[:, :3], out=out)
 
 
-@interpreted
+@only_interpreted
 @pytest.mark.parametrize("amax", [0.0, 1e-42, 1.2e-38, 2.0**-100, 1.0, 1.9999999, 2.0, 3.3e38, torch.inf, torch.nan])
 def test_scale_in_the_kernel(amax: float):
     found, expected = triton_products.split(torch.tensor([[amax]])), half_pairs.pair_scale(torch.tensor([[amax]]))
     torch.testing.assert_close(found.scale, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@interpreted
+@only_interpreted
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_rough_product(symmetric: bool):
     X = half_pairs.split(1e-5 * randn(2, 21, 40))
@@ -249,7 +233,7 @@ def test_rough_product(symmetric: bool):
     torch.testing.assert_close(out.float(), D + 1e9 * half_pairs.rough_product(X.mT, X), rtol=1e-3, atol=1e-4)
 
 
-@interpreted
+@only_interpreted
 def test_the_kernels_are_chosen(monkeypatch: pytest.MonkeyPatch):
     X, Y = randn(2, 16, 24), randn(2, 24, 16, seed=1)
     expected, rough = half_pairs.multiply(X, Y), half_pairs.rough_product(X, Y)
@@ -267,7 +251,7 @@ def test_the_kernels_are_chosen(monkeypatch: pytest.MonkeyPatch):
     assert len(used) == 2
 
 
-@interpreted
+@only_interpreted
 def test_lower_tiles_count_the_triangle():
     """Through the product of a column with itself, which no tile that is left out or done twice can give."""
     x = half_pairs.split(torch.arange(200.0)[:, None])
@@ -298,7 +282,7 @@ def test_what_the_kernels_do_not_take():
         triton_products.pair_product(half_pairs.split(torch.ones(1, 1, 2, 2)), pair)
 
 
-@interpreted
+@only_interpreted
 @pytest.mark.parametrize("kept", [False, True])
 def test_join(kept: bool):
     """Also of halves that lie beside each other in one tensor, as an optimizer keeps them."""
@@ -310,7 +294,7 @@ def test_join(kept: bool):
     assert torch.equal(triton_joins.value(pair), expected)
 
 
-@interpreted
+@only_interpreted
 @pytest.mark.parametrize("columns", [1, 16, 17, 32])
 def test_thin_products(columns: int):
     A, B = randn(2, 40, 136), randn(2, 136, columns, seed=1)
@@ -318,7 +302,7 @@ def test_thin_products(columns: int):
     torch.testing.assert_close(found.double(), A.double() @ B.double(), rtol=1e-5, atol=1e-4)
 
 
-@interpreted
+@only_interpreted
 def test_small_symmetric_products():
     A = half_pairs.split(randn(2, 8, 40))
     found = triton_products.pair_product(A, A.mT, symmetric=True)

@@ -1,7 +1,5 @@
 """Running means of second moments by Triton's kernels on a GPU, against float64."""
 
-import warnings
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +16,6 @@ pytestmark = [
         not (torch.cuda.is_available() and triton_products.available(torch.device("cuda"))),
         reason="needs triton and a GPU of capability 8.0; run `make test-gpu` on one",
     ),
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # torch, at the first product of a thread
 ]
 
 
@@ -30,18 +27,6 @@ def moment(X: Tensor, border: bool) -> Tensor:
     rows = X.double()
     rows = torch.cat([rows, torch.ones_like(rows[:, :1])], 1) if border else rows
     return rows.mT @ rows / len(X)
-
-
-@pytest.fixture
-def no_synchronisation():
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that the mode does not see everything
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("border", [False, True])

@@ -11,7 +11,6 @@ from layerwise.testing.cases import CASES, Case
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # torch, at the first product of a thread
 ]
 ALWAYS, IN_TURN = ("dense", "kfac", "ekfac"), ("block", "diag", "quasidiag", "lowrank")
 """Structures that a case is tried with: on a CPU all of them are; of the second kind, each case takes one here."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from layerwise.foundations import fused, fused_launch
-from layerwise.foundations.fused_basis import damped_quotient, scaled, squares_ema_
+from layerwise.foundations.fused_basis import averaged_quotient_, damped_quotient, scaled, squares_ema_
 from layerwise.foundations.linalg.triton_products import available
 from layerwise.layers.standard import Standard
 
@@ -18,7 +18,6 @@ pytestmark = [
         not (torch.cuda.is_available() and available(torch.device("cuda"))),
         reason="needs triton and a GPU of capability 8.0; run `make test-gpu` on one",
     ),
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # torch, at the first product of a thread
 ]
 SHAPES = [(12, 768, 784), (3, 770, 131), (40, 33, 18), (2, 1, 1)]
 
@@ -74,6 +73,36 @@ def test_damped_quotient(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int,
     assert torch.equal(found[1], found[2])
 
 
+@pytest.mark.parametrize("with_factors", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_averages_and_quotients_in_one_pass(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], with_factors: bool
+):
+    """By both ways, and the same as one pass after the other; products are added in an order that does not change."""
+    K, O, I = shape
+    s_P, s_Q = randn(K, O, seed=2).square(), randn(K, I, seed=3).square()
+    left, right, constant = (randn(K, seed=seed).abs() + 0.1 for seed in (4, 5, 6))
+    numbers = (left, right, constant) if with_factors else (None, None, constant)
+    weight = (torch.arange(K, device="cuda") % 3) / 2  # 0, 1/2, 1
+
+    def call() -> list[Tensor]:
+        R, s = randn(2 * K, O, I)[::2], randn(K, O, I, seed=1).square() + 0.1
+        R[-1, -1, -1] = 3e19
+        means, along = s.clone(), torch.zeros(3, device="cuda")
+        apart = damped_quotient(R, squares_ema_(means, R, weight, 8), s_P, s_Q, *numbers)
+        R[-1, -1, -1] = 1.0
+        clean = averaged_quotient_(s.clone(), R, weight, 8, s_P, s_Q, *numbers, along=along[0])
+        averaged_quotient_(s.clone(), R, weight, 8, s_P, s_Q, *numbers, along=along[1])
+        R[-1, -1, -1] = 3e19
+        Y = averaged_quotient_(s, R, weight, 8, s_P, s_Q, *numbers, out=R)
+        torch.testing.assert_close(Y, apart, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(s, means, rtol=1e-6, atol=1e-6)
+        assert torch.equal(along[0], along[1])
+        return [Y, s, clean, along[0] / (O * I * K)]
+
+    same_by_both_ways(monkeypatch, call)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_scaled(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int]):
     a, b = randn(*shape[:2], seed=1), randn(shape[0], shape[2], seed=2)
@@ -81,19 +110,22 @@ def test_scaled(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int]):
     def call() -> list[Tensor]:
         R = randn(2 * shape[0], *shape[1:])[::2]
         sides = [scaled(R, a, None), scaled(R, None, b), scaled(R.bfloat16(), a, b)]
-        return [*sides, scaled(R, a, b, out=R)]
+        along = torch.zeros((), device="cuda")
+        return [*sides, scaled(R, a, b, out=R, along=along), along / R.numel()]
 
     same_by_both_ways(monkeypatch, call)
 
 
 def test_numbers_do_not_compile_again_and_nothing_waits():
     R, s, one = randn(2, 32, 48), torch.ones(2, 32, 48, device="cuda"), torch.ones(2, device="cuda")
+    along = torch.zeros((), device="cuda")
 
     def all_of(factor: int | float) -> None:
         squares_ema_(s, R, one, factor)
         damped_quotient(R, s, s[..., 0], s[:, 0], one, one, one)
         damped_quotient(R, s, None, None, None, None, one)
-        scaled(R, s[..., 0], s[:, 0], out=R)
+        averaged_quotient_(s, R, one, factor, None, None, None, None, one, along=along)
+        scaled(R, s[..., 0], s[:, 0], out=R, along=along)
 
     def compiled() -> int:
         kernels = fused_launch.basis_kernels()

@@ -17,7 +17,6 @@ pytestmark = [
         not (torch.cuda.is_available() and available(torch.device("cuda"))),
         reason="needs triton and a GPU of capability 8.0; run `make test-gpu` on one",
     ),
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # torch, at the first product of a thread
 ]
 SHAPES = [(12, 768, 769, 768, 784), (3, 770, 131, 784, 144), (40, 33, 18, 33, 19), (1, 1, 1, 1, 2)]
 """K, o, i, and the O and I of a stack with room for a bias."""

@@ -13,7 +13,6 @@ from layerwise.testing import case, oracles
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run `make test-gpu` on one"),
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # torch, at the first product of a thread
 ]
 CASES = ["mlp", "conv2d", "embedding", "lstm"]
 

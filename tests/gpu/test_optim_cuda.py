@@ -16,7 +16,6 @@ import layerwise as lw
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # torch, at the first product of a thread
 ]
 CLASSES, WIDTH, LENGTH, HEADS = 32, 64, 16, 4
 Make = Callable[..., torch.optim.Optimizer]

@@ -91,17 +91,16 @@ def test_corrections(gate: bool | None):
 
 
 @pytest.mark.parametrize("shape", [(19200, 1, 2), (12, 768, 1), (70000, 1, 1), (3, 300, 40)])
-def test_adam_of_small_groups(shape: tuple[int, int, int]):
+def test_adam_of_small_groups(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch):
+    """By kernels, unless there are more groups than a grid has places, and by torch."""
     g, c = randn(*shape, seed=2), torch.linspace(0.1, 1.0, shape[0], device="cuda")
+    numbers = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "correction1": c, "correction2": c}
+    assert (fused.way_of(g) is fused_launch) == (shape[0] <= fused_launch.MOST_GROUPS)
     results = []
-    for way in (fused_launch, fused_reference):
+    for kernels in (True, False):
+        monkeypatch.setattr(fused, "available", lambda device, kernels=kernels: kernels)
         m, v = randn(*shape), randn(*shape, seed=1).square()
-        step = torch.empty_like(m)
-        if shape[0] > fused_launch.MOST_GROUPS and way is fused_launch:
-            fused.adam_(m, v, g, beta1=0.9, beta2=0.99, eps=1e-8, correction1=c, correction2=c, out=step)
-        else:
-            way.adam_(m, v, g, step, 0.9, 0.99, 1e-8, c, c, False, None)
-        results.append((m, v, step))
+        results.append((m, v, fused.adam_(m, v, g, **numbers)))
     for x, y in zip(*results, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
@@ -136,8 +135,26 @@ MEMBERS: dict[str, Any] = {
 }
 
 
+ROUNDING = {"KFAC half": 1e-2, "SOAP": 5e-2, "Shampoo": 2e-2}
+"""Of the way gone; 2e-3 with the others. On a CPU, gradients changed by 1e-7 change it by 4e-3, 4e-2 and 1e-2 with
+these (11 bits, and bases of null spaces), with the others by less than 1e-5."""
+
+
 def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def given_gradient(p: Tensor, place: int, step: int) -> Tensor:
+    """With singular values apart from one another, and 1 % of noise: what statistics of gradients alone are taken of.
+
+    Those of the model itself, sums by atomics, differ from run to run, and turn bases in what is nearly a null space.
+    """
+    same, new = (torch.Generator().manual_seed(seed) for seed in (place, 100 * step + 100 + place))
+    X = torch.randn(p.shape, generator=same)
+    if p.ndim == 2:
+        U, s, V = torch.linalg.svd(X, full_matrices=False)
+        X = (U * torch.logspace(0, -1, len(s))) @ V
+    return X + 0.01 * torch.randn(p.shape, generator=new)
 
 
 def trained(name: str, model: nn.Module, steps: int) -> Layerwise:
@@ -148,6 +165,8 @@ def trained(name: str, model: nn.Module, steps: int) -> Layerwise:
         y = torch.randn(16, 12, 7, generator=g, device="cuda")
         opt.zero_grad()
         (model(x) - y).square().mean().backward()
+        for place, p in enumerate(model.parameters() if name in ("SOAP", "Shampoo") else ()):
+            p.grad = given_gradient(p, place, step).cuda()
         if step == 3:
             grad = next(model.parameters()).grad
             assert isinstance(grad, Tensor)
@@ -164,11 +183,11 @@ def test_steps_with_and_without_what_is_known(name: str, monkeypatch: pytest.Mon
     other, start = copy.deepcopy(model), copy.deepcopy(model)
     opt = trained(name, model, 8)
     assert opt.health().skipped_steps == 1
-    monkeypatch.setattr("layerwise.optim.engine.bounds", lambda *given: {})
+    monkeypatch.setattr("layerwise.optim.descent.bounds", lambda *given: {})
     monkeypatch.setattr("layerwise.optim.stack.Stack.listed", None)
     lazily = type(opt.rule).scaled_direction
     monkeypatch.setattr(type(opt.rule), "scaled_direction", lambda *given: unscaled(lazily(*given)))
     trained(name, other, 8)
     moved, apart = (float((flat(model) - flat(net)).square().sum()) for net in (start, other))
     assert moved > 0
-    assert apart < (2e-2 if name == "SOAP" else 2e-3) ** 2 * moved
+    assert apart < ROUNDING.get(name, 2e-3) ** 2 * moved

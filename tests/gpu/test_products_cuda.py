@@ -1,7 +1,5 @@
 """Products of half-precision pairs and symmetric products on a GPU: torch's calls and Triton's kernels agree."""
 
-import warnings
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +9,6 @@ from layerwise.foundations.linalg import half_pairs, triton_products
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run `make test-gpu` on one"),
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # torch, at the first product of a thread
 ]
 needs_kernels = pytest.mark.skipif(
     not (torch.cuda.is_available() and triton_products.available(torch.device("cuda"))),
@@ -26,18 +23,6 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
-@pytest.fixture
-def no_synchronisation():
-    torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that the mode does not see everything
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def product_error(A: Tensor, B: Tensor, C: Tensor) -> float:

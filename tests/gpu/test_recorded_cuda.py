@@ -13,7 +13,6 @@ from layerwise.optim.engine import Layerwise
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # torch, at the first product of a thread
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
 ]
 MEMBERS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -11,7 +11,6 @@ import layerwise as lw
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run `make test-gpu` on one"),
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # torch, at the first product of a thread
 ]
 MEMBERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Shampoo": lambda m, **k: lw.optim.Shampoo(m, lr=3e-3, graft="adam", weight_decay=0.01, **k),

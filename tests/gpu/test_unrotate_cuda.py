@@ -21,7 +21,6 @@ pytestmark = [
         not (torch.cuda.is_available() and available(torch.device("cuda"))),
         reason="needs triton and a GPU of capability 8.0; run `make test-gpu` on one",
     ),
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # torch, at the first product of a thread
 ]
 SIZES = [(3, 784, 256), (3, 64, 320), (2, 33, 18)]  # the last with rows that do not begin on 16 bytes
 

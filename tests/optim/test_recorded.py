@@ -87,6 +87,12 @@ def test_recorded_steps_are_the_same(name: str):
     assert all(replays(opt)), (opt._recorded._gathering.failed, opt._recorded._descending.failed)
 
 
+def test_examples_in_turn_are_looked_at_beside_the_graphs():
+    opt = assert_same("EKFAC", examples_over=3)
+    assert all(replays(opt))
+    assert opt._descent.spread.over == 3
+
+
 def test_what_changes_between_steps_is_noticed():
     """Weights that move elsewhere, momentum, decay, damping, a gradient that is missing, state that is loaded."""
 

@@ -360,6 +360,8 @@ def _does_not_grow(name: str, steps: int) -> None:
         ({"update_fallback": "lion"}, "update_fallback='lion'"),
         ({"loss_average": "words"}, "loss_average='words'"),
         ({"accumulate": 0}, "accumulate=0"),
+        ({"record": "no"}, "record='no'.*True, False or None"),
+        ({"record": 1}, "record=1"),
         ({"samples": 0, "likelihood": "categorical"}, "samples"),
         ({"overrides": {"nothing": {"lr": 1.0}}}, "matches no layer"),
         ({"overrides": {"0": {"rank": 1}}}, "rank"),

@@ -13,7 +13,7 @@ import layerwise as lw
 from layerwise.foundations.errors import InputError
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.rule import Health
-from layerwise.optim.solver import EASY, FAILED, FINE, LAG, REFINED, REFUSED, SLOW_TURNS, InverseWatch, method
+from layerwise.optim.solver import FAILED, LAG, REFUSED, SOLVED, TURNS, WANTING, InverseWatch, method
 
 pytestmark = pytest.mark.usefixtures("untyped")
 SIZE = 12
@@ -209,23 +209,25 @@ def test_a_factor_that_is_replaced_is_followed(
 def test_the_host_hears_after_its_lag():
     watch, health = InverseWatch.over(3, torch.device("cpu")), Health()
     assert watch.take_exact(1, slice(0, 3), health)  # new ones are solved exactly
-    watch.verdict[1:] = torch.tensor([FINE, REFUSED])
+    watch.verdict[1:] = torch.tensor([SOLVED, REFUSED])
     watch.post(5, slice(1, 3))
     assert not watch.take_exact(5 + LAG - 1, slice(0, 3), health)
     assert not watch.take_exact(5 + LAG, slice(0, 2), health)
     assert watch.take_exact(5 + LAG, slice(2, 3), health)
     assert not watch.take_exact(5 + LAG, slice(2, 3), health)  # it has been
-    assert (health.refusals, health.fallbacks, watch.slow) == (1, 0, [0, 0, SLOW_TURNS])
-    assert [watch.rounds(slice(*ends)) for ends in ((0, 2), (1, 3))] == [1, 2]
-    watch.verdict[:] = torch.tensor([REFINED, FAILED, FINE])
+    assert (health.refusals, health.fallbacks) == (1, 0)
+    assert [watch.rounds(slice(*ends)) for ends in ((0, 2), (1, 3))] == [1, 3]
+    watch.verdict[:] = torch.tensor([WANTING + 2, FAILED, 2])
     watch.post(8, slice(0, 3))
     watch.hear(8 + LAG, health)
     assert (health.refusals, health.fallbacks) == (2, 1)
-    assert watch.slow == [SLOW_TURNS, 0, SLOW_TURNS]  # fine with more rounds says nothing of one
-    watch.verdict[:] = EASY
-    watch.post(9, slice(0, 3))
-    watch.hear(9 + LAG, health)
-    assert watch.slow == [SLOW_TURNS - 1, 0, SLOW_TURNS - 1]
+    assert [watch.rounds(slice(k, k + 1)) for k in range(3)] == [2, 1, 3]
+    watch.verdict[:] = 1
+    for turn in range(1, TURNS + 1):  # as many rounds as one of the last turns needed
+        watch.post(9, slice(0, 3))
+        watch.hear(9 + LAG, health)
+        needed = [2 if turn < TURNS else 1, 1, [3, 2, 1][turn - 1]]
+        assert [watch.rounds(slice(k, k + 1)) for k in range(3)] == needed
 
 
 # --- checkpoints -------------------------------------------------------------------------------------------

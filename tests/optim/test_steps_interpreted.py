@@ -1,6 +1,5 @@
-"""A whole step through the kernels, in Triton's interpreter (TRITON_INTERPRET=1), against torch."""
+"""Whole steps through the kernels, in Triton's interpreter, against torch: a minute, by `make test-interpreted`."""
 
-import os
 from typing import Any
 
 import pytest
@@ -8,18 +7,13 @@ import torch
 from test_listed import drop, flat, train, zoo
 
 import layerwise as lw
+from interpreter import only_interpreted
 from layerwise.foundations import fused, fused_launch
 from layerwise.foundations.linalg import triton_joins
 from layerwise.optim import stored
 from layerwise.optim.engine import Layerwise
 
-pytestmark = [
-    pytest.mark.usefixtures("untyped"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="run with TRITON_INTERPRET=1, in the interpreter of Triton"
-    ),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
-]
+pytestmark = [pytest.mark.usefixtures("untyped"), pytest.mark.interpreted, only_interpreted]
 MEMBERS: dict[str, Any] = {
     "newton": lambda m: lw.optim.KFAC(
         m, lr=0.01, refresh_every=1, solver="newton", clip=1e-5, momentum=0.9, nesterov=True

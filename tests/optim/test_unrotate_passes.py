@@ -1,9 +1,5 @@
 """Steps in a basis that is kept in halves: how they get back, what is searched and split, and how precise they are."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -13,6 +9,7 @@ from test_listed import train, zoo
 from torch import Tensor
 
 import layerwise as lw
+from interpreter import INTERPRETED, only_interpreted, passes_interpreted, starts_interpreter
 from layerwise.foundations import fused
 from layerwise.foundations.fused_adam import corrections_
 from layerwise.foundations.fused_scaled import Scaled
@@ -23,22 +20,23 @@ from layerwise.optim import stored
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.factors import Factors
+from layerwise.optim.graft import Clip
 from layerwise.optim.rotated_adam import RotatedAdam, step_bound
 from layerwise.optim.rule import Context, Health, Shape, State
+from layerwise.optim.stack import Stack
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-NUMPY = tuple(int(part) for part in np.__version__.split(".")[:2])
-pytestmark = [
-    pytest.mark.usefixtures("untyped"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("untyped")
 ROUNDING, DAMPING = 1e-3, 1e-2
+TINY = 2.0**-104
+"""Gradients whose scale, times that of a basis, is near the largest number."""
+SQUARE_ROOT = "Shampoo, power ½"
 OPEN, SHUT = torch.tensor(True), torch.tensor(False)
 RULES: dict[str, Any] = {
     "SOAP": RotatedAdam,
     "EKFAC": lambda: CorrectedEigenvalues(scaling="running"),
+    "EKFAC, one pass": lambda: CorrectedEigenvalues(scaling="running", split="trace"),
     "Shampoo": lambda: Factors("gradient", "gradient", (0.25, 0.25)),
-    "Shampoo, power ½": lambda: Factors("gradient", "gradient", (0.5, 0.5)),
+    SQUARE_ROOT: lambda: Factors("gradient", "gradient", (0.5, 0.5)),
 }
 
 
@@ -77,6 +75,10 @@ def exact(name: str, rule: Any, state: State, G: Tensor) -> Tensor:
     elif name == "EKFAC":
         s = state["s"].double()
         Y = R / (s + DAMPING * s.mean((-2, -1), keepdim=True))
+    elif name == "EKFAC, one pass":
+        s_P, s_Q = state["s_P"].double().unsqueeze(-1), state["s_Q"].double().unsqueeze(-2)
+        left, right = (DAMPING**0.5 * s.mean((-2, -1), keepdim=True) for s in (s_P, s_Q))
+        Y = R / (state["s"].double() + left * s_Q + s_P * right + left * right)
     else:
         a, b = (
             (s + DAMPING * s.mean(-1, keepdim=True)).pow(-rule.power[0])
@@ -86,12 +88,12 @@ def exact(name: str, rule: Any, state: State, G: Tensor) -> Tensor:
     return U @ Y @ V.mT
 
 
-def directions(name: str, steps: int = 3, gate: Tensor = OPEN) -> tuple[Tensor | Scaled, Tensor]:
+def directions(name: str, steps: int = 3, gate: Tensor = OPEN, size: float = 1.0) -> tuple[Tensor | Scaled, Tensor]:
     """The last of a few steps' directions, as found and exactly."""
     rule, state, shape = rule_and_state(name)
     found, G = torch.empty(0), torch.empty(0)
     for step in range(steps):
-        G = randn(2, 16, 24, seed=10 + step) * torch.logspace(0, -3, 24)
+        G = size * randn(2, 16, 24, seed=10 + step) * torch.logspace(0, -3, 24)
         context, health = context_of(shape, G, gate), Health(gate=gate)
         rule.rescale(state, None, G, context)
         found = rule.scaled_direction(state, G, context, health)
@@ -107,10 +109,11 @@ def divided(D: Tensor | Scaled) -> Tensor:
 # --- precision -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_directions_are_precise(name: str):
-    found, expected = directions(name)
+@pytest.mark.parametrize(("name", "size"), [*((name, 1.0) for name in RULES), ("EKFAC", TINY), (SQUARE_ROOT, TINY)])
+def test_directions_are_precise(name: str, size: float):
+    found, expected = directions(name, size=size)
     assert isinstance(found, Scaled)
+    assert all(torch.isfinite(scale).all() for scale in found.scales)
     bound = 3e-3 if name == "Shampoo" else ROUNDING  # its way in has 11 bits, too
     errors = (divided(found) - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
     assert float(errors.max()) < bound
@@ -154,15 +157,9 @@ def test_momentum_that_lasts_longer_than_second_moments_has_no_bound():
 # --- passes that are not made ----------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton")
-@pytest.mark.skipif(NUMPY >= (2, 4), reason="Triton's interpreter needs numpy < 2.4 (loops of its range)")
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@starts_interpreter
 def test_launches_in_the_interpreter():
-    """In a process of its own, because Triton reads the variable when it is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "searched or kernels", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    passes_interpreted(__file__)
 
 
 def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +187,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return found
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("name", RULES)
 def test_nothing_is_searched_but_the_gradient(name: str, monkeypatch: pytest.MonkeyPatch):
     """And that only where its largest entry is not known: torch does not ask for it."""
@@ -202,10 +200,11 @@ def test_nothing_is_searched_but_the_gradient(name: str, monkeypatch: pytest.Mon
     rule.scaled_direction(state, G, context, Health(gate=OPEN))
     assert found["searches"] == (0 if INTERPRETED or name == "Shampoo" else 1)
     if INTERPRETED:  # the gradient, what one product leaves of it in pairs, and a quotient; no step of Adam
-        assert found["splits"] == {"SOAP": 2, "EKFAC": 3, "Shampoo": 2, "Shampoo, power ½": 3}[name]
+        assert found["splits"] == (2 if name in ("SOAP", "Shampoo") else 3)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="run by `test_launches_in_the_interpreter`")
+@pytest.mark.interpreted
+@only_interpreted
 @pytest.mark.parametrize("name", RULES)
 def test_kernels_make_the_same_directions(name: str, monkeypatch: pytest.MonkeyPatch):
     by_torch, _ = directions(name)
@@ -213,6 +212,78 @@ def test_kernels_make_the_same_directions(name: str, monkeypatch: pytest.MonkeyP
     by_kernels, _ = directions(name)
     expected = divided(by_torch)
     assert float((divided(by_kernels) - expected).norm() / expected.norm()) < ROUNDING
+
+
+# --- what the passes find on their way ------------------------------------------------------------------------
+
+
+class Twice(CorrectedEigenvalues):
+    """A step of its own, made of the other."""
+
+    def step_in_basis(self, state: State, grad: Tensor, context: Context, health: Health) -> Tensor:
+        Y = super().step_in_basis(state, grad, context, health)
+        return 2 * (Y.hi.float() / Y.scale.view(-1, 1, 1) if isinstance(Y, Half) else Y)
+
+
+def asked(rule: Any, state: State, shape: Shape, G: Tensor, gradient: Tensor | None = None) -> tuple[Any, Context]:
+    context = context_of(shape, G if gradient is None else gradient, OPEN)
+    context.asks_along = True
+    rule.rescale(state, None, G, context)
+    return rule.scaled_direction(state, G, context, Health(gate=OPEN)), context
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", ["EKFAC", "EKFAC, one pass", "Shampoo", SQUARE_ROOT])
+def test_the_product_with_the_gradient_is_found_on_the_way(name: str, monkeypatch: pytest.MonkeyPatch):
+    """And taken by the clip, where it is of the step's own gradient."""
+    rule, state, shape = rule_and_state(name)
+    if INTERPRETED:
+        use_kernels(monkeypatch)
+    G = randn(2, 16, 24, seed=5)
+    D, context = asked(rule, state, shape, G)
+    assert isinstance(D, Scaled)
+    assert D.along is not None
+    assert context.along is None
+    expected = float((divided(D) * G.double()).sum())
+    assert abs(float(D.along) / expected - 1) < 3e-3
+    assert asked(rule, state, shape, G.clone(), G)[0].along is None
+    clip, stack = Clip.read(1e-3), Stack(rule, (), {}, {})
+    found = clip.factor([stack], [D], [G], [0.1])
+    assert found == pytest.approx((1e-3 / (0.01 * expected)) ** 0.5, rel=3e-3)
+    assert found == clip.factor([stack], [D], [torch.full_like(G, torch.nan)], [0.1])
+
+
+def test_a_step_of_one_s_own_hands_over_no_product():
+    RULES["twice"] = lambda: Twice(scaling="running", split="trace")
+    try:
+        rule, state, shape = rule_and_state("twice")
+    finally:
+        del RULES["twice"]
+    before = state["s"].clone()
+    D, _ = asked(rule, state, shape, randn(2, 16, 24))
+    assert D.along is None
+    assert not torch.equal(state["s"], before)
+
+
+@pytest.mark.parametrize("gate", [OPEN, SHUT])
+def test_one_pass_is_both(gate: Tensor, monkeypatch: pytest.MonkeyPatch):
+    """The same scalings and the same direction as by a pass each, whatever the direction is asked of."""
+    found = []
+    for apart in (False, True):
+        rule, state, shape = rule_and_state("EKFAC, one pass")
+        if apart:
+            monkeypatch.setattr(CorrectedEigenvalues, "_in_one_pass", lambda *_: False)
+        G, other = (randn(2, 16, 24, seed=seed) * gate for seed in (6, 7))
+        for given in (G, other):
+            context, health = context_of(shape, G, gate), Health(gate=gate)
+            before = state["s"].clone()
+            rule.rescale(state, None, G, context)
+            assert torch.equal(state["s"], before) == (not apart or gate is SHUT)
+            D = rule.scaled_direction(state, given, context, health)
+            found.append((divided(D), state["s"].clone()))
+            assert not context.memory
+    for one_pass, passes in zip(found[:2], found[2:], strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(one_pass, passes, strict=True))
 
 
 # --- in training -------------------------------------------------------------------------------------------------

@@ -17,6 +17,13 @@ def keep_largest(largest, k, y):
 
 @_jit
 @no_type_check
+def keep_product(partial, k, product):
+    """The part of a scalar product that this program has found."""
+    tl.store(partial + k * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.sum(product, 1), 0))
+
+
+@_jit
+@no_type_check
 def squares_ema_kernel(s, R, scales, weight, factor, entries, s_k, R_k, SCALES: tl.constexpr, BLOCK: tl.constexpr):
     """One block of s + weight·(factor·R² − s); an entry whose square is not finite is left."""
     k = tl.program_id(1).to(tl.int64)
@@ -33,11 +40,12 @@ def squares_ema_kernel(s, R, scales, weight, factor, entries, s_k, R_k, SCALES: 
 @_jit
 @no_type_check
 def damped_quotient_kernel(
-    R, scales, s, out, s_P, s_Q, left, right, constant, largest, tiny, rows_total, width, R_k, s_k, out_k,
-    SCALES: tl.constexpr, HAS_FACTORS: tl.constexpr, HAS_LARGEST: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    R, scales, s, out, s_P, s_Q, left, right, constant, largest, partial, weight, factor, tiny,
+    rows_total, width, R_k, s_k, out_k,
+    SCALES: tl.constexpr, HAS_FACTORS: tl.constexpr, HAS_LARGEST: tl.constexpr, HAS_PARTIAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of R/(s + max(s_P·right + left·s_Q + constant, tiny))."""
+    """One tile of R/(s + max(s_P·right + left·s_Q + constant, tiny)), with HAS_WEIGHT by means moved before."""
     k = tl.program_id(1).to(tl.int64)
     rows, columns = tile(width, ROWS, COLUMNS)
     inside = (rows < rows_total) & (columns < width)
@@ -48,27 +56,36 @@ def damped_quotient_kernel(
         q = tl.load(s_Q + k * width + columns, mask=columns < width, other=0.0)
         added = p * tl.load(right + k) + tl.load(left + k) * q + added
     added = tl.where(added < tiny, tiny, added)  # NaN stays NaN
-    damped = tl.load(s + k * s_k + at, mask=inside, other=1.0) + added
     r = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
-    y = tl.div_rn(r, damped)
+    mean = tl.load(s + k * s_k + at, mask=inside, other=1.0)
+    if HAS_WEIGHT:  # as `squares_ema_kernel` does
+        w = tl.load(weight + k)
+        x = tl.where(w != 0.0, factor * (r * r), float("inf"))
+        taken = x < float("inf")
+        mean = tl.where(taken, tl.where(w == 1.0, x, mean + w * (x - mean)), mean)
+        tl.store(s + k * s_k + at, mean, mask=inside & taken)
+    y = tl.div_rn(r, mean + added)
     tl.store(out + k * out_k + at, stored(y, out.dtype.element_ty), mask=inside)
     if HAS_LARGEST:
         keep_largest(largest, k, tl.where(inside, y, 0.0))
+    if HAS_PARTIAL:
+        keep_product(partial, k, tl.where(inside, y * r, 0.0))
 
 
 @_jit
 @no_type_check
 def scaled_kernel(
-    R, scales, out, a, b, largest, rows_total, width, R_k, out_k,
+    R, scales, out, a, b, largest, partial, rows_total, width, R_k, out_k,
     SCALES: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr, HAS_LARGEST: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_PARTIAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One tile of R·a·b."""
     k = tl.program_id(1).to(tl.int64)
     rows, columns = tile(width, ROWS, COLUMNS)
     inside = (rows < rows_total) & (columns < width)
     at = rows * width + columns
-    y = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
+    r = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
+    y = r
     if HAS_ROWS:
         y = y * tl.load(a + k * rows_total + rows, mask=rows < rows_total, other=0.0).to(tl.float32)
     if HAS_COLUMNS:
@@ -76,6 +93,8 @@ def scaled_kernel(
     tl.store(out + k * out_k + at, stored(y, out.dtype.element_ty), mask=inside)
     if HAS_LARGEST:
         keep_largest(largest, k, tl.where(inside, y, 0.0))
+    if HAS_PARTIAL:
+        keep_product(partial, k, tl.where(inside, y * r, 0.0))
 
 
 @_jit

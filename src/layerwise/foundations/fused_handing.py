@@ -22,6 +22,17 @@ def bits(largest: Tensor | None) -> Tensor | None:
     return None if largest is None else largest.view(torch.int32)
 
 
+def room_for_sums(along: Tensor | None, groups: int, parts: int) -> Tensor | None:
+    """A number for each part of each group, where their sum is asked for."""
+    return None if along is None else torch.empty(groups, parts, dtype=torch.float32, device=along.device)
+
+
+def add_up(partial: Tensor | None, along: Tensor | None) -> None:
+    """The sum of all parts, in an order that does not change."""
+    if partial is not None and along is not None:
+        torch.sum(partial, (0, 1), out=along)
+
+
 def from_group(X: Tensor | None, start: int) -> Tensor | None:
     """The stack from some group on; most have all their groups in one launch."""
     return X if X is None or start == 0 else X[start:]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from layerwise.foundations.fused_handing import (
     Gate,
+    add_up,
     basis_kernels,
     bits,
     byte,
@@ -15,6 +16,7 @@ from layerwise.foundations.fused_handing import (
     kernels,
     listed,
     power_of_two,
+    room_for_sums,
     row_stride,
 )
 from layerwise.foundations.linalg.triton_device import on
@@ -195,29 +197,44 @@ def damped_quotient(
     constant: Tensor,
     out: Tensor,
     largest: Tensor | None,
+    along: Tensor | None,
+    weight: Tensor | None,
+    factor: int | float,
 ) -> None:
-    """`fused_basis.damped_quotient`."""
+    """`fused_basis.damped_quotient`, and with a weight `fused_basis.averaged_quotient_`."""
     K, O, I = s.shape
     factors = [None if X is None or left is None else X.contiguous() for X in (s_P, s_Q, left, right)]
+    partial, weight = room_for_sums(along, K, tiles(O, I)), None if weight is None else weight.contiguous()
     with on(s.device):
         basis_kernels().damped_quotient_kernel[(tiles(O, I), K)](
-            R, listed(scales, 0), s, out, *factors, constant.contiguous(), bits(largest), torch.finfo(s.dtype).tiny,
-            O, I, R.stride(0), s.stride(0), out.stride(0), SCALES=len(scales), HAS_FACTORS=left is not None,
-            HAS_LARGEST=largest is not None, **TILE,
+            R, listed(scales, 0), s, out, *factors, constant.contiguous(), bits(largest), partial, weight,
+            float(factor), torch.finfo(s.dtype).tiny, O, I, R.stride(0), s.stride(0), out.stride(0),
+            SCALES=len(scales), HAS_FACTORS=left is not None, HAS_LARGEST=largest is not None,
+            HAS_PARTIAL=partial is not None, HAS_WEIGHT=weight is not None, **TILE,
         )  # fmt: skip
+    add_up(partial, along)
 
 
 def scaled(
-    R: Tensor, scales: Sequence[Tensor], a: Tensor | None, b: Tensor | None, out: Tensor, largest: Tensor | None
+    R: Tensor,
+    scales: Sequence[Tensor],
+    a: Tensor | None,
+    b: Tensor | None,
+    out: Tensor,
+    largest: Tensor | None,
+    along: Tensor | None,
 ) -> None:
     """`fused_basis.scaled`."""
     K, O, I = R.shape
     sides = [None if x is None else x.contiguous() for x in (a, b)]
+    partial = room_for_sums(along, K, tiles(O, I))
     with on(R.device):
         basis_kernels().scaled_kernel[(tiles(O, I), K)](
-            R, listed(scales, 0), out, *sides, bits(largest), O, I, R.stride(0), out.stride(0), SCALES=len(scales),
-            HAS_ROWS=a is not None, HAS_COLUMNS=b is not None, HAS_LARGEST=largest is not None, **TILE,
+            R, listed(scales, 0), out, *sides, bits(largest), partial, O, I, R.stride(0), out.stride(0),
+            SCALES=len(scales), HAS_ROWS=a is not None, HAS_COLUMNS=b is not None, HAS_LARGEST=largest is not None,
+            HAS_PARTIAL=partial is not None, **TILE,
         )  # fmt: skip
+    add_up(partial, along)
 
 
 # --- how many --------------------------------------------------------------------------------------------------

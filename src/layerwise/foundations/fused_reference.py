@@ -149,6 +149,12 @@ def largest_of(X: Tensor, largest: Tensor | None) -> None:
         largest.copy_(torch.linalg.vector_norm(X.float(), float("inf"), dim=(-2, -1)))
 
 
+def product_of(Y: Tensor, R: Tensor, along: Tensor | None) -> None:
+    """``⟨Y, R⟩``, where it is asked for."""
+    if along is not None:
+        along.copy_((Y * R).sum())
+
+
 def dot(X: Tensor, scales: Sequence[Tensor], Y: Tensor) -> Tensor:
     """`fused.dot`."""
     dtype = torch.promote_types(torch.promote_types(X.dtype, Y.dtype), torch.float32)
@@ -183,19 +189,33 @@ def damped_quotient(
     constant: Tensor,
     out: Tensor,
     largest: Tensor | None,
+    along: Tensor | None,
+    weight: Tensor | None,
+    factor: int | float,
 ) -> None:
-    """`fused_basis.damped_quotient`."""
-    Y = over(R.to(s.dtype), scales) / damped(s, s_P, s_Q, left, right, constant)
+    """`fused_basis.damped_quotient`, and with a weight `fused_basis.averaged_quotient_`."""
+    if weight is not None:
+        squares_ema_(s, R, scales, weight, factor)
+    R = over(R.to(s.dtype), scales)
+    Y = R / damped(s, s_P, s_Q, left, right, constant)
     largest_of(Y, largest)
+    product_of(Y, R, along)
     out.copy_(cut(Y, out.dtype))
 
 
 def scaled(
-    R: Tensor, scales: Sequence[Tensor], a: Tensor | None, b: Tensor | None, out: Tensor, largest: Tensor | None
+    R: Tensor,
+    scales: Sequence[Tensor],
+    a: Tensor | None,
+    b: Tensor | None,
+    out: Tensor,
+    largest: Tensor | None,
+    along: Tensor | None,
 ) -> None:
     """`fused_basis.scaled`."""
-    Y = over(R.to(torch.promote_types(R.dtype, torch.float32)), scales)
-    Y = Y if a is None else Y * a.unsqueeze(-1)
+    R = over(R.to(torch.promote_types(R.dtype, torch.float32)), scales)
+    Y = R if a is None else R * a.unsqueeze(-1)
     Y = Y if b is None else Y * b.unsqueeze(-2)
     largest_of(Y, largest)
+    product_of(Y, R, along)
     out.copy_(cut(Y, out.dtype))

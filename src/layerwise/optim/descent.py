@@ -16,6 +16,7 @@ from layerwise.optim.graft import Clip, Graft
 from layerwise.optim.observe import Collector, Sums
 from layerwise.optim.refreshes import Refreshes, remember
 from layerwise.optim.rule import Context, Health, Observation, State, UpdateRule
+from layerwise.optim.spread import Spread
 from layerwise.optim.stack import Stack
 
 
@@ -67,6 +68,7 @@ class Descent:
     graft: Graft
     collector: Collector
     refreshes: Refreshes
+    spread: Spread = field(default_factory=Spread)
     _places: dict[torch.device, dict] = field(default_factory=dict)
 
     # --- gradients -----------------------------------------------------------------------------------------
@@ -141,6 +143,8 @@ class Descent:
                 self.learn_gradient(part)
             if rule.refreshes:
                 self.refreshes.run(stack, context, waits)
+            if rule.keeps_recorded:
+                part.observed = self.spread.run(stack, part.observed, context)
 
     def learn_gradient(self, part: Part) -> None:
         """The gradient's own statistics, where this step takes some."""
@@ -169,8 +173,9 @@ class Descent:
         """What a stack subtracts, before the learning rate; layers without a gradient keep their state."""
         stack, rule, context = part.stack, part.stack.rule, part.context
         self.health.gate = context.gate
-        rule.rescale(stack.state, part.observed, part.handed, context)
         looked_at = waits or self.damping.adaptive or self.graft.method or self.clip.kind == "norm"
+        context.asks_along = self.clip.kind == "kl" and not looked_at
+        rule.rescale(stack.state, part.observed, part.handed, context)
         direction = rule.direction if looked_at else rule.scaled_direction
         D = direction(stack.state, part.handed, context, self.health)
         D = self.graft.apply(stack, part.handed, D, self.health)

@@ -1,7 +1,7 @@
 """Rules that step in an eigenbasis of the factors, with a second moment of their own for every entry there."""
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layerwise.foundations.errors import NumericalError
 from layerwise.foundations.fused import ema_
-from layerwise.foundations.fused_basis import damped_quotient, squares_ema_
+from layerwise.foundations.fused_basis import averaged_quotient_, damped_quotient, squares_ema_
 from layerwise.foundations.fused_reference import damped
 from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
@@ -33,6 +33,7 @@ from layerwise.optim.bases import (
 from layerwise.optim.channels import times_inputs, whole_spectrum
 from layerwise.optim.example_squares import alike, squares_of_stack
 from layerwise.optim.factors import Factors, check_side
+from layerwise.optim.options import positive
 from layerwise.optim.rule import Context, Health, Observation, Recorded, Shape, State
 from layerwise.optim.solver import method
 from layerwise.optim.sweeps import CLOSELY_COUPLED, LOOSELY_COUPLED
@@ -125,7 +126,7 @@ class EigenFactors(Factors):
     def _preconditioned(self, state: State, grad: Tensor, context: Context, health: Health) -> Tensor | Scaled:
         """The step in the basis, turned back."""
         Y = self.step_in_basis(state, grad, context, health)
-        return torch.zeros_like(grad) if Y is None else scaled_unrotate(state, Y)
+        return torch.zeros_like(grad) if Y is None else context.with_along(scaled_unrotate(state, Y))
 
     @abstractmethod
     def step_in_basis(
@@ -145,6 +146,7 @@ class CorrectedEigenvalues(EigenFactors):
     scaling: str = "batch"
     scaling_decay: float = 0.75
     split: str = "exact"
+    examples_over: int | None = field(default=None, kw_only=True)
     name = "ekfac"
     recordable = True
     formula = "U_P[(U_Pᵀ ∇L U_Q)/(s + λ)]U_Qᵀ"
@@ -153,6 +155,8 @@ class CorrectedEigenvalues(EigenFactors):
         super().__post_init__()
         check_side("scaling", self.scaling, ("batch", "running", "none"))
         self.keeps_recorded = self.scaling == "batch"
+        if self.examples_over is not None:
+            positive("examples_over", self.examples_over)
 
     @property
     def coupling_limit(self) -> float:
@@ -174,26 +178,50 @@ class CorrectedEigenvalues(EigenFactors):
         if self.scaling == "running":
             R = self.turned(state, grad, context)
             R = R if context.gate is not None else unscaled(R)
-            context.memory["rotated"] = (context.step, grad, grad._version, R)
-            self._rescale_by_gradient(state, R, context)
+            due = self._in_one_pass(state, context)
+            context.memory["rotated"] = (context.step, grad, grad._version, due, R)
+            if not due:
+                self._rescale_by_gradient(state, R, context)
         elif self.scaling == "batch" and seen is not None:
             self._rescale_by_examples(state, seen, context)
+
+    def look_at_examples(self, state: State, seen: Observation, context: Context) -> None:
+        """Scalings "batch" of some layers, in their present basis."""
+        self._rescale_by_examples(state, seen, context)
 
     def _rescale_by_gradient(self, state: State, R: Tensor | Scaled, context: Context) -> None:
         """Squares of the batch gradient in the basis; a group where they are not finite keeps its scalings.
 
         Behind a gate the gradient is known to be finite: there only single squares that overflow are left out.
         """
-        s = state["s"]
-        if context.gate is not None and s.dtype == torch.float32:
-            weight = (context.gate.to(s) * (1 - self.scaling_decay)).expand(len(s))
-            squares_ema_(s, R, weight, context.examples)
+        if context.gate is not None and state["s"].dtype == torch.float32:
+            squares_ema_(state["s"], R, self._weight(state, context), context.examples)
             return
         assert isinstance(R, Tensor)
         squares = context.examples * R.square()
         good = torch.isfinite(squares.flatten(1).sum(1)).view(-1, 1, 1)
         good = good if context.gate is None else good & context.gate
         state["s"].copy_(torch.where(good, torch.lerp(squares, state["s"], self.scaling_decay), state["s"]))
+
+    def _weight(self, state: State, context: Context) -> Tensor:
+        """Of the new squares behind a gate: none in a step that is left out."""
+        assert context.gate is not None
+        return (context.gate.to(state["s"]) * (1 - self.scaling_decay)).expand(len(state["s"]))
+
+    def _in_one_pass(self, state: State, context: Context) -> bool:
+        """Whether running scalings wait for the step that divides by them, which then reads R and s once.
+
+        Not where what damping adds depends on the new scalings, nor for a member with a step of its own.
+        """
+        apart = context.gate is None or state["s"].dtype != torch.float32
+        return not apart and not (self.split == "exact" and context.relative) and self._own_step
+
+    @property
+    def _own_step(self) -> bool:
+        """Whether the step is made here, whoever inherits from this."""
+        own = CorrectedEigenvalues
+        names = ("direction", "scaled_direction", "_preconditioned", "step_in_basis")
+        return all(getattr(type(self), name) is getattr(own, name) for name in names)
 
     def _rescale_by_examples(self, state: State, seen: Observation, context: Context) -> None:
         """Squares of per-example gradients in the basis, summed over examples (and processes)."""
@@ -262,20 +290,30 @@ class CorrectedEigenvalues(EigenFactors):
     def step_in_basis(
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
     ) -> Float[Tensor, "K O I"] | Half:
-        """Divide by the damped scalings."""
-        R = self._rotated(state, grad, context)
+        """Divide by the damped scalings, which may have waited for it. ``⟨U_P Y U_Qᵀ, ∇L⟩`` is ``⟨Y, R⟩``."""
+        R, due = self._rotated(state, grad, context)
         held = R.C if isinstance(R, Scaled) else R
-        largest, added = room_for_largest(state, held), self._added(state, context)
-        out = None if held is grad else held
-        Y = damped_quotient(R, state["s"], state["s_P"], state["s_Q"], *added, out=out, largest=largest)
+        largest, s = room_for_largest(state, held), state["s"]
+        along = context.room_for_along(grad) if largest is not None and self._own_step else None
+        damping = (state["s_P"], state["s_Q"], *self._added(state, context))
+        rest = {"out": None if held is grad else held, "largest": largest, "along": along}
+        if due:
+            Y = averaged_quotient_(s, R, self._weight(state, context), context.examples, *damping, **rest)
+        else:
+            Y = damped_quotient(R, s, *damping, **rest)
         return for_unrotate(Y, largest)
 
-    def _rotated(self, state: State, grad: Tensor, context: Context) -> Tensor | Scaled:
-        """The gradient in the basis: from `rescale`, if that was of this gradient at this step, and used once."""
-        step, same, version, R = context.memory.pop("rotated", (0, None, 0, None))
+    def _rotated(self, state: State, grad: Tensor, context: Context) -> tuple[Tensor | Scaled, bool]:
+        """The gradient in the basis: from `rescale`, if that was of this gradient at this step, and used once.
+
+        And whether the scalings have not seen it yet.
+        """
+        step, same, version, due, R = context.memory.pop("rotated", (0, None, 0, False, None))
         if R is not None and same is grad and (step, version) == (context.step, grad._version):
-            return R
-        return self.turned(state, grad, context)
+            return R, due
+        if R is not None and due and step == context.step:  # a direction of something else
+            self._rescale_by_gradient(state, R, context)
+        return self.turned(state, grad, context), False
 
     def _added(self, state: State, context: Context) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """(left, right, constant), one number a group: ``s_P·right + left·s_Q + constant`` is added to the scalings.

@@ -27,6 +27,9 @@ class EKFAC(Layerwise):
         sua: convolutions take activations at different kernel offsets to be uncorrelated: U_Q is a basis of the
             channels, alike at each offset, the bias a block of its own; s keeps a number for every weight. Cheaper;
             layers with one offset are unchanged.
+        examples_over: steps over which the examples of ``scaling="batch"`` are looked at, at most `factor_every`:
+            layers take turns, so that no step is slow, and their inputs and output gradients are kept until then. None:
+            1 on a CPU, where the step looks at its own batch; on a GPU as many as there are between statistics.
         clip: bound on the step's predicted change ``η²⟨D, ∇L⟩``; None for the bare formula.
         options: all others of `Layerwise`.
 
@@ -48,13 +51,19 @@ class EKFAC(Layerwise):
         scaling_decay: float = 0.75,
         damping_split: str = "trace",
         sua: bool = False,
+        examples_over: int | None = None,
         clip: float | tuple[str, float] | None = 1e-3,
         refresh_every: int = 10,
         max_factor: int = 8192,
         **options: Any,
     ) -> None:
         rule = CorrectedEigenvalues(
-            split=damping_split, max_factor=max_factor, scaling=scaling, scaling_decay=scaling_decay, sua=sua
+            split=damping_split,
+            max_factor=max_factor,
+            scaling=scaling,
+            scaling_decay=scaling_decay,
+            sua=sua,
+            examples_over=examples_over,
         )
         super().__init__(
             model,

@@ -23,12 +23,13 @@ from layerwise.optim.descent import Descent, Part
 from layerwise.optim.factors import Factors
 from layerwise.optim.graft import Clip, Graft
 from layerwise.optim.observe import Collector, Sums
-from layerwise.optim.options import check_numbers, fallback_rule, known, parameter_groups, positive
+from layerwise.optim.options import check_numbers, fallback_rule, known, parameter_groups, positive, switch
 from layerwise.optim.recorded import RecordedStep
 from layerwise.optim.refreshes import Refreshes
 from layerwise.optim.report import headline, layer_row, measure, table
 from layerwise.optim.rule import Context, Health, UpdateRule
 from layerwise.optim.solver import SOLVERS
+from layerwise.optim.spread import Spread, finish
 from layerwise.optim.stack import Stack
 
 LOOK_EVERY = 100
@@ -145,7 +146,7 @@ class Layerwise(torch.optim.Optimizer):
         self._health = Health()
         self._scale = LossScale(loss_average, accumulate, grad_scaler)
         self._settings = {"estimator": estimator, "likelihood": likelihood, "samples": samples}
-        self.separate_bias, self._record = separate_bias, record
+        self.separate_bias, self._record = separate_bias, switch("record", record)
         self.table = self._read_table()
         self._stacks: list[Stack] | None = None
         self._loaded: dict[str, dict[str, Tensor]] = {}
@@ -240,8 +241,10 @@ class Layerwise(torch.optim.Optimizer):
             stacks.append(stack)
         refreshes = Refreshes(self.refresh_every, self._damping, self.processes, self._health)
         refreshes.give_turns(stacks, self._waits)
+        on_gpu = not self._waits and self.param_groups[0]["params"][0].device.type == "cuda"
+        spread = Spread.of(self.rule, self.factor_every, on_gpu, self.processes.count)
         self._descent = Descent(
-            stacks, self.rule, self._health, self._damping, self._clip, self._graft, self._collector, refreshes
+            stacks, self.rule, self._health, self._damping, self._clip, self._graft, self._collector, refreshes, spread
         )
         self._recorded = RecordedStep(self._descent, self._record)
         return stacks
@@ -436,6 +439,8 @@ class Layerwise(torch.optim.Optimizer):
     def _saved(self) -> dict[str, dict[str, Tensor]]:
         if self._stacks is None:
             return self._loaded
+        for stack in self._stacks:
+            finish(stack)
         return {name: saved for stack in self._stacks for name, saved in stack.saved().items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

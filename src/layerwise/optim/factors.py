@@ -359,8 +359,9 @@ class Factors(UpdateRule):
         rough = all(isinstance(stored.matrix(state, name), Half) for name in ("U_P", "U_Q") if name in state)
         R = scaled_rotate(state, grad, context.largest_of(grad), rough=rough)
         held = R.C if isinstance(R, Scaled) else R
-        largest = room_for_largest(state, held)
-        return scaled_unrotate(state, for_unrotate(scaled(R, a, b, out=held, largest=largest), largest))
+        largest, along = room_for_largest(state, held), context.room_for_along(grad)
+        Y = scaled(R, a, b, out=held, largest=largest, along=along)  # ⟨U_P Y U_Qᵀ, ∇L⟩ is ⟨Y, R⟩
+        return context.with_along(scaled_unrotate(state, for_unrotate(Y, largest)))
 
     def quadratic(self, state: State, D: Float[Tensor, "K O I"]) -> Tensor | None:
         """``⟨D, P D Q⟩``."""

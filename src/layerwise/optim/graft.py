@@ -99,7 +99,7 @@ class Clip:
             terms, bound = [(1.0, dot(D, D)) for D in map(unscaled, directions)], self.bound**2
         else:
             terms = [
-                (lr**2, dot(D, grad))
+                (lr**2, _along(D, grad))
                 for stack, D, grad, lr in zip(stacks, directions, grads, lrs, strict=True)
                 if stack.rule.matrix_only
             ]
@@ -111,6 +111,11 @@ class Clip:
             return 1.0
         total = torch.stack([weight * term.to(terms[0][1]) for weight, term in terms]).sum()
         return torch.where(total > 0, (bound / total).sqrt().clamp(max=1.0), 1.0)
+
+
+def _along(D: Tensor | Scaled, grad: Tensor) -> Tensor:
+    """``⟨D, ∇L⟩``, unless it was found when D was made."""
+    return D.along if isinstance(D, Scaled) and D.along is not None else dot(D, grad)
 
 
 def dot(X: Tensor | Scaled, Y: Tensor) -> Tensor:

@@ -88,6 +88,13 @@ def known(name: str, value: str, names: tuple[str, ...]) -> str:
     return value
 
 
+def switch(name: str, value: bool | None) -> bool | None:
+    """On, off, or None for the optimizer's own choice; a word such as "no" would count as on."""
+    if value is not None and not isinstance(value, bool):
+        raise InputError(describe(f"{name}={value!r}", "True, False or None", "choose one of them"))
+    return value
+
+
 def check_numbers(options: Mapping[str, Any]) -> None:
     """Learning rates and decays within their bounds."""
     known("update", options["update"], ("rule", "fallback"))

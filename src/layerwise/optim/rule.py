@@ -6,7 +6,7 @@ state is a dictionary of tensors whose first axis is K, updated in place; the en
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -125,10 +125,25 @@ class Context:
     """The step's own, ``[K, O, I]``."""
     largest: Float[Tensor, "K"] | None = None
     """What none of its entries exceeds, one number a group, where that is known."""
+    asks_along: bool = False
+    """Whether the step will ask for ``⟨D, ∇L⟩``: a pass that has both in hand may leave it (`room_for_along`)."""
+    along: Float[Tensor, ""] | None = None
+    """What such a pass has left, until the direction is made and takes it along."""
 
     def largest_of(self, X: Tensor) -> Tensor | None:
         """`largest`, if this is the step's gradient and not another tensor."""
         return self.largest if X is self.gradient else None
+
+    def room_for_along(self, X: Tensor) -> Tensor | None:
+        """A number for ``⟨D, ∇L⟩``, if it is asked for and this is the step's gradient; kept for `with_along`."""
+        wanted = self.asks_along and X is self.gradient
+        self.along = torch.empty((), dtype=torch.float32, device=X.device) if wanted else None
+        return self.along
+
+    def with_along(self, D: Tensor | Scaled) -> Tensor | Scaled:
+        """A direction with what a pass has left of it; a tensor cannot carry that."""
+        along, self.along = self.along, None
+        return D if along is None or isinstance(D, Tensor) else replace(D, along=along)
 
 
 @dataclass
@@ -197,6 +212,9 @@ class UpdateRule(ABC):
     """Whether it can observe rows in place of moments; see `Observation.inputs`."""
     keeps_recorded: bool = False
     """Whether it looks at examples, so that a batch's inputs and gradients are kept until the step."""
+    examples_over: int | None = 1
+    """Over how many steps it may look at them (`look_at_examples`); None: where nobody waits for the device, as many as
+    there are between statistics. Not inherited. See `layerwise.optim.spread`."""
     sua: bool = False
     """Whether inputs of convolutions are observed by channel alone (spatially uncorrelated activations)."""
     averages: bool = True
@@ -269,6 +287,10 @@ class UpdateRule(ABC):
 
     def rescale(self, state: State, seen: Observation | None, grad: Tensor, context: Context) -> None:
         """Statistics in a basis that was just refreshed. Nothing by default."""
+        return
+
+    def look_at_examples(self, state: State, seen: Observation, context: Context) -> None:
+        """The part of `rescale` that is about examples, for some layers of a stack. Nothing by default."""
         return
 
     def conditions(self, state: State, context: Context) -> tuple[Tensor, Tensor] | None:

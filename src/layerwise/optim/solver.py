@@ -24,11 +24,16 @@ from layerwise.foundations.errors import InputError, describe
 from layerwise.optim.rule import Health
 
 SOLVERS = ("auto", "eigh", "cholesky", "newton")
-FINE, REFINED, REFUSED, FAILED, EASY = 0, 1, 2, 3, 4
-"""What a device says of an inverse: good enough; better than before; not converging; not to be solved at all; good
-enough, and one round would have been, too. Of a basis it tells the couplings themselves: see `sweeps`."""
+MOST_ROUNDS = 3
+"""Of an inverse: one step of Newton's; a longer series; or directions that grew taken in first. See `refined`."""
+SOLVED, REFUSED, FAILED, WANTING = 0, -1, -2, 8
+"""What a device says of an inverse: solved exactly; not converging; not to be solved at all; or, a number from 1, how
+many rounds would have done, or will, with `WANTING` added where those that were taken left something to be desired.
+Of a basis it tells the couplings themselves: see `sweeps`."""
 SLOW_TURNS = 8
-"""For how many easy turns an inverse is refined in more rounds after one round did not suffice."""
+"""For how many turns a basis takes one sweep after more were of no use."""
+TURNS = 3
+"""An inverse takes the most rounds that were needed in so many turns."""
 LAG = 2
 """Steps after which the host may read what a device reported, without waiting: it is never so far ahead."""
 
@@ -65,7 +70,7 @@ class Plan(NamedTuple):
     only: str | None = None
     """The one matrix that is refreshed; None: all of them."""
     most: frozenset[str] = frozenset()
-    """Those of `more` that take as many rounds as there are: bases, where two sweeps did not suffice either."""
+    """Those of `more` that take as many rounds as there are: where two did not suffice either."""
 
     def rounds(self, name: str) -> int:
         """How many rounds a matrix takes.
@@ -148,25 +153,26 @@ class Watch(ABC):
 
 @dataclass
 class InverseWatch(Watch):
-    """Over inverses: those that did not converge are solved exactly; more rounds until one would have done for long."""
+    """Over inverses: those that did not converge are solved exactly; others take the most rounds lately needed."""
 
-    slow: list[int] = field(default_factory=list)
-    """For how many easy turns more a group's refinement takes more rounds: one lately left something to be desired."""
-    most: ClassVar[int] = 2
+    lately: list[deque[int]] = field(default_factory=list)
+    """Rounds that each group needed, in its last turns."""
+    most: ClassVar[int] = MOST_ROUNDS
 
     @classmethod
     def over(cls, groups: int, device: torch.device, slow: int = 0) -> "InverseWatch":
-        """Of a factor that has never been solved."""
-        return cls([True] * groups, torch.zeros(groups, dtype=torch.int8, device=device), [slow] * groups)
+        """Of a factor that has never been solved; `slow`: for how many turns it takes all rounds in any case."""
+        lately = [deque([MOST_ROUNDS] * slow + [1] * (TURNS - slow), TURNS) for _ in range(groups)]
+        return cls([True] * groups, torch.zeros(groups, dtype=torch.int8, device=device), lately)
 
     def heed(self, place: int, said: int, health: Health) -> None:
         """A verdict."""
         self.exact[place] = self.exact[place] or said == REFUSED
-        wanting = said in (REFINED, REFUSED)
-        self.slow[place] = SLOW_TURNS if wanting else max(0, self.slow[place] - (said == EASY))
-        health.refusals += wanting
+        health.refusals += said == REFUSED or said > WANTING
         health.fallbacks += said == FAILED
+        if said == REFUSED or said > 0:
+            self.lately[place].append(MOST_ROUNDS if said == REFUSED else said % WANTING)
 
     def rounds(self, groups: slice) -> int:
-        """One, or more where some group is slow."""
-        return self.most if any(self.slow[groups]) else 1
+        """The most that one of the groups needed."""
+        return max(max(lately) for lately in self.lately[groups])

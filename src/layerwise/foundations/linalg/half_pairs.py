@@ -27,7 +27,7 @@ from layerwise.foundations.linalg.halves import Half, HalfPair
 from layerwise.foundations.linalg.triton_device import MOST_MATRICES
 
 TOP_EXPONENT = 14  # of the largest scaled entry: one below fp16's last, so that rounding up stays finite
-LARGEST_EXPONENT = 120  # of a scale: it and its reciprocal stay normal float32
+LARGEST_EXPONENT = 112  # of a scale: times 2¹⁴, that of a basis, it stays finite, and its reciprocal normal
 MANTISSA_BITS, EXPONENT_BIAS = 23, 127  # of float32
 
 
@@ -70,7 +70,7 @@ def halved(X: Float[Tensor, "..."] | HalfPair | Half) -> Half:
 def pair_scale(X: Float[Tensor, "*batch m n"]) -> Float32[Tensor, "*batch"]:
     """The power of two that brings the largest entry of each matrix into [2¹⁴, 2¹⁵); 1 for zeros, NaN for NaN or ∞.
 
-    For largest entries below 2⁻¹⁰⁶ the scale stays at 2¹²⁰.
+    For largest entries below 2⁻⁹⁸ the scale stays at 2¹¹².
 
     >>> pair_scale(torch.tensor([[[3.0]], [[0.0]]])).tolist()
     [8192.0, 1.0]
@@ -88,7 +88,7 @@ def power_of_two_scale(amax: Float32[Tensor, "*batch"]) -> Float32[Tensor, "*bat
     """
     # On the bits, because pow and exp2 of a device may miss a power of two by a rounding.
     exponent = (amax.view(torch.int32) >> MANTISSA_BITS) - EXPONENT_BIAS
-    exponent = (TOP_EXPONENT - exponent).clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
+    exponent = (TOP_EXPONENT - exponent).clamp(max=LARGEST_EXPONENT)
     scale = ((exponent + EXPONENT_BIAS) << MANTISSA_BITS).view(torch.float32)
     scale = torch.where(amax == 0, torch.ones_like(scale), scale)
     return torch.where(torch.isfinite(amax), scale, torch.full_like(scale, float("nan")))

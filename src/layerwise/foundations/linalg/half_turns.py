@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Bool, Float, Float16, Float32
 from torch import Tensor
 
-from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.linalg import half_pairs, triton_products
 from layerwise.foundations.linalg.half_bases import LARGE
 from layerwise.foundations.linalg.halves import Half
@@ -50,8 +49,6 @@ def turn_moments_(
     >>> M.tolist(), V.tolist()
     ([[[2.0, 1.0]]], [[[3.0, 1.0]]])
     """
-    if side not in ("left", "right"):
-        raise InputError(describe(f"side={side!r}", "'left' or 'right'", "name the side that the basis acts on"))
     largest = V.amax((-2, -1))
     C, inverse = _product(squared_rows(turn), _halved(V, largest), side)
     torch.maximum(C.mul_(inverse), (largest * SMALLEST_PART)[:, None, None], out=V)

@@ -46,6 +46,14 @@ class Products(Protocol):
         """The same for a product that only corrects, and need not be as precise."""
         ...
 
+    def remainder(self, A: Any, B: Any) -> Any:
+        """``I − A B``, as an operand of rough products: of the product all bits are kept, of what is left not."""
+        ...
+
+    def improved(self, R: Any, Y: Any, X: Any, add: Tensor) -> Any:
+        """``add + R Y``, symmetric, as an operand of rough products; `X` is `add` prepared."""
+        ...
+
 
 @dataclass(frozen=True)
 class TorchProducts:
@@ -87,6 +95,16 @@ class TorchProducts:
     ) -> Tensor:
         """``add + alpha·A B`` by the rough product, if there is one."""
         return finished((self.roughly or self.matmul)(A, B), add, alpha, 0, symmetric)
+
+    def remainder(self, A: Float[Tensor, "..."], B: Float[Tensor, "..."]) -> Tensor:
+        """``I − A B``."""
+        return self.precise(A, B, alpha=-1, identity=1)
+
+    def improved(
+        self, R: Float[Tensor, "..."], Y: Float[Tensor, "..."], X: Float[Tensor, "..."], add: Float[Tensor, "..."]
+    ) -> Tensor:
+        """``add + R Y``."""
+        return self.rough(R, Y, add=add, symmetric=True)
 
 
 @dataclass(frozen=True)
@@ -140,6 +158,21 @@ class HalfPairProducts:
             return triton_products.pair_product(left, right, add=add, alpha=alpha, symmetric=symmetric)
         return finished(half_pairs.rough_product(left, right), add, alpha, 0, symmetric)
 
+    def remainder(self, A: Float[Tensor, "..."] | HalfPair, B: Float[Tensor, "..."] | HalfPair) -> Half:
+        """``I − A B`` with 22 bits of the product, rounded to 11."""
+        left, right = self.prepared(A), self.prepared(B)
+        if _fused(left, right, None):
+            return _remainders().remainder(left, right)
+        return half_pairs.halved(finished(half_pairs.product(left, right), alpha=-1, identity=1))
+
+    def improved(self, R: Half, Y: HalfPair | Half, X: HalfPair, add: Float[Tensor, "..."]) -> Half:
+        """``add + R Y`` of first halves, rounded to 11 bits."""
+        right = half_pairs.halved(Y)
+        if _fused(R, right, add):
+            # Where it converges, 1 + t + t² + … of up to three terms, |t| < 1: no entry is three times X's largest.
+            return _remainders().improved(R, right, add, X.scale / 2)
+        return half_pairs.halved(self.rough(R, right, add=add, symmetric=True))
+
 
 TORCH = TorchProducts()
 HALF_PAIRS = HalfPairProducts()
@@ -164,6 +197,13 @@ def finished(
     if identity != 0:
         C = C + identity * torch.eye(C.shape[-1], dtype=C.dtype, device=C.device)
     return (C + C.mT) / 2 if symmetric else C
+
+
+def _remainders() -> Any:
+    """Imported late, because its kernels are for GPUs alone."""
+    from layerwise.foundations.linalg import triton_remainders
+
+    return triton_remainders
 
 
 def _fused(A: HalfPair | Half, B: HalfPair | Half, add: Tensor | None) -> bool:

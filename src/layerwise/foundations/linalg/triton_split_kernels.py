@@ -13,8 +13,7 @@ __all__ = ["largest_kernel", "split_kernel", "triton"]
 @no_type_check
 def power_of_two(bits):
     """`half_pairs.power_of_two_scale` of a magnitude's bits: 1 for zero, NaN for what is not finite."""
-    exponent = 14 - ((bits >> 23) - 127)
-    exponent = tl.minimum(tl.maximum(exponent, -120), 120)
+    exponent = tl.minimum(14 - ((bits >> 23) - 127), 112)
     scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     scale = tl.where(bits == 0, 1.0, scale)
     return tl.where((bits & 0x7F800000) == 0x7F800000, float("nan"), scale)

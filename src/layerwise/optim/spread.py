@@ -1,0 +1,100 @@
+"""Examples that wait their turn: a batch's are looked at over the steps after it, so that no step is slow.
+
+EKFAC's scalings are second moments of per-example gradients in the present basis. Those of all layers at once cost
+several steps' work. Where nobody waits for the device, layers are looked at in turn instead, each right after its basis
+has been renewed if statistics are taken as often as that, and their inputs and output gradients are kept until then.
+Between the batch and its turn a layer has the scalings of before, or those that its refresh has begun anew.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from layerwise.optim.rule import Context, Observation, UpdateRule
+from layerwise.optim.stack import Stack
+
+WAITING = "examples"
+"""Where a stack's memory has the shares that are not looked at yet."""
+
+
+@dataclass
+class Share:
+    """Some layers of a stack."""
+
+    groups: slice
+    step: int
+    """When it is due."""
+    seen: Observation
+    context: Context
+    """Of the step that took the batch."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Over how many steps; 1: a step looks at its own batch, and nothing is kept."""
+
+    over: int = 1
+
+    @classmethod
+    def of(cls, rule: UpdateRule, every: int, by_itself: bool, processes: int) -> "Spread":
+        """For statistics taken at every so many steps; `by_itself` unless the rule says otherwise.
+
+        Not with several processes, which add their squares up: one that saves its state would wait for the others. Nor
+        for a rule that inherits from one that allows it: such a one must say so itself.
+        """
+        if not rule.keeps_recorded or processes > 1 or "examples_over" not in vars(type(rule)):
+            return cls()
+        over = rule.examples_over
+        over = (every if by_itself else 1) if over is None else over
+        return cls(min(over, every))
+
+    def run(self, stack: Stack, seen: Observation | None, context: Context) -> Observation | None:
+        """Look at examples whose turn it is, after those of a new batch have got theirs; returns what the step is to
+        look at itself."""
+        if seen is not None and self.over > 1:
+            finish(stack)
+            stack.memory[WAITING] = self._shares(stack, seen, context)
+            seen = None
+        waiting: list[Share] = stack.memory.get(WAITING, [])
+        if waiting:
+            stack.memory[WAITING] = [share for share in waiting if share.step > context.step]
+            look_at(stack, [share for share in waiting if share.step <= context.step])
+        return seen
+
+    def _shares(self, stack: Stack, seen: Observation, context: Context) -> list[Share]:
+        """Layers that are refreshed together, so many steps after the batch as their turn says."""
+        gate = None if context.gate is None else context.gate.clone()  # a recorded step writes over it
+        kept = replace(context, gate=gate, gradient=None, largest=None, weight=None, plan=None, along=None, memory={})
+        return [
+            Share(turn.groups, context.step + turn.slot % self.over, some(seen, turn.groups), kept)
+            for turn in stack.memory["turns"]
+        ]
+
+
+def some(seen: Observation, groups: slice) -> Observation:
+    """What was seen of some layers: their examples alone."""
+    starts = [sum(seen.groups[:place]) for place in range(len(seen.groups))]
+    layers = [place for place, start in enumerate(starts) if groups.start <= start < groups.stop]
+    return Observation(
+        seen=None if seen.seen is None else seen.seen[groups],
+        recorded=[seen.recorded[place] for place in layers],
+        groups=[seen.groups[place] for place in layers],
+        known=seen.known[groups],
+        examples=seen.examples,
+        add_up=seen.add_up,
+    )
+
+
+@torch.no_grad()
+def look_at(stack: Stack, shares: Sequence[Share]) -> None:
+    """In the present basis, whenever the batch was."""
+    for share in shares:
+        state: dict[str, Tensor] = {name: X[share.groups] for name, X in stack.state.items()}
+        stack.rule.look_at_examples(state, share.seen, share.context)
+
+
+def finish(stack: Stack) -> None:
+    """Look at all that wait: before a new batch, and before the state is saved."""
+    look_at(stack, stack.memory.pop(WAITING, []))

@@ -1,0 +1,37 @@
+"""What marks of tests stand for, in every folder; and these tests' own modules in this one, such as `interpreter`."""
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from interpreter import marks
+
+CUBLAS = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+"""torch warns at the first product of a thread, for which it then makes a CUDA context. Backward passes have threads of
+their own, so that whichever test comes first would fail."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "interpreted: of Triton's kernels, on a CPU; run with `make test-interpreted`")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    everywhere = [CUBLAS] if torch.cuda.is_available() else []
+    for item in items:
+        for mark in [*everywhere, *(marks() if item.get_closest_marker("interpreted") else [])]:
+            item.add_marker(mark)
+
+
+@pytest.fixture
+def no_synchronisation() -> Iterator[None]:
+    """Whatever waits for the GPU is an error."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the mode does not see everything
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

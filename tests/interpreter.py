@@ -1,0 +1,54 @@
+"""Triton's interpreter, which runs kernels on a CPU: what tests of kernels share.
+
+Tests that are marked ``interpreted`` run in it under ``TRITON_INTERPRET=1``, which Triton reads when it is imported:
+``make test-interpreted``. Where Triton is at hand, other runs begin a process for each file of them
+(`passes_interpreted`). `conftest.py` gives them what they need there.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+ASKED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _missing() -> str:
+    if importlib.util.find_spec("triton") is None:
+        return "needs triton: pip install triton"
+    old = tuple(int(part) for part in np.__version__.split(".")[:2]) < (2, 4)
+    return "" if old else "Triton's interpreter needs numpy < 2.4 (loops of its range)"
+
+
+MISSING = _missing()
+"""What the interpreter lacks here, if anything."""
+INTERPRETED = ASKED and not MISSING
+
+only_interpreted = pytest.mark.skipif(not INTERPRETED, reason=MISSING or "run with TRITON_INTERPRET=1")
+
+WARNINGS = (  # numpy's, which the interpreter computes with
+    "ignore:Conversion of an array with ndim > 0:DeprecationWarning",
+    "ignore:(invalid value|overflow|divide by zero|All-NaN):RuntimeWarning",
+)
+
+
+def marks() -> list[pytest.MarkDecorator]:
+    """What a test that is marked ``interpreted`` gets besides."""
+    if ASKED and MISSING:
+        return [pytest.mark.skip(reason=MISSING)]
+    return [pytest.mark.filterwarnings(text) for text in WARNINGS] if INTERPRETED else []
+
+
+_elsewhere = MISSING or ("this is the interpreter" if ASKED else "")
+starts_interpreter = pytest.mark.skipif(bool(_elsewhere), reason=_elsewhere or "-")
+
+
+def passes_interpreted(file: str) -> None:
+    """Run a file's tests in the interpreter, in a process of its own; for a test that `starts_interpreter` marks."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "interpreted", file]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -1,0 +1,174 @@
+"""EKFAC's examples looked at in turn: in the end the same scalings as at once, and nothing is kept for longer."""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from optim_tools import batches, cross_entropy, flat, mlp
+from torch import Tensor, nn
+
+import layerwise as lw
+from layerwise.foundations.errors import InputError
+from layerwise.optim.eigenbasis import CorrectedEigenvalues
+from layerwise.optim.engine import Layerwise
+from layerwise.optim.rule import Context, Observation, State
+from layerwise.optim.spread import WAITING, Spread
+from layerwise.optim.stack import Stack
+
+EVERY = 4
+DATA = batches(2 * EVERY + 3, 5)
+
+
+class Run:
+    """An optimizer whose batches are noted, as they come for each stack."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, over: int | None = EVERY, waits: bool = True, **options: Any) -> None:
+        patch.setattr(Layerwise, "_waits", property(lambda self: waits))
+        self.noted: dict[int, tuple[Observation, Context]] = {}
+        shares = Spread._shares
+
+        def noting(spread: Spread, stack: Stack, seen: Observation, context: Context) -> list[Any]:
+            self.noted[id(stack)] = (seen, context)
+            return shares(spread, stack, seen, context)
+
+        patch.setattr(Spread, "_shares", noting)
+        self.model = mlp(5, 6, 6, 6, 3)
+        options = {"refresh_every": EVERY, "factor_every": EVERY, "examples_over": over, "momentum": 0.5} | options
+        self.opt = lw.optim.EKFAC(self.model, 0.01, 0.1, **options)
+        self.taken = 0
+
+    def steps(self, count: int, spoil: bool = False) -> None:
+        for x, y in DATA[self.taken : self.taken + count]:
+            self.opt.zero_grad()
+            cross_entropy(self.model(x), y).backward()
+            if spoil:
+                next(p.grad for p in self.model.parameters() if p.grad is not None).fill_(torch.nan)
+            self.opt.step()
+            self.taken += 1
+
+    @property
+    def stacks(self) -> list[Stack]:
+        return [stack for stack in self.opt._stacks or () if stack.rule is self.opt.rule]
+
+    def waiting(self) -> list[slice]:
+        return [share.groups for stack in self.stacks for share in stack.memory.get(WAITING, [])]
+
+    def rows(self) -> list[weakref.ref[Tensor]]:
+        """Inputs and output gradients of the last batch."""
+        calls = [call for seen, _ in self.noted.values() for (record,) in seen.recorded for call in record.io.calls]
+        return [weakref.ref(x) for call in calls for x in (call.x, call.dy) if x is not None]
+
+    def at_once(self, stack: Stack) -> Tensor:
+        """The scalings of the last batch, of all layers in the present basis."""
+        state = {name: X.clone() for name, X in stack.state.items()}
+        stack.rule.look_at_examples(state, *self.noted[id(stack)])
+        return state["s"]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_in_the_end_all_is_as_at_once(waits: bool, monkeypatch: pytest.MonkeyPatch):
+    """Each layer's scalings are those of the batch in the basis that the layer has; then its rows are let go."""
+    run = Run(monkeypatch, waits=waits)
+    run.steps(EVERY + 1)
+    left, kept = [len(run.waiting())], run.rows()
+    before = {id(stack): stack.state["s"].clone() for stack in run.stacks}
+    for _ in range(EVERY - 1):
+        run.steps(1)
+        left.append(len(run.waiting()))
+    assert left[0] > left[-1] == 0
+    assert left == sorted(left, reverse=True)
+    for stack in run.stacks:
+        assert torch.equal(stack.state["s"], run.at_once(stack))
+    assert any(not torch.equal(stack.state["s"], before[id(stack)]) for stack in run.stacks)
+    run.noted.clear()
+    assert not any(x() is not None for x in kept)
+
+
+def test_rows_are_let_go_one_after_the_other(monkeypatch: pytest.MonkeyPatch):
+    run, alive = Run(monkeypatch), []
+    run.steps(EVERY + 1)
+    kept = run.rows()
+    run.noted.clear()
+    for _ in range(EVERY):
+        alive.append(sum(x() is not None for x in kept))
+        run.steps(1)
+    assert len(kept) > alive[0] > alive[1] > alive[-1] == 0
+
+
+def test_a_state_that_is_saved_in_between(monkeypatch: pytest.MonkeyPatch):
+    """Has the scalings of all layers, and is gone on with as if nothing had been saved."""
+    run = Run(monkeypatch)
+    run.steps(EVERY + 2)
+    assert run.waiting()
+    expected = {id(stack): stack.state["s"].clone() for stack in run.stacks}
+    for stack in run.stacks:
+        for share in stack.memory.get(WAITING, []):
+            expected[id(stack)][share.groups] = run.at_once(stack)[share.groups]
+    saved = run.opt.state_dict()
+    assert not run.waiting()
+    for stack in run.stacks:
+        assert torch.equal(stack.state["s"], expected[id(stack)])
+    other = Run(monkeypatch)
+    other.model.load_state_dict(run.model.state_dict())
+    other.opt.load_state_dict(saved)
+    other.taken = run.taken
+    for each in (run, other):
+        each.steps(4)
+    assert torch.equal(flat(run.model), flat(other.model))
+
+
+def test_a_batch_that_comes_before_the_last_is_done(monkeypatch: pytest.MonkeyPatch):
+    """All layers of the last are looked at first."""
+    looks, look = [], CorrectedEigenvalues.look_at_examples
+
+    def noting(rule: CorrectedEigenvalues, state: State, seen: Observation, context: Context) -> None:
+        looks.append((seen.recorded[0][0].batch[0], seen.recorded[0][0].io.spec.name))
+        look(rule, state, seen, context)
+
+    run = Run(monkeypatch)
+    monkeypatch.setattr(CorrectedEigenvalues, "look_at_examples", noting)
+    run.steps(EVERY + 1)
+    run.opt.factor_every = 1
+    run.steps(2)
+    numbers = [number for number, _ in looks]
+    assert [numbers.count(number) for number in sorted({*numbers})] == [4, 4, 4 - len(run.waiting())]
+    for layer in {name for _, name in looks}:
+        of_layer = [number for number, name in looks if name == layer]
+        assert of_layer == sorted({*of_layer})
+
+
+def test_a_batch_that_is_left_out_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
+    """Only the device knows: later steps remember its gate, not their own."""
+    run = Run(monkeypatch, waits=False)
+    run.steps(EVERY)
+    run.steps(1, spoil=True)
+    run.steps(EVERY - 1)
+    assert not run.waiting()
+    for stack in run.stacks:
+        s_P, s_Q = stack.state["s_P"], stack.state["s_Q"]
+        assert torch.equal(stack.state["s"], s_P.unsqueeze(-1) * s_Q.unsqueeze(-2))  # as refreshes begin them
+    assert run.opt.health().skipped_steps == 1
+
+
+@dataclass
+class Heir(CorrectedEigenvalues):
+    """Says nothing of examples."""
+
+
+def test_when_they_are_spread(monkeypatch: pytest.MonkeyPatch):
+    rule = CorrectedEigenvalues
+    assert Spread.of(rule(), 10, True, 1).over == 10
+    assert Spread.of(rule(), 10, False, 1).over == 1
+    assert Spread.of(rule(examples_over=3), 10, False, 1).over == 3
+    assert Spread.of(rule(examples_over=3), 2, True, 1).over == 2
+    for other, every, processes in ((rule(scaling="running"), 10, 1), (rule(), 10, 2), (rule(), 1, 1), (Heir(), 10, 1)):
+        assert Spread.of(other, every, True, processes).over == 1
+    for waits in (True, False):
+        run = Run(monkeypatch, over=None, waits=waits)
+        run.steps(2)
+        assert run.opt._descent.spread.over == 1  # a CPU
+        assert not run.noted
+    with pytest.raises(InputError, match="examples_over=0"):
+        lw.optim.EKFAC(nn.Linear(2, 2), examples_over=0)
