@@ -114,23 +114,26 @@ def _slowest(cycles: list[list[float]]) -> float:
 
 
 def state(task: Task, made: Made, before: int) -> dict:
-    """GiB of the tensors in `state_dict()`, and of all that is held since before the optimizer was made (on a GPU).
-
-    A state that is stored packed may be saved unpacked; then the second number is the smaller one.
-    """
+    """GiB of the tensors kept from step to step, and of all that is held since before the optimizer was made."""
     held = None
     if task.cuda:
         gc.collect()
         torch.cuda.synchronize()
         held = torch.cuda.memory_allocated() - before
-    saved = sum(storage_bytes(opt.state_dict()["state"]) for opt in made.optimizers)
+    kept = sum(storage_bytes(state_of(opt)) for opt in made.optimizers)
     adamw = 8 * task.parameters
     return {
-        "state_gib": round(saved / 2**30, 4),
-        "state_of_adamw": round(saved / adamw, 3),
+        "state_gib": round(kept / 2**30, 4),
+        "state_of_adamw": round(kept / adamw, 3),
         "held_gib": None if held is None else round(held / 2**30, 4),
         "held_of_adamw": None if held is None else round(held / adamw, 3),
     }
+
+
+def state_of(opt: torch.optim.Optimizer) -> object:
+    """The state as it lies on the device: `state_dict()` of a layer-wise optimizer unpacks halves and triangles."""
+    stacks = getattr(opt, "_stacks", None)
+    return opt.state_dict()["state"] if stacks is None else [stack.state for stack in stacks]
 
 
 def storage_bytes(tree: object) -> int:

@@ -46,7 +46,9 @@ def test_with_given_gradients_a_gpu_takes_the_steps_of_a_cpu(name: str, solvers:
     """Five steps in float32, refreshed at each, on the GPU with "auto", which takes products there.
 
     Elsewhere factors of a few gradients have null spaces, of which any basis will do: SOAP's steps depend on it, and so
-    do Shampoo's by products. Here, on a CPU, gradients changed by 1e-6 change the way gone by 4e-3 (SOAP) or 3e-4.
+    do Shampoo's by products. Here, on a CPU, gradients changed by 1e-6 change the way gone by 4e-3 (SOAP) or 3e-4. By
+    products the bases are rounded to float16, each run's in its own way: a signal of 1 then leaks 2⁻¹² or so into
+    directions that hold 1e-2 of noise and weigh as much, and gradients changed by 1e-7 change SOAP's way by 4e-2.
     """
     ends = []
     for device, solver in zip(("cpu", "cuda"), solvers, strict=True):
@@ -58,4 +60,5 @@ def test_with_given_gradients_a_gpu_takes_the_steps_of_a_cpu(name: str, solvers:
             opt.step()
         ends.append(flat(model).cpu())
     way = float((ends[0] - flat(square_layers("cpu"))).norm())
-    assert float((ends[1] - ends[0]).norm()) < (2e-2 if name == "SOAP" else 5e-3) * way
+    rounded = 6e-2 if "newton" in solvers else 2e-2
+    assert float((ends[1] - ends[0]).norm()) < (rounded if name == "SOAP" else 5e-3) * way

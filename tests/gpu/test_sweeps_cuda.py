@@ -200,7 +200,7 @@ def test_launches_of_a_sweep_and_of_a_refinement():
     M, X = M + torch.eye(784, device="cuda"), torch.eye(784, device="cuda").repeat(2, 1, 1)
     for name, call, most in (
         ("sweep", lambda: tracked_basis(M, U, 1, HALF_PAIRS), 40),
-        ("refinement", lambda: refined_inverse(M, X, 1, HALF_PAIRS), 60),
+        ("refinement", lambda: refined_inverse(M, X, 1, HALF_PAIRS), 64),
     ):
         call()
         torch.cuda.synchronize()

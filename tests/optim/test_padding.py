@@ -1,4 +1,4 @@
-"""Factors padded to multiples of 16: training, what is saved and what is reported do not change by it."""
+"""Factors padded to multiples of 16, and packed: training, what is saved and what is reported do not change by it."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from optim_tools import flat
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim import stack
+from layerwise.optim import stack, symmetric
 
 pytestmark = pytest.mark.usefixtures("untyped")
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -81,9 +81,14 @@ def train(problem: str, opt: torch.optim.Optimizer, model: nn.Module, start: int
 
 
 @pytest.fixture
-def pad(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Padding on a CPU, on or off."""
-    return lambda on: monkeypatch.setattr(stack, "PAD_TO", {"cpu": 16} if on else {})
+def keep(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """On a CPU: "plain" factors, "padded", or padded and "packed"."""
+
+    def as_asked(kind: str) -> None:
+        monkeypatch.setattr(stack, "PAD_TO", {} if kind == "plain" else {"cpu": 16})
+        monkeypatch.setattr(symmetric, "packs", lambda shape, size: kind == "packed")
+
+    return as_asked
 
 
 def tensors(opt: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -114,10 +119,10 @@ def tolerance(name: str) -> float:
     ("name", "problem"),
     [(name, "words") for name in MEMBERS] + [(name, "images") for name in ("KFAC", "EKFAC", "Shampoo", "SOAP")],
 )
-def test_training_is_the_same(name: str, problem: str, pad: Callable[[bool], None]):
+def test_training_is_the_same(name: str, problem: str, keep: Callable[[str], None]):
     early, ends, reports = [], [], []
-    for on in (False, True):
-        pad(on)
+    for kind in ("plain", "packed" if problem == "words" else "padded"):
+        keep(kind)
         model = made(problem)
         opt = MEMBERS[name](model)
         train(problem, opt, model, 0, 5)
@@ -137,10 +142,10 @@ def test_training_is_the_same(name: str, problem: str, pad: Callable[[bool], Non
 
 
 @pytest.mark.parametrize("name", MEMBERS)
-def test_what_is_saved_has_no_padding(name: str, pad: Callable[[bool], None]):
+def test_what_is_saved_has_no_padding(name: str, keep: Callable[[str], None]):
     shapes = []
-    for on in (False, True):
-        pad(on)
+    for kind in ("plain", "packed"):
+        keep(kind)
         model = made("words")
         opt = MEMBERS[name](model)
         train("words", opt, model, 0, 4)
@@ -149,15 +154,15 @@ def test_what_is_saved_has_no_padding(name: str, pad: Callable[[bool], None]):
     assert not any(16 in shape for shape, _ in shapes[1].values())
 
 
-@pytest.mark.parametrize("order", ["plain, padded, plain", "padded, plain, padded"])
+@pytest.mark.parametrize("order", ["plain, packed, plain", "packed, plain, packed"])
 @pytest.mark.parametrize("name", ["KFAC", "EKFAC running", "Shampoo"])
-def test_a_checkpoint_goes_from_one_to_the_other_and_back(name: str, order: str, pad: Callable[[bool], None]):
+def test_a_checkpoint_goes_from_one_to_the_other_and_back(name: str, order: str, keep: Callable[[str], None]):
     """Three parts of a training, each by an optimizer of its own, against the same without padding."""
     ends = []
     for kinds in (("plain",) * 3, order.split(", ")):
         model, saved = made("words"), None
         for kind, (start, stop) in zip(kinds, ((0, 9), (9, 11), (11, 13)), strict=True):
-            pad(kind == "padded")
+            keep(kind)
             opt = MEMBERS[name](model)
             if saved is not None:
                 opt.load_state_dict(saved)

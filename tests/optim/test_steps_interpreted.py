@@ -5,12 +5,15 @@ from typing import Any
 import pytest
 import torch
 from test_listed import drop, flat, train, zoo
+from test_padding import MEMBERS as PADDED
+from test_padding import made as made_words
+from test_padding import train as train_words
 
 import layerwise as lw
 from interpreter import only_interpreted
 from layerwise.foundations import fused, fused_launch
-from layerwise.foundations.linalg import triton_joins
-from layerwise.optim import stored
+from layerwise.foundations.linalg import packed, triton_joins, triton_packed
+from layerwise.optim import stack, stored, symmetric
 from layerwise.optim.engine import Layerwise
 
 pytestmark = [pytest.mark.usefixtures("untyped"), pytest.mark.interpreted, only_interpreted]
@@ -56,3 +59,18 @@ def test_kernels_take_the_same_steps(name: str, dtype: torch.dtype, edit: Any, m
         found.append(flat(model).float())
     way = float((found[0] - start).norm())
     assert float((found[1] - found[0]).norm()) < (2e-3 if dtype == torch.float32 else 0.1) * way
+
+
+@pytest.mark.parametrize("name", ["KFAC", "EKFAC running", "Shampoo", "SOAP"])
+def test_packed_factors_take_the_same_steps(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: False))
+    monkeypatch.setattr(stack, "PAD_TO", {"cpu": 16})
+    monkeypatch.setattr(triton_packed, "BLOCK", 16)
+    ends = []
+    for kernels in (False, True):
+        monkeypatch.setattr(symmetric, "packs", lambda shape, size, on=kernels: on)
+        monkeypatch.setattr(packed, "available", lambda device, on=kernels: on)
+        model = made_words("words")
+        train_words("words", PADDED[name](model), model, 0, 3)
+        ends.append(flat(model))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-6)

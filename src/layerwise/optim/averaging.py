@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from layerwise.foundations.fused import ema_
+from layerwise.optim import symmetric
 from layerwise.optim.rule import Health
 
 
@@ -25,9 +25,9 @@ def update_mean(
     count += take.to(count.dtype)
     weight = running_weight(count, decay)
     if gate is not None and mean.dtype == torch.float32:
-        ema_(mean, new, torch.where(take, weight, 0.0).to(mean.dtype))
+        symmetric.ema_(mean, new, torch.where(take, weight, 0.0).to(mean.dtype))
         return
-    new = new.to(mean.dtype)
+    new = symmetric.alike(new.to(mean.dtype), mean)
     if not everything:  # 0 · nan would still be nan
         weight, new = torch.where(take, weight, 0.0), torch.where(_like(take, new), new, mean)
     mean.lerp_(new, _like(weight.to(mean.dtype), mean))

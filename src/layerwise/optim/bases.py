@@ -11,7 +11,7 @@ from layerwise.foundations.linalg import guarded_eigh, orthogonal
 from layerwise.foundations.linalg.basis_tracking import tracked_basis
 from layerwise.foundations.linalg.half_bases import tracked_half
 from layerwise.foundations.linalg.halves import Half
-from layerwise.optim import stored
+from layerwise.optim import stored, symmetric
 from layerwise.optim.channels import times_inputs
 from layerwise.optim.refined import own_size
 from layerwise.optim.rule import Context, Health, State
@@ -88,10 +88,11 @@ def track(
 
     Beyond a coupling of `limit` the next turns take more sweeps, where more are of use.
     """
-    name, M = f"U_{side}", state[side][groups]
+    name = f"U_{side}"
     if name in plan.exact:
         begin(state, side, groups, context, health)
         return
+    M = symmetric.operand(state[side][groups])
     kept, sweeps = stored.matrix(state, name, groups), plan.rounds(name)
     sweeps += ONE_MORE if limit < LOOSELY_COUPLED and sweeps > 1 else 0
     if isinstance(kept, Half):
@@ -107,7 +108,7 @@ def track(
 
 def begin(state: State, side: str, groups: slice, context: Context, health: Health) -> None:
     """By eigh, largest last, padding apart; a factor that cannot be decomposed keeps its basis."""
-    M = state[side][groups]
+    M = symmetric.whole(state[side][groups])
     own = own_size(side, context, M)
     try:
         values, vectors = guarded_eigh(M[:, :own, :own], name="factor")

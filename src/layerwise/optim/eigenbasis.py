@@ -19,7 +19,7 @@ from layerwise.foundations.linalg.halves import Half
 from layerwise.layers.half_io import half_chunks, was_half
 from layerwise.layers.one_hot import OneHot
 from layerwise.layers.standard import Standard
-from layerwise.optim import stored
+from layerwise.optim import stored, symmetric
 from layerwise.optim.bases import (
     BASIS,
     for_unrotate,
@@ -51,7 +51,7 @@ class EigenFactors(Factors):
 
     def _keep(self, state: State, side: str, shape: Shape, power: float) -> None:
         """The basis; eigenvalues in the order of the weight's rows and columns."""
-        size = state[side].shape[-1]
+        size = symmetric.size(state[side])
         by_products = self.method(power, shape.dtype, shape.device) == "newton" and not self.sua
         stored.keep(state, f"U_{side}", shape.eye(size), self.halves_kept(shape, 1.0) if by_products else 0)
         state[f"s_{side}"] = shape.zeros(shape.outputs if side == "P" else shape.inputs)

@@ -15,7 +15,7 @@ from layerwise.foundations.kronecker import split_damping
 from layerwise.foundations.linalg import gram
 from layerwise.foundations.linalg.half_pairs import product
 from layerwise.foundations.linalg.halves import Half
-from layerwise.optim import stored
+from layerwise.optim import stored, symmetric
 from layerwise.optim.averaging import finite_moments, update_mean
 from layerwise.optim.bases import (
     BASIS,
@@ -144,14 +144,14 @@ class Factors(UpdateRule):
         p, q = self.power
         state: State = {}
         if left:
-            state |= {"P": shape.zeros(shape.outputs, shape.outputs), "P_count": shape.zeros()}
+            state |= {"P": symmetric.zeros(shape, shape.outputs, self._newton(p, shape)), "P_count": shape.zeros()}
             self._keep(state, "P", shape, p)
         if right and shape.one_hot:
             state |= {"Q": shape.zeros(shape.inputs), "Q_count": shape.zeros()}
             state["Q_root"] = torch.ones_like(state["Q"])
         elif right:
             size = self.input_size(shape)
-            state |= {"Q": shape.zeros(size, size), "Q_count": shape.zeros()}
+            state |= {"Q": symmetric.zeros(shape, size, self._newton(q, shape)), "Q_count": shape.zeros()}
             self._keep(state, "Q", shape, q)
         if right and self.by_channel(shape):
             state |= block_state(shape)
@@ -161,14 +161,17 @@ class Factors(UpdateRule):
 
     def _keep(self, state: State, side: str, shape: Shape, power: float) -> None:
         """A root; or a basis with its eigenvalues, where roots cannot be refined by products."""
-        size = state[side].shape[-1]
-        by_products = self.method(power, shape.dtype, shape.device) == "newton" and not self.sua
+        size, by_products = symmetric.size(state[side]), self._newton(power, shape)
         halves = self.halves_kept(shape, power) if by_products else 0
         if by_products and power != 1:
             stored.keep(state, f"U_{side}", shape.eye(size), halves)
             state[f"s_{side}"] = shape.zeros(size)
         else:
             stored.keep(state, f"{side}_root", shape.eye(size), halves)
+
+    def _newton(self, power: float, like: Shape | Tensor) -> bool:
+        """Whether a factor is treated by products; SUA's blocks are not."""
+        return self.method(power, like.dtype, like.device) == "newton" and not self.sua
 
     def halves_kept(self, shape: Shape, power: float) -> int:
         """Of a matrix that is refined by products: pairs, unless 11 bits are asked for, or the power is a small one.
@@ -197,7 +200,8 @@ class Factors(UpdateRule):
             if self.accumulate:
                 good = finite_moments(new)
                 good = good if health.gate is None else good & health.gate
-                state[side] += torch.where(good.view(-1, 1, 1), new, 0.0)
+                new = symmetric.alike(new, state[side])
+                state[side] += torch.where(good.view(-1, *[1] * (new.ndim - 1)), new, 0.0)
                 state[f"{side}_count"] += good.to(state[f"{side}_count"].dtype)
             else:
                 update_mean(state[side], state[f"{side}_count"], new, decay, None, health)
@@ -244,7 +248,7 @@ class Factors(UpdateRule):
             M = state[side][groups]
             if f"U_{side}" in state:
                 track(state, side, groups, context, health, plan, self.coupling_limit)
-            elif M.ndim == 3 and self.method(power, M.dtype, M.device) == "newton" and not self.sua:
+            elif M.ndim > 2 and self._newton(power, M):
                 refine_inverse(state, side, groups, shift, context, plan)
             else:
                 root = state[f"{side}_root"][groups]
@@ -264,10 +268,8 @@ class Factors(UpdateRule):
         """Matrices that are refined by products."""
         found = []
         for side, power in zip(("P", "Q"), self.power, strict=True):
-            if side in state and state[side].ndim == 3 and not self.sua:
-                M = state[side]
-                if self.method(power, M.dtype, M.device) == "newton":
-                    found.append(f"U_{side}" if f"U_{side}" in state else f"{side}_root")
+            if side in state and state[side].ndim > 2 and self._newton(power, state[side]):
+                found.append(f"U_{side}" if f"U_{side}" in state else f"{side}_root")
         return found
 
     def plan(self, state: State, groups: slice, context: Context, health: Health) -> Plan:
@@ -367,7 +369,8 @@ class Factors(UpdateRule):
         """``⟨D, P D Q⟩``."""
         if self.left != "outgrads" or "P" not in state or "Q" not in state:
             return None
-        return (D * (state["P"] @ times_inputs(D, state["Q"], state.get("Q_bias")))).sum()
+        P, Q = symmetric.whole(state["P"]), symmetric.whole(state["Q"])
+        return (D * (P @ times_inputs(D, Q, state.get("Q_bias")))).sum()
 
     def describe(self, shape: Shape) -> str:
         """Which statistics, and what was left out."""

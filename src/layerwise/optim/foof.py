@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerwise.optim import stored, symmetric
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.factors import Factors
 from layerwise.optim.roots import guarded_root
@@ -82,9 +83,9 @@ class LocalStep(Factors):
         for side in ("Q", "Q_bias"):
             if side not in state:
                 continue
-            Q, root = state[side][groups], state[f"{side}_root"][groups]
+            Q, root = symmetric.whole(state[side][groups]), stored.value(state, f"{side}_root", groups)
             ones = torch.ones(Q.shape[0], dtype=Q.dtype, device=Q.device)
-            root.copy_(guarded_root(context.lr * Q, ones, 1.0, root, health))
+            stored.write(state, f"{side}_root", groups, guarded_root(context.lr * Q, ones, 1.0, root, health))
         health.refreshes += 1
 
 

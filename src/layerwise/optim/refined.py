@@ -26,7 +26,7 @@ from layerwise.foundations.linalg.inverses import (
 )
 from layerwise.foundations.linalg.outliers import without_outliers
 from layerwise.foundations.linalg.products import Products
-from layerwise.optim import stored
+from layerwise.optim import stored, symmetric
 from layerwise.optim.roots import mean_eigenvalue
 from layerwise.optim.rule import Context, State
 from layerwise.optim.solver import FAILED, MOST_ROUNDS, REFUSED, SOLVED, WANTING, InverseWatch, Plan
@@ -57,19 +57,13 @@ def refine_inverse(state: State, side: str, groups: slice, shift: Tensor, contex
     """``(M + shift I)⁻¹`` of some groups: from the last inverse by products, or by Cholesky where that is due."""
     name, M = f"{side}_root", state[side][groups]
     products, mean = products_of(state, name), mean_eigenvalue(M)
-    damped, own = M.clone(), own_size(side, context, M)
-    diagonal = damped.diagonal(dim1=-2, dim2=-1)
-    diagonal.add_(shift.unsqueeze(-1))
-    diagonal[:, own:] = mean.unsqueeze(-1)  # padding: any number > 0
-    known = mean > 0
+    damped, known = (shift, own_size(side, context, M), mean), mean > 0  # in padding: any number > 0
     if name in plan.exact:
-        X, good = product_inverse(damped, products=products)
+        X, good = product_inverse(symmetric.damped(M, *damped), products=products)
         verdict = torch.where(good, SOLVED, FAILED)
     else:
-        rounds = plan.rounds(name)
-        found = _refined(
-            products.prepared(damped, definite=True), stored.operand(state, name, groups), rounds, products
-        )
+        rounds, M_ = plan.rounds(name), products.prepared(symmetric.damped_operand(M, *damped), definite=True)
+        found = _refined(M_, stored.operand(state, name, groups), rounds, products)
         X, good, verdict = found.X, found.radius < CONVERGING, _verdict(found, rounds)
     watch_of(state, name, context).verdict[groups] = torch.where(known, verdict, SOLVED).to(torch.int8)
     stored.write(state, name, groups, X, good & known)
@@ -120,5 +114,5 @@ def watch_of(state: State, name: str, context: Context) -> InverseWatch:
 def own_size(side: str, context: Context, M: Tensor) -> int:
     """Rows of a factor without padding."""
     if context.shape is None:
-        return M.shape[-1]
+        return symmetric.size(M)
     return context.shape.own_outputs if side == "P" else context.shape.own_inputs

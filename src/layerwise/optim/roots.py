@@ -6,13 +6,14 @@ from torch import Tensor
 
 from layerwise.foundations.errors import NumericalError
 from layerwise.foundations.linalg import guarded_cholesky, guarded_eigh
+from layerwise.optim import symmetric
 from layerwise.optim.rule import Health
 
 
 def mean_eigenvalue(M: Tensor, size: int | None = None) -> Float[Tensor, "K"]:
     """``tr M / n`` of each group, of a matrix or of a diagonal; n is the size without padding, where given."""
-    diagonal = M if M.ndim == 2 else M.diagonal(dim1=-2, dim2=-1)
-    return diagonal.mean(-1) if size is None or size == M.shape[-1] else diagonal.sum(-1) / size
+    diagonal = symmetric.diagonal(M)
+    return diagonal.mean(-1) if size is None or size == diagonal.shape[-1] else diagonal.sum(-1) / size
 
 
 def inverse_root(
@@ -57,5 +58,5 @@ def _one_by_one(M: Tensor, shift: Tensor, power: float, last: Tensor, health: He
 
 def condition_numbers(M: Tensor, shift: Tensor) -> Float[Tensor, "K"]:
     """A bound that needs no decomposition: ``(tr M + shift) / shift`` (1 for a factor that is zero)."""
-    total = M.sum(-1) if M.ndim == 2 else M.diagonal(dim1=-2, dim2=-1).sum(-1)
+    total = symmetric.diagonal(M).sum(-1)
     return (total + shift) / shift.clamp_min(torch.finfo(M.dtype).tiny)

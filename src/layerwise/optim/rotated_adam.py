@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.foundations.fused import ema_, rotated_adam_
+from layerwise.foundations.fused import rotated_adam_
 from layerwise.foundations.fused_adam import corrections_
 from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
@@ -15,7 +15,7 @@ from layerwise.foundations.linalg.half_turns import turn_between, turn_moments_
 from layerwise.foundations.linalg.halves import Half
 from layerwise.foundations.linalg.orthogonal import ROOM
 from layerwise.foundations.linalg.triton_splits import bound_scale
-from layerwise.optim import stored
+from layerwise.optim import stored, symmetric
 from layerwise.optim.averaging import finite_moments
 from layerwise.optim.bases import in_halves
 from layerwise.optim.eigenbasis import EigenFactors
@@ -158,11 +158,12 @@ class RotatedAdam(EigenFactors):
             good = finite_moments(new)
             good = good if health.gate is None else good & health.gate
             if health.gate is not None and new.dtype == torch.float32:
-                ema_(state[side], new, good * (1 - decay))
+                symmetric.ema_(state[side], new, good * (1 - decay))
                 state[f"{side}_count"] += good.to(state[f"{side}_count"].dtype)
                 continue
+            new = symmetric.alike(new, state[side])
             if health.gate is not None or not bool(good.all()):
-                new = torch.where(good.view(-1, 1, 1), new, state[side])
+                new = torch.where(good.view(-1, *[1] * (new.ndim - 1)), new, state[side])
             state[side].lerp_(new, 1 - decay)
             state[f"{side}_count"] += good.to(state[f"{side}_count"].dtype)
 

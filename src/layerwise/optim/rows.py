@@ -17,6 +17,7 @@ from layerwise.foundations.linalg.triton_columns import average_grams_
 from layerwise.layers.form import Form
 from layerwise.layers.io import LayerCall, RecordedIO
 from layerwise.layers.linear import LinearRule
+from layerwise.optim import symmetric
 from layerwise.optim.averaging import running_weight
 from layerwise.optim.rule import Health
 
@@ -141,12 +142,15 @@ def together(layers: Sequence[Rows | None], counts: Sequence[int]) -> RowsOfStac
     return RowsOfStack(found, counts[0]) if first.x.stride(-1) == 1 else None
 
 
-def average_rows_(mean: Float[Tensor, "K n n"], count: Tensor, rows: RowsOfStack, decay: float, health: Health) -> None:
+def average_rows_(mean: Float[Tensor, "K *n"], count: Tensor, rows: RowsOfStack, decay: float, health: Health) -> None:
     """The same as `update_mean` with the moments of these rows; a layer whose rows are not finite keeps its mean."""
     first = rows.layers[0]
     alpha = first.factor / rows.count
     if not triton_products.available(mean.device) or mean.dtype != torch.float32:
-        _average_by_torch_(mean, count, rows, decay, health)
+        square = symmetric.whole(mean)
+        _average_by_torch_(square, count, rows, decay, health)
+        if square is not mean:
+            symmetric.put_(mean, square)
         return
     X = [layer.X for layer in rows.layers]
     skipped = average_grams_(mean, count, X, alpha, decay, gate=health.gate, border=first.bias, half=first.half)

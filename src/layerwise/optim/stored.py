@@ -2,7 +2,8 @@
 
 A matrix that is kept as a pair has the state ``name`` ``[K, 2, n, n]`` (hi, lo) and beside it ``name_scale`` ``[K]``.
 That of a basis (``U_P``, ``U_Q``) is always the same, see `orthogonal`: products with it rely on that.
-What is saved is float32 without padding, so that a checkpoint does not depend on the device.
+Factors may be packed, see `symmetric`. What is saved is float32 without padding, so that a checkpoint does not depend
+on the device.
 """
 
 import re
@@ -18,8 +19,10 @@ from layerwise.foundations.linalg import half_turns, triton_splits
 from layerwise.foundations.linalg.half_pairs import halved, scaled_product, split
 from layerwise.foundations.linalg.halves import Half, HalfPair
 from layerwise.foundations.linalg.orthogonal import basis_pair
+from layerwise.foundations.linalg.packed import is_packed
 from layerwise.foundations.linalg.products import HALF_PAIRS, TORCH, Products
 from layerwise.foundations.linalg.triton_device import available
+from layerwise.optim import symmetric
 from layerwise.optim.rule import Shape, State
 
 ALL = slice(None)
@@ -59,7 +62,7 @@ def value(state: State, name: str, groups: slice = ALL) -> Tensor:
     found = matrix(state, name, groups)
     if isinstance(found, Half):
         return found.hi.float() / found.scale[:, None, None]
-    return found.value() if isinstance(found, HalfPair) else found
+    return found.value() if isinstance(found, HalfPair) else symmetric.whole(found)
 
 
 def rough(state: State, name: str) -> tuple[Tensor, Tensor]:
@@ -89,6 +92,9 @@ def write(state: State, name: str, groups: slice, X: Tensor | Half, good: Tensor
         return
     if not is_halved(state, name):
         old = state[name][groups]
+        if is_packed(old):
+            symmetric.put_(old, X)  # from a checkpoint, all of them
+            return
         old.copy_(X if good is None else torch.where(good.view(-1, *[1] * (X.ndim - 1)), X, old))
         return
     halves, scale = state[name][groups], state[f"{name}_scale"][groups]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.linalg import triton_products
+from layerwise.foundations.linalg.halves import HalfPair
 from layerwise.foundations.linalg.inverses import probe_columns
 from layerwise.foundations.linalg.products import TORCH, HalfPairProducts, Products
 
@@ -37,7 +38,7 @@ With 0.05 EKFAC's directions erred by up to 1.03e-2 on factors of a training, ho
 
 
 def tracked_basis(
-    M: Float[Tensor, "*batch n n"],
+    M: Float[Tensor, "*batch n n"] | HalfPair,
     U: Float[Tensor, "*batch n n"],
     sweeps: int = 1,
     products: Products = TORCH,
@@ -67,7 +68,7 @@ def tracked_basis(
         raise InputError(describe(f"sweeps={sweeps}", "a number ≥ 1, or 0 with measured=True", "pass e.g. sweeps=1"))
     fused, M_ = _takes(products, M, U), products.prepared(M, definite=True)
     U = U.contiguous() if fused else U
-    V, values, couplings = U, M.diagonal(dim1=-2, dim2=-1), []
+    V, values, couplings = U, U[..., 0], []
     for _ in range(sweeps):
         V, values, left = (_fused if fused else _sweep)(M_, V, damping, still, products)
         couplings.append(left)
@@ -91,11 +92,11 @@ def _sweep(M: Any, U: Tensor, damping: int | float, still: int | float, products
     return V, scale * second_order(S, E), left
 
 
-def _takes(products: Products, M: Tensor, U: Tensor) -> bool:
+def _takes(products: Products, M: Tensor | HalfPair, U: Tensor) -> bool:
     """Whether `triton_sweeps` takes these."""
     if not isinstance(products, HalfPairProducts) or not triton_products.available(M.device):
         return False
-    stacks = M.ndim == 3 and M.dtype == U.dtype == torch.float32
+    stacks = U.ndim == 3 and U.dtype == torch.float32 and (isinstance(M, HalfPair) or M.dtype == torch.float32)
     return stacks and M.shape[-1] >= FUSED_SIZE and M.shape[-1] % triton_products.ALIGNED == 0
 
 

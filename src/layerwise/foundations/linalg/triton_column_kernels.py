@@ -5,18 +5,11 @@ Imported on first use only; without Triton the module can be imported, and has n
 
 from __future__ import annotations
 
-from typing import Any, no_type_check
+from typing import no_type_check
 
-try:
-    import triton  # pyright: ignore[reportMissingImports]
-    import triton.language as tl  # pyright: ignore[reportMissingImports]
-except ImportError:
-    triton = tl = None
+from layerwise.foundations.linalg.triton_kernels import _jit, packed_at, tl, triton
 
-
-def _jit(kernel: Any) -> Any:
-    return kernel if triton is None else triton.jit(kernel)
-
+__all__ = ["border_kernel", "column_kernel", "triton"]
 
 # `no_type_check` keeps checkers that rewrite functions at import away from kernels, which Triton reads as text.
 
@@ -66,8 +59,8 @@ def column_kernel(
 @no_type_check
 def border_kernel(
     mean, count, weight, skipped, sums, squares, gate, alpha, rest_hi, rest_lo, log_hi, log_lo, n, parts, blocks, K,
-    mean_k, mean_row, BORDER: tl.constexpr, HAS_GATE: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr,
-    PARTS: tl.constexpr,
+    mean_k, mean_row, BORDER: tl.constexpr, PACKED: tl.constexpr, HAS_GATE: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Of one mean: whether its layer is taken, its count, the weight of what is new, and the column of the bias.
 
@@ -107,13 +100,20 @@ def border_kernel(
             for part in range(parts):
                 edge += tl.load(sums + (k * parts + part) * n + columns, mask=inside, other=0.0)
             edge *= alpha
-            below = mean + k * mean_k + n * mean_row + columns  # offsets in one matrix are 32 bits
-            beside = mean + k * mean_k + columns * mean_row + n
+            if PACKED:  # beside the diagonal there is only what is in its own tile
+                below = mean + k * mean_k + packed_at(n, columns)
+                beside = mean + k * mean_k + packed_at(columns, n)
+                corner = mean + k * mean_k + packed_at(n, n)
+                mirrored = inside & (columns // 16 == n // 16)
+            else:
+                below = mean + k * mean_k + n * mean_row + columns  # offsets in one matrix are 32 bits
+                beside = mean + k * mean_k + columns * mean_row + n
+                corner = mean + k * mean_k + n * (mean_row + 1)
+                mirrored = inside
             former = tl.load(below, mask=inside, other=0.0)
             # With weight 1 the former content is ignored, even if it is not finite.
             edge = tl.where(w == 1.0, edge, former + w * (edge - former))
             tl.store(below, edge, mask=inside)
-            tl.store(beside, edge, mask=inside)
-            corner = mean + k * mean_k + n * (mean_row + 1)
+            tl.store(beside, edge, mask=mirrored)
             last = tl.load(corner)
             tl.store(corner, tl.where(w == 1.0, 1.0, last + w * (1.0 - last)))

@@ -15,6 +15,8 @@ from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.linalg import packed, triton_packed
+from layerwise.foundations.linalg.packed import is_packed
 from layerwise.foundations.linalg.triton_device import ceil, kernels, on
 from layerwise.foundations.linalg.triton_products import gram_update_
 
@@ -29,7 +31,7 @@ NO_MEMORY = -1e4
 
 
 def average_grams_(
-    mean: Float32[Tensor, "K N N"],
+    mean: Float32[Tensor, "K *N"],
     count: Float32[Tensor, "K"],
     X: Sequence[Float[Tensor, "m n"]],
     alpha: int | float,
@@ -42,10 +44,10 @@ def average_grams_(
 ) -> Int64[Tensor, ""]:
     """Move each mean's leading block towards ``alpha·XᵀX`` by the weight ``(1−ρ)/(1−ρᵗ)``; count t first.
 
-    With `border`, row and column n follow ``alpha·Xᵀ1`` and their corner 1, the moment of a bias. A matrix with an
-    entry that is not finite, or whose squares are not, changes nothing; nor does any where the gate is shut. `X` has
-    one matrix for each mean, alike in shape, strides and type; those of float32 are rounded to `half`. Returns how many
-    matrices were left out behind an open gate.
+    Means are ``[K, N, N]``, or `packed`. With `border`, row and column n follow ``alpha·Xᵀ1`` and their corner 1, the
+    moment of a bias. A matrix with an entry that is not finite, or whose squares are not, changes nothing; nor does any
+    where the gate is shut. `X` has one matrix for each mean, alike in shape, strides and type; those of float32 are
+    rounded to `half`. Returns how many matrices were left out behind an open gate.
     """
     first, K = X[0], len(X)
     m, n = first.shape
@@ -70,10 +72,14 @@ def average_grams_(
         launch.border_kernel[(K,)](
             mean, count, weight, skipped, sums, squares, None if gate is None else gate.view(torch.uint8), float(alpha),
             *_memory(decay), n, parts, blocks, K,
-            mean.stride(0), mean.stride(1), BORDER=border, HAS_GATE=gate is not None,
+            mean.stride(0), mean.stride(1), BORDER=border, PACKED=is_packed(mean), HAS_GATE=gate is not None,
             COLUMNS=_power_of_two(n), GROUPS=_power_of_two(K), PARTS=LOOKED_AT, num_warps=8,
         )  # fmt: skip
-    gram_update_(mean[:, :n, :n], X if rounded is None else rounded, weight, alpha)
+    made = X if rounded is None else rounded
+    if is_packed(mean):
+        triton_packed.gram_update_(mean, made, weight, alpha)
+    else:
+        gram_update_(mean[:, :n, :n], made, weight, alpha)
     return skipped
 
 
@@ -95,8 +101,9 @@ def _check(mean: Tensor, count: Tensor, X: Sequence[Tensor], border: bool) -> No
     first, K = X[0], len(X)
     kind = (first.shape, first.stride(), first.dtype)
     alike = all((x.shape, x.stride(), x.dtype) == kind for x in X)
-    fits = len(mean) == len(count) == K and first.shape[1] + border <= mean.shape[1]
-    if not (alike and fits and first.stride(1) == 1 and mean.stride(2) == 1 and count.stride(0) == 1):
+    size, adjacent = (packed.size(mean), True) if is_packed(mean) else (mean.shape[1], mean.stride(2) == 1)
+    fits = len(mean) == len(count) == K and first.shape[1] + border <= size
+    if not (alike and fits and first.stride(1) == 1 and adjacent and count.stride(0) == 1):
         raise InputError(
             describe(
                 f"{K} × X of shape {tuple(first.shape)}, strides {first.stride()}, for means {tuple(mean.shape)} of "

@@ -33,6 +33,14 @@ def lower_tile(index):
 
 @_jit
 @no_type_check
+def packed_at(rows, columns):
+    """Where the entries lie in the tiles of `packed`: those on and below the diagonal, row by row."""
+    i = rows // 16
+    return (i * (i + 1) // 2) * 256 + (rows % 16) * 16 + (columns // 16) * 256 + columns % 16
+
+
+@_jit
+@no_type_check
 def grouped_tile(index, tiles_m, tiles_n, GROUP: tl.constexpr):
     """The tile (i, j) with the given index, in groups of rows, so that programs near in time share operands."""
     width = GROUP * tiles_n
@@ -43,16 +51,21 @@ def grouped_tile(index, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @_jit
 @no_type_check
-def store_update(total, stride, i, j, rows, columns, n, product, weight):
-    """total ← total + weight·(product − total) on one tile, and its mirror image when i ≠ j."""
+def store_update(total, stride, i, j, rows, columns, n, product, weight, PACKED: tl.constexpr):
+    """total ← total + weight·(product − total) on one tile, and its mirror image when i ≠ j, unless that is packed."""
     inside = (rows[:, None] < n) & (columns[None, :] < n)
-    here = total + rows[:, None] * stride + columns[None, :]
+    if PACKED:
+        inside = inside & (columns[None, :] // 16 <= rows[:, None] // 16)
+        here = total + packed_at(rows[:, None], columns[None, :])
+    else:
+        here = total + rows[:, None] * stride + columns[None, :]
     former = tl.load(here, mask=inside, other=0.0)
     # With weight 1 the former content is ignored, even if it is not finite.
     updated = tl.where(weight == 1.0, product, former + weight * (product - former))
     tl.store(here, updated, mask=inside)
-    if i != j:
-        tl.store(total + columns[None, :] * stride + rows[:, None], updated, mask=inside)
+    if not PACKED:  # noqa: SIM102 (decided when compiled, the next when run)
+        if i != j:
+            tl.store(total + columns[None, :] * stride + rows[:, None], updated, mask=inside)
 
 
 @_jit
@@ -60,7 +73,7 @@ def store_update(total, stride, i, j, rows, columns, n, product, weight):
 def gram_kernel(
     total, X, weight, alpha, partial, m, n, rows_each,
     total_k, total_row, X_k, X_row,
-    LISTED: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    LISTED: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """One tile of alpha·XᵀX: written into the total (SPLIT 1), or the part of some rows into `partial`.
 
@@ -91,7 +104,7 @@ def gram_kernel(
             right_at += BLOCK_ROWS * X_row
         acc *= alpha
         if SPLIT == 1:
-            store_update(total + k * total_k, total_row, i, j, left, right, n, acc, w)
+            store_update(total + k * total_k, total_row, i, j, left, right, n, acc, w, PACKED)
         else:
             tile = (part + SPLIT * k) * tl.num_programs(0) + index
             line, column = tl.arange(0, BLOCK), tl.arange(0, BLOCK)
@@ -101,8 +114,9 @@ def gram_kernel(
 @_jit
 @no_type_check
 def gram_finish_kernel(
-    total, weight, partial, n, total_k, total_row, SPLIT: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr
-):
+    total, weight, partial, n, total_k, total_row,
+    SPLIT: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
     """The sum of the parts that `gram_kernel` left, LINES lines of a tile at a time, written into the total."""
     index, chunk, k = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     w = tl.load(weight + k)
@@ -114,7 +128,7 @@ def gram_finish_kernel(
         for part in range(SPLIT):
             tile = (part + SPLIT * k) * tl.num_programs(0) + index
             acc += tl.load(partial + tile * BLOCK * BLOCK + line[:, None] * BLOCK + column[None, :])
-        store_update(total + k * total_k, total_row, i, j, i * BLOCK + line, j * BLOCK + column, n, acc, w)
+        store_update(total + k * total_k, total_row, i, j, i * BLOCK + line, j * BLOCK + column, n, acc, w, PACKED)
 
 
 @_jit

@@ -65,27 +65,41 @@ def gram_update_(
     if K == 0 or n == 0:
         return total
     _check_gram(total_, matrices)
-    first, weight = matrices[0], weight.reshape(-1).contiguous()
-    m, X_k = first.shape[-2], first.stride(0) if first.ndim == 3 else 0
+    launch_gram(total_, matrices, weight, alpha, tiles, parts)
+    return total
+
+
+def launch_gram(
+    total: Tensor,
+    matrices: tuple[Tensor, ...],
+    weight: Tensor,
+    alpha: int | float,
+    tiles: Tiles,
+    parts: int | None,
+    packed: bool = False,
+) -> None:
+    """The kernels of `gram_update_`, for totals ``[K, n, n]`` or `packed` ones."""
+    first, weight, K = matrices[0], weight.reshape(-1).contiguous(), len(total)
+    m, n = first.shape[-2:]
+    X_k = first.stride(0) if first.ndim == 3 else 0
     across = ceil(n, tiles.n)
     count = across * (across + 1) // 2
     parts = _parts(count * K, m, tiles) if parts is None else parts
     rows_each = ceil(ceil(m, parts), tiles.depth) * tiles.depth
     shape = (parts, K, count, tiles.n, tiles.n) if parts > 1 else (1,)
     partial = torch.empty(shape, dtype=torch.float32, device=total.device)
-    strides = total_.stride()[:2]
+    strides = total.stride()[:2]
     with on(total.device):
         kernels().gram_kernel[(count, parts, K)](
-            total_, matrices, weight, float(alpha), partial, m, n, rows_each, *strides, X_k, first.stride(-2),
-            LISTED=len(matrices), SPLIT=parts, BLOCK=tiles.n, BLOCK_ROWS=tiles.depth,
+            total, matrices, weight, float(alpha), partial, m, n, rows_each, *strides, X_k, first.stride(-2),
+            LISTED=len(matrices), SPLIT=parts, PACKED=packed, BLOCK=tiles.n, BLOCK_ROWS=tiles.depth,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         if parts > 1:
             lines = min(FINISH_LINES, tiles.n)
             kernels().gram_finish_kernel[(count, tiles.n // lines, K)](
-                total_, weight, partial, n, *strides, SPLIT=parts, BLOCK=tiles.n, LINES=lines, num_warps=4
+                total, weight, partial, n, *strides, SPLIT=parts, PACKED=packed, BLOCK=tiles.n, LINES=lines, num_warps=4
             )
-    return total
 
 
 def pair_product(
