@@ -11,7 +11,7 @@ from gpu_rows import EVERY, Made, Row
 from measure import reason
 from torch import Tensor
 
-WARM_UP = 61
+WARM_UP = 101
 """Steps before the first one that counts: refreshes come often while statistics are young, and are then recorded."""
 BLOCK = 5
 """Iterations without optimizer between two cycles."""

@@ -72,7 +72,7 @@ def test_means_of_listed_matrices(n: int, border: bool):
 @pytest.mark.parametrize("half", [True, False])
 @pytest.mark.parametrize("name", MEMBERS)
 def test_steps_are_the_same(name: str, half: bool, monkeypatch: pytest.MonkeyPatch):
-    """Bases may come to rest elsewhere where eigenvalues are nearly equal."""
+    """Bases may come to rest elsewhere where eigenvalues are nearly equal, and inverses are refined to 3e-3 or so."""
     ends, kept = [], []
     for on in (True, False):
         if not on:
@@ -92,4 +92,5 @@ def test_steps_are_the_same(name: str, half: bool, monkeypatch: pytest.MonkeyPat
     assert kept[0] > 0
     assert kept[1] == 0
     way = float((ends[1] - start).norm())
-    assert float((ends[0] - ends[1]).norm()) < (1e-3 if name in ("KFAC", "FOOF", "LocoProp") else 5e-2) * way
+    bound = {"KFAC": 3e-3, "FOOF": 1e-3, "LocoProp": 1e-3}.get(name, 5e-2)
+    assert float((ends[0] - ends[1]).norm()) < bound * way

@@ -34,7 +34,8 @@ def squares_ema_kernel(s, R, scales, weight, factor, entries, s_k, R_k, SCALES: 
         x = factor * (r * r)
         former = tl.load(s + k * s_k + at, mask=inside, other=0.0)
         new = tl.where(w == 1.0, x, former + w * (x - former))
-        tl.store(s + k * s_k + at, new, mask=inside & (x < float("inf")))
+        # What is left is written as it was: a mask of its own for every entry would make narrow stores.
+        tl.store(s + k * s_k + at, tl.where(x < float("inf"), new, former), mask=inside)
 
 
 @_jit
@@ -61,9 +62,8 @@ def damped_quotient_kernel(
     if HAS_WEIGHT:  # as `squares_ema_kernel` does
         w = tl.load(weight + k)
         x = tl.where(w != 0.0, factor * (r * r), float("inf"))
-        taken = x < float("inf")
-        mean = tl.where(taken, tl.where(w == 1.0, x, mean + w * (x - mean)), mean)
-        tl.store(s + k * s_k + at, mean, mask=inside & taken)
+        mean = tl.where(x < float("inf"), tl.where(w == 1.0, x, mean + w * (x - mean)), mean)
+        tl.store(s + k * s_k + at, mean, mask=inside)
     y = tl.div_rn(r, mean + added)
     tl.store(out + k * out_k + at, stored(y, out.dtype.element_ty), mask=inside)
     if HAS_LARGEST:

@@ -17,7 +17,7 @@ from layerwise.optim.refined import own_size
 from layerwise.optim.rule import Context, Health, State
 from layerwise.optim.solver import Plan
 from layerwise.optim.stored import products_of
-from layerwise.optim.sweeps import CLOSELY_COUPLED, LOOSELY_COUPLED, MORE_SWEEPS, ONE_MORE, basis_watch
+from layerwise.optim.sweeps import CLOSELY_COUPLED, basis_watch
 
 BASIS = ("U_P", "U_P_scale", "s_P", "U_Q", "U_Q_scale", "s_Q")
 
@@ -94,14 +94,13 @@ def track(
         return
     M = symmetric.operand(state[side][groups])
     kept, sweeps = stored.matrix(state, name, groups), plan.rounds(name)
-    sweeps += ONE_MORE if limit < LOOSELY_COUPLED and sweeps > 1 else 0
     if isinstance(kept, Half):
         U, values, couplings = tracked_half(M, kept, sweeps)
     else:
         products = products_of(state, name)
         U, values, couplings = tracked_basis(M, stored.value(state, name, groups), sweeps, products)
     good = torch.isfinite(values).all(-1) & torch.isfinite(couplings[-1])
-    basis_watch(state, name, context, limit).say(groups, torch.where(good, couplings, torch.inf)[:MORE_SWEEPS])
+    basis_watch(state, name, context, limit).say(groups, torch.where(good, couplings, torch.inf))
     stored.write(state, name, groups, U, good)
     stored.write(state, f"s_{side}", groups, values.clamp_min(0), good)
 

@@ -21,23 +21,20 @@ MORE_SWEEPS = 3
 """At most, and at first, when a basis turns fast. Two do for first couplings up to three times the limit."""
 TURNS = 2
 """A basis takes the most sweeps that were needed in so many turns."""
-COUPLED = 0.025
+COUPLED = 0.02
 """Over the power: up to this coupling before the last sweep, directions ``P⁻ᵖ G Q⁻ᵖ`` err by 1e-2 at most.
 
 A rotation by an angle between eigenvalues a and b changes a root by that angle times ``a⁻ᵖ − b⁻ᵖ``, about p times
 ``log(b/a)``: the smaller the power, the less it counts. Measured against eigh in float64, a basis followed by single
 sweeps, both factors coupled alike: at a power of ¼ an error of 1e-2 comes at couplings from 0.1 (random drifts) to
-0.13 (factors of trainings), at ½ from 0.05 (Shampoo's factors) to 0.07.
+0.13 (factors of trainings), at ½ from 0.05 (Shampoo's factors) to 0.07; a little earlier where a first sweep has left
+the coupling, and not a drift. Beyond the limit the turn counts as a refusal, and the next takes more sweeps.
 """
-CLOSELY_COUPLED = 0.045
+CLOSELY_COUPLED = 0.03
 """The same of EKFAC where scalings are the factors' own eigenvalues; it damps their product, not each of them."""
 LOOSELY_COUPLED = 0.5
 """The same where second moments are measured in whatever basis there is: about what a step of orthogonal iteration,
 SOAP's own, leaves of a factor that changes fast."""
-ONE_MORE = 1
-"""Sweeps beyond those that were needed, if these are more than one, but not in a basis that may be loosely coupled.
-A basis that turns fast may turn faster at its next turn, and what a first sweep leaves counts for more than a drift of
-the same coupling: of forty layers of trainings, directions erred by more than 1e-2 in three (up to 1.3e-2)."""
 FAR = 3
 """From so many limits one sweep does not come below the limit: on factors of trainings it divides couplings of 0.2 to
 0.3 by three, smaller ones by more, and larger ones by two."""
@@ -51,7 +48,7 @@ def coupled(power: float) -> float:
     """The limit of the coupling before the last sweep, for directions with a factor's power −p.
 
     >>> coupled(0.25), coupled(0.5)
-    (0.1, 0.05)
+    (0.08, 0.04)
     """
     return min(LOOSELY_COUPLED, COUPLED / power)
 
