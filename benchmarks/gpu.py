@@ -6,8 +6,8 @@
 
 Whole iterations (zero_grad, forward, backward, step) lie between CUDA events and are queued one after the other;
 nothing is waited for before all of a row are queued. After a warm-up come cycles of ten steps, and between them the
-same iteration without optimizer, so that drift cancels. `amortised` is the mean iteration less the median one without
-optimizer. Embeddings, norm layers and the head get AdamW: that tail is a row of its own, the engine's fallback on these
+same iteration without optimizer, so that drift cancels. `amortised` is the mean of the ten steps, each at its median over
+cycles, less the median iteration without optimizer; `mean` is that of all iterations, stalls of the host included. Embeddings, norm layers and the head get AdamW: that tail is a row of its own, the engine's fallback on these
 parameters alone (all gradients are computed, those of hidden matrices let go before the step), and `hidden` is what is
 left of a member without its tail, and without the backward of sampled labels, which is a column (`label`). Members
 whose biases get the fallback too have a tail with biases.
@@ -35,6 +35,7 @@ COLUMNS = (
     ("hidden", "hidden", 3),
     ("label", "label", 2),
     ("amortised", "amortised", 3),
+    ("mean", "mean", 2),
     ("median", "median", 2),
     ("slowest", "slowest", 2),
     ("max", "max", 2),

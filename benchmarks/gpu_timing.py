@@ -71,9 +71,10 @@ def _loss(task: Task, model: torch.nn.Module) -> float:
 def summary(row: Row, plain: list[Iteration], cycles: list[list[Iteration]]) -> dict:
     """Numbers in milliseconds.
 
-    `amortised`: mean iteration less the median one without optimizer. `label`: what the forward of a sampled member
-    takes longer, on average over a cycle; at most a plain backward for each statistics step, so that factor products
-    made there count as the step's. `slowest`: of the ten steps of a cycle, each taken at its median over cycles.
+    Each of the ten steps of a cycle is taken at its median over cycles. `amortised`: their mean, less the median
+    iteration without optimizer; `slowest`: of them. `label`: what the forward of a sampled member takes longer, on
+    average over a cycle; at most a plain backward for each statistics step, so that factor products made there count as
+    the step's. `mean` and `max` are of all iterations, stalls of the host included.
     """
     base = statistics.median(i.whole for i in plain)
     forward, backward = (statistics.median(getattr(i, part) for i in plain) for part in ("forward", "backward"))
@@ -87,27 +88,27 @@ def summary(row: Row, plain: list[Iteration], cycles: list[list[Iteration]]) -> 
         "plain_forward": forward,
         "plain_backward": backward,
         "mean": statistics.mean(i.whole for i in every),
-        "amortised": statistics.mean(i.whole for i in every) - base,
+        "amortised": statistics.mean(_profile(wholes)) - base,
         "label": label,
         "median": statistics.median(i.whole for i in every),
         "max": max(i.whole for i in every),
-        "slowest": _slowest(wholes),
+        "slowest": max(_profile(wholes)),
         "step_mean": statistics.mean(i.step for i in every),
         "step_median": statistics.median(i.step for i in every),
         "step_max": max(i.step for i in every),
-        "step_slowest": _slowest(steps),
+        "step_slowest": max(_profile(steps)),
         "forward_more": longer,
         "backward_more": statistics.mean(i.backward for i in every) - backward,
-        "profile": [round(statistics.median(c[k] for c in wholes), 3) for k in range(EVERY)],
-        "step_profile": [round(statistics.median(c[k] for c in steps), 3) for k in range(EVERY)],
+        "profile": [round(ms, 3) for ms in _profile(wholes)],
+        "step_profile": [round(ms, 3) for ms in _profile(steps)],
     }
     found["ratio"] = found["slowest"] / found["median"]
     found["step_ratio"] = found["step_slowest"] / max(found["step_median"], 1e-9)
     return {name: round(v, 3) if isinstance(v, float) else v for name, v in found.items()}
 
 
-def _slowest(cycles: list[list[float]]) -> float:
-    return max(statistics.median(cycle[k] for cycle in cycles) for k in range(EVERY))
+def _profile(cycles: list[list[float]]) -> list[float]:
+    return [statistics.median(cycle[k] for cycle in cycles) for k in range(EVERY)]
 
 
 # --- state -------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ MORE_SWEEPS = 3
 """At most, and at first, when a basis turns fast. Two do for first couplings up to three times the limit."""
 TURNS = 2
 """A basis takes the most sweeps that were needed in so many turns."""
-COUPLED = 0.02
+COUPLED = 0.0225
 """Over the power: up to this coupling before the last sweep, directions ``P⁻ᵖ G Q⁻ᵖ`` err by 1e-2 at most.
 
 A rotation by an angle between eigenvalues a and b changes a root by that angle times ``a⁻ᵖ − b⁻ᵖ``, about p times
@@ -48,7 +48,7 @@ def coupled(power: float) -> float:
     """The limit of the coupling before the last sweep, for directions with a factor's power −p.
 
     >>> coupled(0.25), coupled(0.5)
-    (0.08, 0.04)
+    (0.09, 0.045)
     """
     return min(LOOSELY_COUPLED, COUPLED / power)
 
