@@ -6,11 +6,12 @@
 
 Whole iterations (zero_grad, forward, backward, step) lie between CUDA events and are queued one after the other;
 nothing is waited for before all of a row are queued. After a warm-up come cycles of ten steps, and between them the
-same iteration without optimizer, so that drift cancels. `amortised` is the mean of the ten steps, each at its median over
-cycles, less the median iteration without optimizer; `mean` is that of all iterations, stalls of the host included. Embeddings, norm layers and the head get AdamW: that tail is a row of its own, the engine's fallback on these
-parameters alone (all gradients are computed, those of hidden matrices let go before the step), and `hidden` is what is
-left of a member without its tail, and without the backward of sampled labels, which is a column (`label`). Members
-whose biases get the fallback too have a tail with biases.
+same iteration without optimizer, so that drift cancels. `amortised` is the mean of the ten steps, each at its median
+over cycles, less the median iteration without optimizer; `mean` is that of all iterations, stalls of the host included.
+Embeddings, norm layers and the head get AdamW: that tail is a row of its own, the engine's fallback on these parameters
+alone (all gradients are computed, those of hidden matrices let go before the step), and `hidden` is what is left of a
+member without its tail, and without the backward of sampled labels, which is a column (`label`). Members whose biases
+get the fallback too have a tail with biases.
 Members with a number take statistics every so many steps; all refresh every ten. `slowest` is the slowest of the ten
 steps of a cycle, each at its median over cycles; `max` is the slowest of all. State is that of the whole optimizer.
 """
