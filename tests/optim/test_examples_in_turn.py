@@ -98,25 +98,40 @@ def test_rows_are_let_go_one_after_the_other(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_state_that_is_saved_in_between(monkeypatch: pytest.MonkeyPatch):
-    """Has the scalings of all layers, and is gone on with as if nothing had been saved."""
-    run = Run(monkeypatch)
-    run.steps(EVERY + 2)
-    assert run.waiting()
+    """Has the scalings of all layers; the run goes on as if nothing had been saved."""
+    run, other = Run(monkeypatch), Run(monkeypatch)
+    for each in (run, other):
+        each.steps(EVERY + 2)
+    waiting = run.waiting()
+    assert waiting
     expected = {id(stack): stack.state["s"].clone() for stack in run.stacks}
     for stack in run.stacks:
         for share in stack.memory.get(WAITING, []):
             expected[id(stack)][share.groups] = run.at_once(stack)[share.groups]
     saved = run.opt.state_dict()
-    assert not run.waiting()
+    assert run.waiting() == waiting
+    found = {name: kept["s"] for of in saved["state"].values() for name, kept in of.items() if "s" in kept}
     for stack in run.stacks:
-        assert torch.equal(stack.state["s"], expected[id(stack)])
-    other = Run(monkeypatch)
-    other.model.load_state_dict(run.model.state_dict())
-    other.opt.load_state_dict(saved)
-    other.taken = run.taken
+        own = stack.state["s"].clone()
+        stack.state["s"].copy_(expected[id(stack)])
+        for name, kept in stack.saved().items():
+            assert torch.equal(found[name], kept["s"])
+        stack.state["s"].copy_(own)
     for each in (run, other):
         each.steps(4)
     assert torch.equal(flat(run.model), flat(other.model))
+
+
+def test_a_layer_without_a_gradient_at_its_turn_looks_later(monkeypatch: pytest.MonkeyPatch):
+    run = Run(monkeypatch)
+    run.steps(EVERY + 1)
+    stack = next(stack for stack in run.stacks if stack.memory.get(WAITING))
+    share = min(stack.memory[WAITING], key=lambda share: share.step)
+    context = Context(share.step, 0.0, 0.0, True, {})
+    run.opt._descent.spread.run(stack, None, context, [False] * len(stack.state["s"]))
+    assert share in stack.memory[WAITING]
+    run.opt._descent.spread.run(stack, None, context, [True] * len(stack.state["s"]))
+    assert share not in stack.memory[WAITING]
 
 
 def test_a_batch_that_comes_before_the_last_is_done(monkeypatch: pytest.MonkeyPatch):

@@ -635,3 +635,21 @@ def test_adaptive_damping_keeps_the_proportions_of_groups():
     assert now[0] > first[0]
     assert now[0] / now[1] == pytest.approx(first[0] / first[1])
     assert now[0] / first[0] == pytest.approx((20 / 19) ** 3)
+
+
+@pytest.mark.parametrize("name", ["KFAC", "SOAP"])
+def test_a_step_under_autocast_is_the_same(name: str):
+    """Products of a step have a precision of their own."""
+    ends = []
+    for under in (False, True):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+        opt = getattr(lw.optim, name)(model, lr=1e-3, solver="newton", refresh_every=1)
+        for step in range(3):
+            opt.zero_grad()
+            model(torch.randn(16, 8, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=under):
+                opt.step()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*ends)

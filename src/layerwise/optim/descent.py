@@ -144,7 +144,7 @@ class Descent:
             if rule.refreshes:
                 self.refreshes.run(stack, context, waits)
             if rule.keeps_recorded:
-                part.observed = self.spread.run(stack, part.observed, context)
+                part.observed = self.spread.run(stack, part.observed, context, stack.by_group(part.active))
 
     def learn_gradient(self, part: Part) -> None:
         """The gradient's own statistics, where this step takes some."""

@@ -16,6 +16,7 @@ from layerwise.foundations.errors import InputError, LayerwiseError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
 from layerwise.foundations.vectors import unwrap
+from layerwise.layers.calling import in_own_arithmetic
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.capture import Capture, LossScale, Seen
 from layerwise.optim.damping import Damping
@@ -29,7 +30,7 @@ from layerwise.optim.refreshes import Refreshes
 from layerwise.optim.report import headline, layer_row, measure, table
 from layerwise.optim.rule import Context, Health, UpdateRule
 from layerwise.optim.solver import SOLVERS
-from layerwise.optim.spread import Spread, finish
+from layerwise.optim.spread import Spread, finished
 from layerwise.optim.stack import Stack
 
 LOOK_EVERY = 100
@@ -308,6 +309,7 @@ class Layerwise(torch.optim.Optimizer):
             group["damping"] *= ratio
 
     @torch.no_grad()
+    @in_own_arithmetic
     def _step(self) -> None:
         self._requireknown()
         device = self.param_groups[0]["params"][0].device
@@ -439,9 +441,11 @@ class Layerwise(torch.optim.Optimizer):
     def _saved(self) -> dict[str, dict[str, Tensor]]:
         if self._stacks is None:
             return self._loaded
+        found: dict[str, dict[str, Tensor]] = {}
         for stack in self._stacks:
-            finish(stack)
-        return {name: saved for stack in self._stacks for name, saved in stack.saved().items()}
+            with finished(stack):
+                found.update(stack.saved())
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The inverse of `state_dict`; another member's statistics are taken where they mean the same."""

@@ -95,12 +95,14 @@ def _refined(M: Any, guess: Any, rounds: int, products: Products) -> Refined:
 def _verdict(found: Refined, rounds: int) -> Tensor:
     """Rounds that would have done or will, where it converges; see `solver`.
 
-    Where rounding is all that is left, more rounds, or Cholesky, would leave it too: it is counted, and no more.
+    Where rounding is all that is left, more rounds, or Cholesky, would leave it too: it is counted, and no more. But a
+    factor that has grown or shrunk as a whole leaves as much; only all rounds, which take the scale out, tell the two.
     """
     fine = accepted(found.residual, found.radius) & (found.residual <= FINE_RESIDUAL)
     rounded = accepted(0 * found.radius, found.radius) & (found.residual >= ROUNDED * found.radius)
-    wanting = ~fine & ~(rounded & (found.residual <= RESIDUAL_LIMIT))
-    needed = torch.where(fine | rounded, found.needed, min(rounds + 1, MOST_ROUNDS))
+    within = rounded & (found.residual <= RESIDUAL_LIMIT)
+    enough = fine | (rounded if rounds == MOST_ROUNDS else within)
+    wanting, needed = ~fine & ~within, torch.where(enough, found.needed, min(rounds + 1, MOST_ROUNDS))
     return torch.where(found.radius < CONVERGING, needed + wanting * WANTING, REFUSED)
 
 

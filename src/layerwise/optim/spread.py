@@ -6,7 +6,8 @@ has been renewed if statistics are taken as often as that, and their inputs and 
 Between the batch and its turn a layer has the scalings of before, or those that its refresh has begun anew.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,17 +51,23 @@ class Spread:
         over = (every if by_itself else 1) if over is None else over
         return cls(min(over, every))
 
-    def run(self, stack: Stack, seen: Observation | None, context: Context) -> Observation | None:
+    def run(
+        self, stack: Stack, seen: Observation | None, context: Context, active: Sequence[bool]
+    ) -> Observation | None:
         """Look at examples whose turn it is, after those of a new batch have got theirs; returns what the step is to
-        look at itself."""
+        look at itself.
+
+        Layers that are not active keep their state at this step, so that theirs wait for another.
+        """
         if seen is not None and self.over > 1:
             finish(stack)
             stack.memory[WAITING] = self._shares(stack, seen, context)
             seen = None
         waiting: list[Share] = stack.memory.get(WAITING, [])
         if waiting:
-            stack.memory[WAITING] = [share for share in waiting if share.step > context.step]
-            look_at(stack, [share for share in waiting if share.step <= context.step])
+            due = [share.step <= context.step and all(active[share.groups]) for share in waiting]
+            stack.memory[WAITING] = [share for share, now in zip(waiting, due, strict=True) if not now]
+            look_at(stack, [share for share, now in zip(waiting, due, strict=True) if now])
         return seen
 
     def _shares(self, stack: Stack, seen: Observation, context: Context) -> list[Share]:
@@ -96,5 +103,18 @@ def look_at(stack: Stack, shares: Sequence[Share]) -> None:
 
 
 def finish(stack: Stack) -> None:
-    """Look at all that wait: before a new batch, and before the state is saved."""
+    """Look at all that wait: before a new batch."""
     look_at(stack, stack.memory.pop(WAITING, []))
+
+
+@contextmanager
+def finished(stack: Stack) -> Iterator[None]:
+    """For the moment all that wait are looked at, as when the state is saved; the run itself goes on as it would."""
+    waiting = stack.memory.get(WAITING, [])
+    kept = stack.state["s"].clone() if waiting else None
+    look_at(stack, waiting)
+    try:
+        yield
+    finally:
+        if kept is not None:
+            stack.state["s"].copy_(kept)

@@ -20,8 +20,9 @@ from layerwise.foundations.linalg.triton_products import pair_product
 UNIT = 2.0**14
 """Scale of E, of ``E + E²/2`` and of ``I − Vᵀ V``."""
 LARGE = 1536
-"""From this size on products with a result in float16 are cuBLAS's. It has then a tile for every processor, and does
+"""From this size on products with a result in float16 are cuBLAS's, if it has a tile for every processor: then it does
 not cut sums into parts, whose totals it may keep in float16, where they overflow."""
+TILE, PROCESSORS = 128 * 256, 132
 
 
 def tracked_half(
@@ -48,7 +49,7 @@ def tracked_half(
         U, values, left = _sweep(M_, U, damping, still)
         couplings.append(left)
     # S was computed of 2¹⁴ U and of M times its scale. Both reciprocals are exact, where the product may overflow.
-    return U, values * M_.scale.reciprocal()[..., None] / BASIS_SCALE, torch.stack(couplings)
+    return U, values / BASIS_SCALE * M_.scale.reciprocal()[..., None], torch.stack(couplings)
 
 
 def _sweep(M: HalfPair, U: Half, damping: int | float, still: int | float) -> tuple[Half, Tensor, Tensor]:
@@ -85,11 +86,11 @@ def _rotation(U: Half, C: HalfPair, damping: int | float, still: int | float) ->
 
 def _turned(U: Half, F: Float16[Tensor, "*batch n n"], share: float) -> Half:
     """``U + share·U F`` in float16."""
-    if U.hi.ndim == 3 and U.device.type == "cuda" and U.shape[-1] >= LARGE:
-        return Half(torch.baddbmm(U.hi, U.hi, F, alpha=share / UNIT), U.scale)
+    out = torch.empty_like(U.hi, memory_format=torch.contiguous_format)
+    if by_cublas(U):
+        return Half(torch.baddbmm(U.hi, U.hi, F, alpha=share / UNIT, out=out), U.scale)
     if _takes(U):
         F_ = Half(F, torch.full_like(U.scale, UNIT))
-        out = torch.empty_like(U.hi, memory_format=torch.contiguous_format)
         return Half(pair_product(U, F_, add=U.hi, alpha=share * BASIS_SCALE, out=out), U.scale)
     C = U.hi.float() @ F.float()
     return Half(torch.add(U.hi.float(), C, alpha=share / UNIT).half(), U.scale)
@@ -102,6 +103,14 @@ def _defect(V: Half, out: Float16[Tensor, "*batch n n"]) -> Float16[Tensor, "*ba
     C = V.hi.mT.float() @ V.hi.float()
     eye = torch.eye(C.shape[-1], device=C.device)
     return (UNIT * (eye - C / BASIS_SCALE**2)).half()
+
+
+def by_cublas(U: Half) -> bool:
+    """Whether cuBLAS may write float16; not where it was told to sum in it."""
+    if U.hi.ndim != 3 or U.device.type != "cuda" or U.shape[-1] < LARGE:
+        return False
+    sums_in_half = getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False)
+    return not sums_in_half and U.hi.numel() >= PROCESSORS * TILE
 
 
 def _takes(U: Half) -> bool:

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Float16, Float32
 from torch import Tensor
 
 from layerwise.foundations.linalg import half_pairs, triton_products
-from layerwise.foundations.linalg.half_bases import LARGE
+from layerwise.foundations.linalg.half_bases import by_cublas
 from layerwise.foundations.linalg.halves import Half
 from layerwise.foundations.linalg.orthogonal import BASIS_SCALE
 from layerwise.foundations.linalg.triton_device import ceil, kernels, on
@@ -27,10 +27,11 @@ def turn_between(U_new: Half, U_old: Half) -> Half:
     [[[0.0, 1.0], [1.0, 0.0]]]
     """
     left = U_new.mT
-    if left.hi.ndim == 3 and left.device.type == "cuda" and left.shape[-1] >= LARGE:
-        return Half(torch.baddbmm(U_old.hi, left.hi, U_old.hi, beta=0, alpha=1 / BASIS_SCALE), U_old.scale)
+    out = torch.empty(U_old.shape, dtype=torch.float16, device=U_old.device)
+    if by_cublas(U_old):
+        torch.baddbmm(U_old.hi, left.hi, U_old.hi, beta=0, alpha=1 / BASIS_SCALE, out=out)
+        return Half(out, U_old.scale)
     if triton_products.takes(left, U_old):
-        out = torch.empty(U_old.shape, dtype=torch.float16, device=U_old.device)
         return Half(triton_products.pair_product(left, U_old, alpha=BASIS_SCALE, out=out), U_old.scale)
     C, _ = half_pairs.scaled_product(left, U_old)
     return Half((C / BASIS_SCALE).half(), U_old.scale)

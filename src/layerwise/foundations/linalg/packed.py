@@ -85,7 +85,7 @@ def unpack(
     diagonal = M.diagonal(dim1=-2, dim2=-1)
     if shift is not None:
         diagonal.add_(shift.unsqueeze(-1))
-    if fill is not None:
+    if fill is not None and own is not None:
         diagonal[:, own:] = fill.unsqueeze(-1)
     return M
 
