@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_triton_sweeps import drifted, randn
 from torch import Tensor
 
 from interpreter import INTERPRETED, passes_interpreted, starts_interpreter
@@ -26,18 +27,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         monkeypatch.setattr(triton_products, "available", lambda _: True)
         monkeypatch.setattr(orthogonal, "available", lambda _: True)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def drifted(n: int, samples: int, K: int = 2) -> tuple[Tensor, Tensor]:
-    """Factors of condition 1e6 after a drift, and the eigenbases of before."""
-    root = torch.linalg.qr(randn(K, n, n)).Q * torch.logspace(0, -3, n, dtype=torch.float64)
-    X, Y = root @ randn(K, n, 10 * n, seed=1), root @ randn(K, n, samples, seed=2)
-    last = X @ X.mT / (10 * n)
-    return (0.95 * last + 0.05 * Y @ Y.mT / samples).float(), torch.linalg.eigh(last)[1].float().contiguous()
 
 
 def value(U: Half) -> Tensor:

@@ -1,44 +1,25 @@
 """Packed symmetric matrices against whole ones: by torch, and by Triton's kernels, in its interpreter on the CPU."""
 
-import importlib.util
-import os
-import subprocess
-import sys
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from interpreter import only_interpreted, passes_interpreted, starts_interpreter
 from layerwise.foundations.errors import InputError
 from layerwise.foundations.linalg import half_pairs, packed, triton_packed
 from layerwise.foundations.linalg.triton_columns import average_grams_
 from layerwise.foundations.linalg.triton_products import Tiles
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-NUMPY = tuple(int(part) for part in np.__version__.split(".")[:2])
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton: pip install triton")
-old_numpy = pytest.mark.skipif(NUMPY >= (2, 4), reason="Triton's interpreter needs numpy < 2.4 (loops of its range)")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning"),  # numpy's, for a kernel
-]
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by `test_kernels_in_the_interpreter`")
+pytestmark = pytest.mark.interpreted
 SMALL = Tiles(m=32, n=32, depth=16, warps=1, stages=1)
 
 
-@needs_triton
-@old_numpy
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@starts_interpreter
 def test_kernels_in_the_interpreter():
-    """In a process of its own, because Triton reads the variable when it is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    passes_interpreted(__file__)
 
 
-@pytest.fixture(params=["torch", pytest.param("kernels", marks=interpreted)])
+@pytest.fixture(params=["torch", pytest.param("kernels", marks=only_interpreted)])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Torch, or the kernels, which then take the CPU's matrices."""
     monkeypatch.setattr(triton_packed, "BLOCK", 32)
@@ -133,7 +114,7 @@ def test_gram_update(n: int, parts: int, way: str):
     torch.testing.assert_close(packed.unpack(P), total, rtol=1e-5, atol=1e-5)
 
 
-@interpreted
+@only_interpreted
 @pytest.mark.parametrize("border", [True, False])
 def test_means_of_listed_matrices(border: bool):
     """The same whether they are packed or not, bit for bit: a bias's row in the last tile, or in one of its own."""
@@ -147,7 +128,7 @@ def test_means_of_listed_matrices(border: bool):
         assert torch.equal(*counts)
 
 
-@interpreted
+@only_interpreted
 def test_what_the_kernels_do_not_take():
     P = packed.zeros(2, 32)
     for X in (torch.zeros(2, 8, 32), torch.zeros(2, 8, 33).half(), [torch.zeros(8, 32).half()] * 3):

@@ -76,8 +76,8 @@ def fallback_rule(given: str | UpdateRule) -> UpdateRule:
 
 def positive(name: str, value: int) -> int:
     """A number of steps."""
-    if value < 1:
-        raise InputError(describe(f"{name}={value}", "a number of steps ≥ 1", "pass e.g. 10"))
+    if not isinstance(value, int | float) or value < 1:
+        raise InputError(describe(f"{name}={value!r}", "a number of steps ≥ 1", "pass e.g. 10"))
     return int(value)
 
 
