@@ -8,6 +8,7 @@ from torch import Tensor
 
 from layerwise.foundations import fused
 from layerwise.foundations.fused_basis import damped_quotient, scaled, squares_ema_
+from layerwise.foundations.fused_half_steps import damped_half, scaled_half
 from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
 from layerwise.foundations.linalg import half_pairs
@@ -48,6 +49,45 @@ def test_there_and_back(size: tuple[int, int, int]):
     assert error(R, U.double().mT @ X.double() @ V.double()) < 3e-6
     found = rough_between(P, with_room(X), Q.mT)
     assert error(found, U.double() @ X.double() @ V.double().mT) < 1e-3
+
+
+@pytest.mark.parametrize("spread", [0.0, 4.0])
+def test_the_way_back_may_be_written_in_float16(spread: float):
+    """Where the result is large enough; also of one entry alone, and where one entry of the result has nearly all."""
+    K, O, I = 12, 768, 784
+    U, V = basis(K, O, 1), basis(K, I, 2)
+    P, Q = basis_pair(U), basis_pair(V)
+    X = randn(K, O, I, seed=3) * torch.logspace(0, -spread, I, device="cuda")
+    X[1] = 0
+    X[1, 3, 5] = 1e-3
+    X[2] = U[2, 7].sign()[:, None] * V[2, 9].sign()
+    X[3] = 0
+    found = rough_between(P, with_room(X), Q.mT, narrow=True)
+    assert found.C.dtype == torch.float16
+    assert bool(found.C.isfinite().all())
+    expected = U.double() @ X.double() @ V.double().mT
+    size = expected.flatten(1).norm(dim=1)
+    left = (unscaled(found).double() - expected).flatten(1).norm(dim=1)
+    assert bool((left <= 1e-3 * size).all())
+    assert rough_between(P, with_room(X), Q.mT).C.dtype == torch.float32
+
+
+@pytest.mark.parametrize("sizes", [(1.0, 1.2, 0.7), (1.0, 1e4, 1e9), (1.0, 1e-5, 0.0, 1.0)])
+def test_steps_with_scales_foreseen(sizes: tuple[float, ...], no_synchronisation: None):
+    shape, before = (5, 300, 257), [torch.zeros(5, device="cuda") for _ in range(2)]
+    s, a, one = randn(*shape, seed=1).square(), randn(5, 300, seed=2), torch.ones(5, device="cuda")
+    added, errors = (None, None, None, None, one), []
+    for t, size in enumerate(sizes):
+        R = size * randn(*shape, seed=10 + t)
+        for half, expected in (
+            (damped_half(R, s, added, before[0]), R / (s + 1)),
+            (scaled_half(R, a, None, before[1]), R * a.unsqueeze(-1)),
+        ):
+            value = half.hi.float() / half.scale.view(-1, 1, 1)
+            errors.append((value - expected).norm() - 3e-4 * expected.norm())
+            errors.append(half.hi.abs().amax().float() - 2.0**7)
+    torch.cuda.set_sync_debug_mode("default")
+    assert float(torch.stack(errors).max()) <= 0
 
 
 def test_largest_entries_and_what_is_not_divided():

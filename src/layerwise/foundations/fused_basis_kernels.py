@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import no_type_check
 
 from layerwise.foundations.fused_kernels import _jit, block, stored, tile, tl, unscaled
+from layerwise.foundations.linalg.triton_split_kernels import power_of_two
 
 
 @_jit
@@ -20,6 +21,25 @@ def keep_largest(largest, k, y):
 def keep_product(partial, k, product):
     """The part of a scalar product that this program has found."""
     tl.store(partial + k * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.sum(product, 1), 0))
+
+
+@_jit
+@no_type_check
+def foreseen_scale(before, k, ROOM: tl.constexpr, HEADROOM: tl.constexpr):
+    """`fused_half_steps`: the scale that the largest entry of the last step asks for, with headroom."""
+    return power_of_two(tl.load(before + k)) / (ROOM * HEADROOM)
+
+
+@_jit
+@no_type_check
+def final_scale(largest, before, k, ROOM: tl.constexpr, HEADROOM: tl.constexpr):
+    """That scale, or where it does not fit the one of this step; and whether it fits."""
+    foreseen = foreseen_scale(before, k, ROOM, HEADROOM)
+    bits = tl.load(largest + k)
+    scaled = bits.to(tl.float32, bitcast=True) * foreseen
+    top = 32768.0 / ROOM
+    fits = (bits == 0) | ((scaled < top) & (scaled >= top / (HEADROOM * HEADROOM)))
+    return tl.where(fits, foreseen, power_of_two(bits) / ROOM), fits
 
 
 @_jit
@@ -40,23 +60,33 @@ def squares_ema_kernel(s, R, scales, weight, factor, entries, s_k, R_k, SCALES: 
 
 @_jit
 @no_type_check
-def damped_quotient_kernel(
-    R, scales, s, out, s_P, s_Q, left, right, constant, largest, partial, weight, factor, tiny,
-    rows_total, width, R_k, s_k, out_k,
-    SCALES: tl.constexpr, HAS_FACTORS: tl.constexpr, HAS_LARGEST: tl.constexpr, HAS_PARTIAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """One tile of R/(s + max(s_P·right + left·s_Q + constant, tiny)), with HAS_WEIGHT by means moved before."""
-    k = tl.program_id(1).to(tl.int64)
-    rows, columns = tile(width, ROWS, COLUMNS)
-    inside = (rows < rows_total) & (columns < width)
-    at = rows * width + columns
+def divisor(s_P, s_Q, left, right, constant, k, rows, columns, rows_total, width, tiny, HAS_FACTORS: tl.constexpr):
+    """What is added to the means: max(s_P·right + left·s_Q + constant, tiny)."""
     added = tl.load(constant + k)
     if HAS_FACTORS:
         p = tl.load(s_P + k * rows_total + rows, mask=rows < rows_total, other=0.0)
         q = tl.load(s_Q + k * width + columns, mask=columns < width, other=0.0)
         added = p * tl.load(right + k) + tl.load(left + k) * q + added
-    added = tl.where(added < tiny, tiny, added)  # NaN stays NaN
+    return tl.where(added < tiny, tiny, added)  # NaN stays NaN
+
+
+@_jit
+@no_type_check
+def damped_quotient_kernel(
+    R, scales, s, out, s_P, s_Q, left, right, constant, largest, partial, weight, before, factor, tiny,
+    rows_total, width, R_k, s_k, out_k,
+    SCALES: tl.constexpr, HAS_FACTORS: tl.constexpr, HAS_LARGEST: tl.constexpr, HAS_PARTIAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, ROOM: tl.constexpr, HEADROOM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One tile of R/(s + max(s_P·right + left·s_Q + constant, tiny)), with HAS_WEIGHT by means moved before.
+
+    With ROOM it is multiplied by the scale that was foreseen.
+    """
+    k = tl.program_id(1).to(tl.int64)
+    rows, columns = tile(width, ROWS, COLUMNS)
+    inside = (rows < rows_total) & (columns < width)
+    at = rows * width + columns
+    added = divisor(s_P, s_Q, left, right, constant, k, rows, columns, rows_total, width, tiny, HAS_FACTORS)
     r = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
     mean = tl.load(s + k * s_k + at, mask=inside, other=1.0)
     if HAS_WEIGHT:  # as `squares_ema_kernel` does
@@ -65,7 +95,10 @@ def damped_quotient_kernel(
         mean = tl.where(x < float("inf"), tl.where(w == 1.0, x, mean + w * (x - mean)), mean)
         tl.store(s + k * s_k + at, mean, mask=inside)
     y = tl.div_rn(r, mean + added)
-    tl.store(out + k * out_k + at, stored(y, out.dtype.element_ty), mask=inside)
+    written = y
+    if ROOM > 0:
+        written = y * foreseen_scale(before, k, ROOM, HEADROOM)
+    tl.store(out + k * out_k + at, stored(written, out.dtype.element_ty), mask=inside)
     if HAS_LARGEST:
         keep_largest(largest, k, tl.where(inside, y, 0.0))
     if HAS_PARTIAL:
@@ -74,27 +107,81 @@ def damped_quotient_kernel(
 
 @_jit
 @no_type_check
-def scaled_kernel(
-    R, scales, out, a, b, largest, partial, rows_total, width, R_k, out_k,
-    SCALES: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr, HAS_LARGEST: tl.constexpr,
-    HAS_PARTIAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+def quotient_again_kernel(
+    R, scales, s, out, s_P, s_Q, left, right, constant, largest, before, scale, tiny,
+    rows_total, width, R_k, s_k, out_k,
+    SCALES: tl.constexpr, HAS_FACTORS: tl.constexpr, ROOM: tl.constexpr, HEADROOM: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of R·a·b."""
+    """The same quotient by means that have been moved, where the scale that was foreseen does not fit."""
+    k = tl.program_id(1).to(tl.int64)
+    by, fits = final_scale(largest, before, k, ROOM, HEADROOM)
+    if tl.program_id(0) == 0:
+        tl.store(scale + k, by)
+    if not fits:
+        rows, columns = tile(width, ROWS, COLUMNS)
+        inside = (rows < rows_total) & (columns < width)
+        at = rows * width + columns
+        added = divisor(s_P, s_Q, left, right, constant, k, rows, columns, rows_total, width, tiny, HAS_FACTORS)
+        r = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
+        y = tl.div_rn(r, tl.load(s + k * s_k + at, mask=inside, other=1.0) + added)
+        tl.store(out + k * out_k + at, stored(by * y, out.dtype.element_ty), mask=inside)
+
+
+@_jit
+@no_type_check
+def sides_scaled(y, a, b, k, rows, columns, rows_total, width, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr):
+    """y·a·b."""
+    if HAS_ROWS:
+        y = y * tl.load(a + k * rows_total + rows, mask=rows < rows_total, other=0.0).to(tl.float32)
+    if HAS_COLUMNS:
+        y = y * tl.load(b + k * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+    return y
+
+
+@_jit
+@no_type_check
+def scaled_kernel(
+    R, scales, out, a, b, largest, partial, before, rows_total, width, R_k, out_k,
+    SCALES: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr, HAS_LARGEST: tl.constexpr,
+    HAS_PARTIAL: tl.constexpr, ROOM: tl.constexpr, HEADROOM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One tile of R·a·b; with ROOM it is multiplied by the scale that was foreseen."""
     k = tl.program_id(1).to(tl.int64)
     rows, columns = tile(width, ROWS, COLUMNS)
     inside = (rows < rows_total) & (columns < width)
     at = rows * width + columns
     r = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
-    y = r
-    if HAS_ROWS:
-        y = y * tl.load(a + k * rows_total + rows, mask=rows < rows_total, other=0.0).to(tl.float32)
-    if HAS_COLUMNS:
-        y = y * tl.load(b + k * width + columns, mask=columns < width, other=0.0).to(tl.float32)
-    tl.store(out + k * out_k + at, stored(y, out.dtype.element_ty), mask=inside)
+    y = sides_scaled(r, a, b, k, rows, columns, rows_total, width, HAS_ROWS, HAS_COLUMNS)
+    written = y
+    if ROOM > 0:
+        written = y * foreseen_scale(before, k, ROOM, HEADROOM)
+    tl.store(out + k * out_k + at, stored(written, out.dtype.element_ty), mask=inside)
     if HAS_LARGEST:
         keep_largest(largest, k, tl.where(inside, y, 0.0))
     if HAS_PARTIAL:
         keep_product(partial, k, tl.where(inside, y * r, 0.0))
+
+
+@_jit
+@no_type_check
+def scaled_again_kernel(
+    R, scales, out, a, b, largest, before, scale, rows_total, width, R_k, out_k,
+    SCALES: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr, ROOM: tl.constexpr,
+    HEADROOM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The same, where the scale that was foreseen does not fit."""
+    k = tl.program_id(1).to(tl.int64)
+    by, fits = final_scale(largest, before, k, ROOM, HEADROOM)
+    if tl.program_id(0) == 0:
+        tl.store(scale + k, by)
+    if not fits:
+        rows, columns = tile(width, ROWS, COLUMNS)
+        inside = (rows < rows_total) & (columns < width)
+        at = rows * width + columns
+        r = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
+        y = sides_scaled(r, a, b, k, rows, columns, rows_total, width, HAS_ROWS, HAS_COLUMNS)
+        tl.store(out + k * out_k + at, stored(by * y, out.dtype.element_ty), mask=inside)
 
 
 @_jit

@@ -207,10 +207,10 @@ def damped_quotient(
     partial, weight = room_for_sums(along, K, tiles(O, I)), None if weight is None else weight.contiguous()
     with on(s.device):
         basis_kernels().damped_quotient_kernel[(tiles(O, I), K)](
-            R, listed(scales, 0), s, out, *factors, constant.contiguous(), bits(largest), partial, weight,
+            R, listed(scales, 0), s, out, *factors, constant.contiguous(), bits(largest), partial, weight, None,
             float(factor), torch.finfo(s.dtype).tiny, O, I, R.stride(0), s.stride(0), out.stride(0),
             SCALES=len(scales), HAS_FACTORS=left is not None, HAS_LARGEST=largest is not None,
-            HAS_PARTIAL=partial is not None, HAS_WEIGHT=weight is not None, **TILE,
+            HAS_PARTIAL=partial is not None, HAS_WEIGHT=weight is not None, ROOM=0, HEADROOM=0, **TILE,
         )  # fmt: skip
     add_up(partial, along)
 
@@ -230,9 +230,9 @@ def scaled(
     partial = room_for_sums(along, K, tiles(O, I))
     with on(R.device):
         basis_kernels().scaled_kernel[(tiles(O, I), K)](
-            R, listed(scales, 0), out, *sides, bits(largest), partial, O, I, R.stride(0), out.stride(0),
+            R, listed(scales, 0), out, *sides, bits(largest), partial, None, O, I, R.stride(0), out.stride(0),
             SCALES=len(scales), HAS_ROWS=a is not None, HAS_COLUMNS=b is not None, HAS_LARGEST=largest is not None,
-            HAS_PARTIAL=partial is not None, **TILE,
+            HAS_PARTIAL=partial is not None, ROOM=0, HEADROOM=0, **TILE,
         )  # fmt: skip
     add_up(partial, along)
 

@@ -62,7 +62,7 @@ def scaled_unrotate(state: State, Y: Float[Tensor, "*B K O I"] | Half) -> Float[
     if isinstance(Y, Tensor) and P is None and Q is None:
         return Y
     half = Y if isinstance(Y, Half) else orthogonal.with_room(Y)
-    return orthogonal.rough_between(P, half, None if Q is None else Q.mT)  # type: ignore[arg-type]
+    return orthogonal.rough_between(P, half, None if Q is None else Q.mT, narrow=True)  # type: ignore[arg-type]
 
 
 def in_halves(state: State) -> bool:
@@ -71,14 +71,12 @@ def in_halves(state: State) -> bool:
     return len(names) > 0 and all(stored.is_halved(state, name) for name in names)
 
 
-def room_for_largest(state: State, X: Float[Tensor, "K O I"]) -> Float[Tensor, "K"] | None:
-    """Zeros, for a pass to leave its largest entries in, where the way back asks for them."""
-    return torch.zeros(len(X), dtype=torch.float32, device=X.device) if in_halves(state) else None
-
-
-def for_unrotate(Y: Float[Tensor, "K O I"], largest: Float[Tensor, "K"] | None) -> Float[Tensor, "K O I"] | Half:
-    """What a pass has left with its largest entries, as `scaled_unrotate` takes it."""
-    return Y if largest is None else orthogonal.with_room(Y, largest)
+def largest_before(context: Context, X: Float[Tensor, "K O I"]) -> Float[Tensor, "K"]:
+    """Of each group's step in the basis the largest entry, at the last step; zeros at first."""
+    known = context.memory.get("largest_in_basis")
+    if known is None or len(known) != len(X):
+        known = context.memory["largest_in_basis"] = torch.zeros(len(X), dtype=torch.float32, device=X.device)
+    return known
 
 
 def track(

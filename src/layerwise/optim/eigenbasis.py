@@ -10,6 +10,7 @@ from torch import Tensor
 from layerwise.foundations.errors import NumericalError
 from layerwise.foundations.fused import ema_
 from layerwise.foundations.fused_basis import averaged_quotient_, damped_quotient, squares_ema_
+from layerwise.foundations.fused_half_steps import damped_half
 from layerwise.foundations.fused_reference import damped
 from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
@@ -22,8 +23,8 @@ from layerwise.layers.standard import Standard
 from layerwise.optim import stored, symmetric
 from layerwise.optim.bases import (
     BASIS,
-    for_unrotate,
-    room_for_largest,
+    in_halves,
+    largest_before,
     rotate,
     scaled_rotate,
     scaled_unrotate,
@@ -291,17 +292,17 @@ class CorrectedEigenvalues(EigenFactors):
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
     ) -> Float[Tensor, "K O I"] | Half:
         """Divide by the damped scalings, which may have waited for it. ``⟨U_P Y U_Qᵀ, ∇L⟩`` is ``⟨Y, R⟩``."""
-        R, due = self._rotated(state, grad, context)
+        (R, due), s, halves = self._rotated(state, grad, context), state["s"], in_halves(state)
+        along = context.room_for_along(grad) if halves and self._own_step else None
+        added = (state["s_P"], state["s_Q"], *self._added(state, context))
+        if halves:
+            average = {"weight": self._weight(state, context), "factor": context.examples} if due else {}
+            return damped_half(R, s, added, largest_before(context, grad), along=along, **average)
         held = R.C if isinstance(R, Scaled) else R
-        largest, s = room_for_largest(state, held), state["s"]
-        along = context.room_for_along(grad) if largest is not None and self._own_step else None
-        damping = (state["s_P"], state["s_Q"], *self._added(state, context))
-        rest = {"out": None if held is grad else held, "largest": largest, "along": along}
+        out = None if held is grad else held
         if due:
-            Y = averaged_quotient_(s, R, self._weight(state, context), context.examples, *damping, **rest)
-        else:
-            Y = damped_quotient(R, s, *damping, **rest)
-        return for_unrotate(Y, largest)
+            return averaged_quotient_(s, R, self._weight(state, context), context.examples, *added, out=out)
+        return damped_quotient(R, s, *added, out=out)
 
     def _rotated(self, state: State, grad: Tensor, context: Context) -> tuple[Tensor | Scaled, bool]:
         """The gradient in the basis: from `rescale`, if that was of this gradient at this step, and used once.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.fused_basis import scaled
+from layerwise.foundations.fused_half_steps import scaled_half
 from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
 from layerwise.foundations.kronecker import split_damping
@@ -19,8 +20,8 @@ from layerwise.optim import stored, symmetric
 from layerwise.optim.averaging import finite_moments, update_mean
 from layerwise.optim.bases import (
     BASIS,
-    for_unrotate,
-    room_for_largest,
+    in_halves,
+    largest_before,
     scaled_rotate,
     scaled_unrotate,
     track,
@@ -360,10 +361,12 @@ class Factors(UpdateRule):
         )
         rough = all(isinstance(stored.matrix(state, name), Half) for name in ("U_P", "U_Q") if name in state)
         R = scaled_rotate(state, grad, context.largest_of(grad), rough=rough)
-        held = R.C if isinstance(R, Scaled) else R
-        largest, along = room_for_largest(state, held), context.room_for_along(grad)
-        Y = scaled(R, a, b, out=held, largest=largest, along=along)  # ⟨U_P Y U_Qᵀ, ∇L⟩ is ⟨Y, R⟩
-        return context.with_along(scaled_unrotate(state, for_unrotate(Y, largest)))
+        along = context.room_for_along(grad)  # ⟨U_P Y U_Qᵀ, ∇L⟩ is ⟨Y, R⟩
+        if in_halves(state):
+            Y = scaled_half(R, a, b, largest_before(context, grad), along=along)
+        else:
+            Y = scaled(R, a, b, out=R.C if isinstance(R, Scaled) else R, along=along)
+        return context.with_along(scaled_unrotate(state, Y))
 
     def quadratic(self, state: State, D: Float[Tensor, "K O I"]) -> Tensor | None:
         """``⟨D, P D Q⟩``."""

@@ -13,16 +13,14 @@ from torch import Tensor
 from layerwise.foundations.linalg import half_pairs, triton_products
 from layerwise.foundations.linalg.basis_tracking import FUSED_SIZE, STILL, coupling, rotation, second_order
 from layerwise.foundations.linalg.halves import Half, HalfPair
-from layerwise.foundations.linalg.orthogonal import BASIS_SCALE, bounded_pair, product_bound
+from layerwise.foundations.linalg.orthogonal import BASIS_SCALE, bounded_pair, product_bound, writes_halves
 from layerwise.foundations.linalg.products import HALF_PAIRS
 from layerwise.foundations.linalg.triton_products import pair_product
 
 UNIT = 2.0**14
 """Scale of E, of ``E + E²/2`` and of ``I − Vᵀ V``."""
 LARGE = 1536
-"""From this size on products with a result in float16 are cuBLAS's, if it has a tile for every processor: then it does
-not cut sums into parts, whose totals it may keep in float16, where they overflow."""
-TILE, PROCESSORS = 128 * 256, 132
+"""From this size on products with a result in float16 are cuBLAS's, if it writes that (`writes_halves`)."""
 
 
 def tracked_half(
@@ -106,11 +104,8 @@ def _defect(V: Half, out: Float16[Tensor, "*batch n n"]) -> Float16[Tensor, "*ba
 
 
 def by_cublas(U: Half) -> bool:
-    """Whether cuBLAS may write float16; not where it was told to sum in it."""
-    if U.hi.ndim != 3 or U.device.type != "cuda" or U.shape[-1] < LARGE:
-        return False
-    sums_in_half = getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False)
-    return not sums_in_half and U.hi.numel() >= PROCESSORS * TILE
+    """Whether products of bases with a result in float16 are cuBLAS's."""
+    return U.shape[-1] >= LARGE and writes_halves(U)
 
 
 def _takes(U: Half) -> bool:

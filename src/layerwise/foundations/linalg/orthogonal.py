@@ -8,6 +8,8 @@ among its subnormal numbers is 2⁻²⁵ an entry, ``2⁻³¹ √(O I)`` of the 
 Should a matrix not be orthogonal at all, finite entries are cut off at float16's largest; NaN and infinity stay.
 """
 
+import math
+
 import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
@@ -20,6 +22,8 @@ from layerwise.foundations.linalg.triton_device import MOST_MATRICES, available
 
 BASIS_SCALE = 2.0**half_pairs.TOP_EXPONENT
 ROOM = 2.0**8
+TILE, PROCESSORS = 128 * 256, 132
+"""Of cuBLAS's larger products, and of a large GPU."""
 
 
 def basis_pair(U: Float[Tensor, "*K n n"]) -> HalfPair:
@@ -66,11 +70,12 @@ def with_room(Y: Float[Tensor, "K m n"], largest: Float32[Tensor, "K"] | None = 
     return Half((Y * scale[..., None, None]).half(), scale)
 
 
-def rough_between(P: HalfPair | Half | None, Y: Half, Q: HalfPair | Half | None) -> Scaled:
+def rough_between(P: HalfPair | Half | None, Y: Half, Q: HalfPair | Half | None, *, narrow: bool = False) -> Scaled:
     """``P Y Q`` of orthogonal matrices with the fixed scale (one may be missing) and a Y with room, in 11 bits.
 
     The product with the smaller matrix comes first, and is in float16; on a GPU it is Triton's. The other is cuBLAS's:
-    by Triton, in float16 too, the way back took a fifth longer.
+    by Triton, in float16 too, the way back took a fifth longer. With `narrow` cuBLAS may write float16: half the bytes,
+    for whoever reads the result once and needs no more bits.
 
     >>> U = basis_pair(torch.eye(2)[None].flip(-1))
     >>> found = rough_between(U, with_room(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])), None)
@@ -81,8 +86,32 @@ def rough_between(P: HalfPair | Half | None, Y: Half, Q: HalfPair | Half | None)
     *first, (U, left) = sorted(sides, key=lambda side: side[0].shape[-1])
     for smaller, before in first:
         Y = Half(_turned(smaller, Y.hi, before), Y.scale)
-    C, scale = half_pairs.scaled_product(*((U, Y) if left else (Y, U)))
+    A, B = (U, Y) if left else (Y, U)
+    if narrow and writes_halves(Y):
+        return _narrow(A, B, U, Y.scale)
+    C, scale = half_pairs.scaled_product(A, B)
     return Scaled(C, (scale,))
+
+
+def writes_halves(X: Half) -> bool:
+    """Whether cuBLAS may write a result of this size in float16.
+
+    Where it has a tile for every processor it does not cut sums into parts, whose totals it might keep in float16; and
+    not where it was told to sum in that.
+    """
+    if X.hi.ndim != 3 or X.device.type != "cuda":
+        return False
+    sums_in_half = getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False)
+    return not sums_in_half and X.hi.numel() >= PROCESSORS * TILE
+
+
+def _narrow(A: Half, B: Half, U: Half, scale: Float32[Tensor, "K"]) -> Scaled:
+    """``A B``, one of them U, in float16. No entry exceeds the norm of Y, which is below ``2⁷ √(O I)``."""
+    most = 2.0**7 * (A.shape[-2] * B.shape[-1]) ** 0.5
+    down = 2.0 ** min(0, 15 - math.ceil(math.log2(most)))
+    out = torch.empty(*A.shape[:-1], B.shape[-1], dtype=torch.float16, device=A.device)
+    torch.baddbmm(out, A.hi, B.hi, beta=0, alpha=down / BASIS_SCALE, out=out)
+    return Scaled(out, (scale * down,))
 
 
 def between(P: HalfPair | Half | None, X: HalfPair, Q: HalfPair | Half | None) -> Scaled:
