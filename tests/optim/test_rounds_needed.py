@@ -6,7 +6,7 @@ from torch import Tensor
 
 from layerwise.optim import stored
 from layerwise.optim.factors import Factors
-from layerwise.optim.refined import Refined, _verdict
+from layerwise.optim.refined import EXACT_BATCHES, Refined, _verdict
 from layerwise.optim.rule import Context, Health, Shape
 from layerwise.optim.solver import REFUSED, WANTING
 
@@ -64,6 +64,18 @@ def test_a_young_mean_of_sampled_labels_is_followed(alike: bool):
     assert float((found - truth).norm() / truth.norm()) < 5e-3
     assert refused[4] == refused[-1], refused
     assert rounds[-1] == (2 if alike else 3), rounds
+
+
+def test_what_is_young_are_statistics_not_steps():
+    """The first eight batches are solved exactly, however many steps lie between, and each of them once."""
+    rule, memory, whole, turns = Factors("outgrads", "identity"), {}, slice(0, 1), []
+    rule.use_solver("newton")
+    shape = Shape(1, 16, 4, torch.float32, torch.device("cpu"))
+    state = rule.init(shape)
+    for turn in range(20):
+        context = Context(1 + 10 * turn, 0.0, 0.1, True, {}, batches=1 + turn // 2, shape=shape, memory=memory)
+        turns.append("P_root" in rule.plan(state, whole, context, Health()).exact)
+    assert turns == [True, False] * EXACT_BATCHES + [False] * 4
 
 
 def test_a_factor_that_shrinks_as_a_whole_is_followed():

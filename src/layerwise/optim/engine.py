@@ -412,6 +412,7 @@ class Layerwise(torch.optim.Optimizer):
             stack.group,
             examples=examples,
             observes=(self.steps_taken - 1) % self.factor_every == 0,
+            batches=1 + (self.steps_taken - 1) // self.factor_every,
             shape=stack.shape,
             memory=stack.memory,
         )

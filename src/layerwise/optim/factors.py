@@ -27,7 +27,7 @@ from layerwise.optim.bases import (
     track,
 )
 from layerwise.optim.channels import block_state, mean_input_eigenvalue, times_inputs
-from layerwise.optim.refined import EXACT_STEPS, refine_inverse, watch_of
+from layerwise.optim.refined import EXACT_BATCHES, refine_inverse, watch_of
 from layerwise.optim.roots import condition_numbers, guarded_root, mean_eigenvalue
 from layerwise.optim.rows import average_rows_
 from layerwise.optim.rule import Context, Health, Observation, Shape, State, UpdateRule
@@ -281,7 +281,8 @@ class Factors(UpdateRule):
             known = (state, name, context)
             watch = watch_of(*known) if root else basis_watch(*known, self.coupling_limit)
             first = watch.take_exact(context.step, groups, health)
-            if first or (root and context.step <= EXACT_STEPS):
+            young = root and context.age <= EXACT_BATCHES and watch.is_news(groups, context.age)
+            if first or young:
                 exact.add(name)
             else:
                 rounds[name] = watch.most if context.step < YOUNG_STEPS else watch.rounds(groups)

@@ -32,8 +32,8 @@ from layerwise.optim.rule import Context, State
 from layerwise.optim.solver import FAILED, MOST_ROUNDS, REFUSED, SOLVED, WANTING, InverseWatch, Plan
 from layerwise.optim.stored import products_of
 
-EXACT_STEPS = 8
-"""In the first steps statistics change too much for a refinement."""
+EXACT_BATCHES = 8
+"""While statistics are of so few, a new batch changes them too much for a refinement."""
 FINE_RESIDUAL = 3e-3
 """Of the estimate of a direction's error, which may be three times as large."""
 CONVERGING = 0.7

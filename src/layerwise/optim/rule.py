@@ -115,6 +115,8 @@ class Context:
     """Of the refresh under way; None: the rule makes its own."""
     observes: bool = True
     """Whether this step takes statistics of the gradient (`factor_every`)."""
+    batches: int | None = None
+    """How many steps have taken statistics by now; None: all."""
     gate: Tensor | None = None
     """Whether the step is taken, where only the device knows; see `Health`."""
     shape: Shape | None = None
@@ -129,6 +131,11 @@ class Context:
     """Whether the step will ask for ``⟨D, ∇L⟩``: a pass that has both in hand may leave it (`room_for_along`)."""
     along: Float[Tensor, ""] | None = None
     """What such a pass has left, until the direction is made and takes it along."""
+
+    @property
+    def age(self) -> int:
+        """Of the statistics, in batches: the n-th weighs 1/n in a running mean that is young."""
+        return self.step if self.batches is None else self.batches
 
     def largest_of(self, X: Tensor) -> Tensor | None:
         """`largest`, if this is the step's gradient and not another tensor."""

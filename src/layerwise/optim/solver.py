@@ -121,6 +121,8 @@ class Watch(ABC):
     verdict: Tensor
     """``[K, ...]``, on the device; a refresh writes it."""
     _posted: deque[Report] = field(default_factory=deque, init=False)
+    _ages: dict[int, int] = field(default_factory=dict, init=False)
+    """Of the statistics that each turn last saw, by its first group."""
     most: ClassVar[int]
     """Rounds that a refinement takes where nothing is known of it."""
 
@@ -141,6 +143,11 @@ class Watch(ABC):
         wanted = any(self.exact[groups])
         self.exact[groups] = [False] * (groups.stop - groups.start)
         return wanted
+
+    def is_news(self, groups: slice, age: int) -> bool:
+        """Whether statistics have changed since the last turn of these groups, which this one is."""
+        before, self._ages[groups.start] = self._ages.get(groups.start), age
+        return age != before
 
     @abstractmethod
     def heed(self, place: int, said: Any, health: Health) -> None:
