@@ -5,6 +5,7 @@ Tests that are marked ``interpreted`` run in it under ``TRITON_INTERPRET=1``, wh
 (`passes_interpreted`). `conftest.py` gives them what they need there.
 """
 
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -19,8 +20,14 @@ ASKED = os.environ.get("TRITON_INTERPRET") == "1"
 def _missing() -> str:
     if importlib.util.find_spec("triton") is None:
         return "needs triton: pip install triton"
-    old = tuple(int(part) for part in np.__version__.split(".")[:2]) < (2, 4)
-    return "" if old else "Triton's interpreter needs numpy < 2.4 (loops of its range)"
+    if _numbers(np.__version__) >= (2, 4):
+        return "Triton's interpreter needs numpy < 2.4 (loops of its range)"
+    refuses = _numbers(importlib.metadata.version("triton")) >= (3, 9)
+    return "the interpreter of Triton 3.9 refuses masks made with a gate: pip install 'triton<3.9'" if refuses else ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 MISSING = _missing()
