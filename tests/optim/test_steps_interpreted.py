@@ -12,7 +12,7 @@ from test_padding import train as train_words
 import layerwise as lw
 from interpreter import only_interpreted
 from layerwise.foundations import fused, fused_launch
-from layerwise.foundations.linalg import packed, triton_joins, triton_packed
+from layerwise.foundations.linalg import packed, packed_halves, triton_joins, triton_packed
 from layerwise.optim import stack, stored, symmetric
 from layerwise.optim.engine import Layerwise
 
@@ -66,10 +66,12 @@ def test_packed_factors_take_the_same_steps(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(Layerwise, "_waits", property(lambda self: False))
     monkeypatch.setattr(stack, "PAD_TO", {"cpu": 16})
     monkeypatch.setattr(triton_packed, "BLOCK", 16)
+    monkeypatch.setattr(triton_packed, "MIRROR_BLOCK", 16)
     ends = []
     for kernels in (False, True):
         monkeypatch.setattr(symmetric, "packs", lambda shape, size, on=kernels: on)
-        monkeypatch.setattr(packed, "available", lambda device, on=kernels: on)
+        for module in (packed, packed_halves):
+            monkeypatch.setattr(module, "available", lambda device, on=kernels: on)
         model = made_words("words")
         train_words("words", PADDED[name](model), model, 0, 3)
         ends.append(flat(model))

@@ -168,7 +168,10 @@ class Factors(UpdateRule):
             stored.keep(state, f"U_{side}", shape.eye(size), halves)
             state[f"s_{side}"] = shape.zeros(size)
         else:
-            stored.keep(state, f"{side}_root", shape.eye(size), halves)
+            # One inverse alone (FOOF's) is no great part of a state, and making squares of it a twentieth of the step.
+            both = "identity" not in (self.left, self.right)
+            triangle = both and halves > 0 and symmetric.packs_inverse(shape, size)
+            stored.keep(state, f"{side}_root", shape.eye(size), halves, triangle)
 
     def _newton(self, power: float, like: Shape | Tensor) -> bool:
         """Whether a factor is treated by products; SUA's blocks are not."""

@@ -1,9 +1,9 @@
 """Matrices that every step multiplies by: float32, or halves (float16) where a GPU's tensor cores multiply them.
 
 A matrix that is kept as a pair has the state ``name`` ``[K, 2, n, n]`` (hi, lo) and beside it ``name_scale`` ``[K]``.
-That of a basis (``U_P``, ``U_Q``) is always the same, see `orthogonal`: products with it rely on that.
-Factors may be packed, see `symmetric`. What is saved is float32 without padding, so that a checkpoint does not depend
-on the device.
+That of a basis (``U_P``, ``U_Q``) is always the same, see `orthogonal`: products with it rely on that. Inverses may be
+packed, ``[K, 2, T, 16, 16]`` (`packed_halves`), and are then unpacked whenever they are asked for; factors may be, see
+`symmetric`. What is saved is float32 without padding, so that a checkpoint does not depend on the device.
 """
 
 import re
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
-from layerwise.foundations.linalg import half_turns, triton_splits
+from layerwise.foundations.linalg import half_turns, packed_halves, triton_splits
 from layerwise.foundations.linalg.half_pairs import halved, scaled_product, split
 from layerwise.foundations.linalg.halves import Half, HalfPair
 from layerwise.foundations.linalg.orthogonal import basis_pair
@@ -29,10 +29,15 @@ ALL = slice(None)
 Kept = Tensor | HalfPair | Half
 
 
-def keep(state: State, name: str, X: Tensor, halves: int) -> None:
-    """Begin to keep a matrix: as it is (0), as its first half (1), or as a pair (2)."""
+def keep(state: State, name: str, X: Tensor, halves: int, triangle: bool = False) -> None:
+    """Begin to keep a matrix: as it is (0), as its first half (1), or as a pair (2); of halves, one `triangle`."""
     if not halves:
         state[name] = X
+        return
+    if triangle:
+        state[name] = packed_halves.zeros(len(X), halves, X.shape[-1], X.device)
+        state[f"{name}_scale"] = torch.ones(len(X), dtype=torch.float32, device=X.device)
+        packed_halves.put_(state[name], state[f"{name}_scale"], X)
         return
     pair = basis_pair(X) if is_basis(name) else split(X)
     state[name], state[f"{name}_scale"] = torch.stack([pair.hi, pair.lo][:halves], dim=1), pair.scale
@@ -49,11 +54,12 @@ def is_basis(name: str) -> bool:
 
 
 def matrix(state: State, name: str, groups: slice = ALL) -> Tensor | HalfPair | Half:
-    """A matrix as it is kept."""
+    """A matrix as it is kept; of packed halves, squares for the moment."""
     halves = state[name][groups]
     if not is_halved(state, name):
         return halves
     scale = state[f"{name}_scale"][groups]
+    halves = packed_halves.unpack(halves) if packed_halves.is_packed(halves) else halves
     return Half(halves[:, 0], scale) if halves.shape[1] == 1 else HalfPair(halves[:, 0], halves[:, 1], scale)
 
 
@@ -98,6 +104,9 @@ def write(state: State, name: str, groups: slice, X: Tensor | Half, good: Tensor
         old.copy_(X if good is None else torch.where(good.view(-1, *[1] * (X.ndim - 1)), X, old))
         return
     halves, scale = state[name][groups], state[f"{name}_scale"][groups]
+    if packed_halves.is_packed(halves):
+        packed_halves.put_(halves, scale, X, good)
+        return
     if available(X.device):
         fixed: dict[str, Any] = {"bound": 1.0, "cut": True} if is_basis(name) else {}
         if halves.shape[1] == 2:

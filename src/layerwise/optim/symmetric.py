@@ -25,6 +25,11 @@ def packs(shape: Shape, size: int) -> bool:
     return size >= LEAST and size % packed.TILE == 0 and shape.dtype == torch.float32 and available(shape.device)
 
 
+def packs_inverse(shape: Shape, size: int) -> bool:
+    """Whether inverses that are kept in halves are packed: as their factors are."""
+    return packs(shape, size)
+
+
 def zeros(shape: Shape, size: int, by_products: bool) -> Tensor:
     """A factor without statistics."""
     if by_products and packs(shape, size):

@@ -42,19 +42,28 @@ def zeros(groups: int, n: int, device: torch.device | None = None) -> Float32[Te
     >>> zeros(2, 32).shape
     torch.Size([2, 3, 16, 16])
     """
+    return torch.zeros(groups, count(n), TILE, TILE, device=device)
+
+
+def count(n: int) -> int:
+    """T, the tiles of a matrix of size n.
+
+    >>> count(784)
+    1225
+    """
     if n % TILE:
         raise InputError(describe(f"matrices of size {n}", f"a multiple of {TILE}", "pad them with zeros"))
-    tiles = n // TILE
-    return torch.zeros(groups, tiles * (tiles + 1) // 2, TILE, TILE, device=device)
+    across = n // TILE
+    return across * (across + 1) // 2
 
 
-def size(P: Float32[Tensor, "K T 16 16"]) -> int:
+def size(P: Float[Tensor, "*K T 16 16"]) -> int:
     """n of packed matrices.
 
     >>> size(zeros(1, 784))
     784
     """
-    return (isqrt(8 * P.shape[1] + 1) - 1) // 2 * TILE
+    return (isqrt(8 * P.shape[-3] + 1) - 1) // 2 * TILE
 
 
 def pack(M: Float[Tensor, "K m m"], n: int | None = None) -> Float32[Tensor, "K T 16 16"]:
@@ -77,11 +86,7 @@ def unpack(
     """
     if available(P.device):
         return triton_packed.unpack(P, size(P), shift, own, fill)
-    n, (i, j) = size(P), places(size(P) // TILE, P.device)
-    squares = P.new_empty(len(P), n // TILE, n // TILE, TILE, TILE)
-    squares[:, j, i] = P.mT
-    squares[:, i, j] = P
-    M = squares.transpose(2, 3).reshape(len(P), n, n)
+    M = mirrored(P)
     diagonal = M.diagonal(dim1=-2, dim2=-1)
     if shift is not None:
         diagonal.add_(shift.unsqueeze(-1))
@@ -120,7 +125,7 @@ def ema_(
         triton_packed.ema_(P, new, size(P), weight.float())
         return P
     weight = weight.to(P.dtype).view(-1, 1, 1, 1)
-    new = (new if is_packed(new) else _tiles(new, size(P))).to(P.dtype)
+    new = (new if is_packed(new) else tiles(new, size(P))).to(P.dtype)
     return P.copy_(torch.where(weight == 0, P, torch.where(weight == 1, new, P + weight * (new - P))))
 
 
@@ -142,7 +147,7 @@ def gram_update_(
     block = old[:, :n, :n]
     new = alpha * gram(X)
     block.copy_(torch.where(w == 0, block, torch.where(w == 1, new, block + w * (new - block))))
-    return P.copy_(_tiles(old, size(P)))
+    return P.copy_(tiles(old, size(P)))
 
 
 def split(
@@ -174,13 +179,30 @@ def places(tiles: int, device: torch.device) -> tuple[Int64[Tensor, "T"], Int64[
         return i, j
 
 
-def _tiles(M: Tensor, n: int) -> Tensor:
-    """By torch."""
+def tiles(M: Float[Tensor, "K m m"], n: int) -> Float[Tensor, "K T 16 16"]:
+    """The tiles on and below the diagonal, by torch, whatever the precision; zeros continue M up to a size of n.
+
+    >>> tiles(torch.ones(1, 17, 17), 32).sum((-2, -1)).tolist()
+    [[256.0, 16.0, 1.0]]
+    """
     m = M.shape[-1]
     if m < n:
         M = torch.nn.functional.pad(M, (0, n - m, 0, n - m))
     i, j = places(n // TILE, M.device)
     return M.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE)).transpose(2, 3)[:, i, j]
+
+
+def mirrored(P: Float[Tensor, "K T 16 16"]) -> Float[Tensor, "K n n"]:
+    """The whole matrices, by torch, whatever the precision.
+
+    >>> mirrored(tiles(torch.eye(32)[None], 32)).equal(torch.eye(32)[None])
+    True
+    """
+    n, (i, j) = size(P), places(size(P) // TILE, P.device)
+    squares = P.new_empty(len(P), n // TILE, n // TILE, TILE, TILE)
+    squares[:, j, i] = P.mT
+    squares[:, i, j] = P
+    return squares.transpose(2, 3).reshape(len(P), n, n)
 
 
 def _check(P: Tensor, new: Tensor) -> None:

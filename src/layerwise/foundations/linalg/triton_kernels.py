@@ -33,10 +33,12 @@ def lower_tile(index):
 
 @_jit
 @no_type_check
-def packed_at(rows, columns):
+def packed_at(rows, columns, TILE: tl.constexpr = 16):
     """Where the entries lie in the tiles of `packed`: those on and below the diagonal, row by row."""
-    i = rows // 16
-    return (i * (i + 1) // 2) * 256 + (rows % 16) * 16 + (columns // 16) * 256 + columns % 16
+    i = rows // TILE
+    return (
+        (i * (i + 1) // 2) * (TILE * TILE) + (rows % TILE) * TILE + (columns // TILE) * (TILE * TILE) + columns % TILE
+    )
 
 
 @_jit

@@ -1,18 +1,22 @@
-"""`packed` on a GPU: each function one launch. Nothing here asks the device for a value."""
+"""`packed` and `packed_halves` on a GPU: each function one launch. Nothing here asks the device for a value."""
 
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Float32
+from jaxtyping import Bool, Float, Float16, Float32
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.linalg.halves import HalfPair
 from layerwise.foundations.linalg.triton_device import ceil, kernels, on
 from layerwise.foundations.linalg.triton_products import GRAM_TILES, Tiles, launch_gram
+from layerwise.foundations.linalg.triton_splits import largest_parts
 
 BLOCK = 64
 LINE = 1024
+MIRROR_BLOCK, MIRROR_WARPS = 128, 8
+"""Of halves that are unpacked: a program stores rows of 256 bytes, and three programs, as many as registers allow, have
+96 KiB under way on a multiprocessor, by estimate three times what hides the latency of the memory."""
 
 Numbers = Float32[Tensor, "K"]
 
@@ -114,8 +118,40 @@ def gram_update_(
     return P
 
 
-def _blocks(n: int) -> int:
-    across = ceil(n, BLOCK)
+def mirrored(H: Float16[Tensor, "K h T t t"], n: int) -> Float16[Tensor, "K h n n"]:
+    """`packed_halves.unpack`; tiles may have any size t, a power of two, and reach beyond n."""
+    out = torch.empty(*H.shape[:2], n, n, dtype=H.dtype, device=H.device)
+    if out.numel():
+        with on(H.device):
+            kernels("triton_packed_kernels").mirror_kernel[(_blocks(n, MIRROR_BLOCK), len(H) * H.shape[1])](
+                out, _whole(H), n, H.stride(0), H.stride(1),
+                HALVES=H.shape[1], TILE=H.shape[-1], BLOCK=MIRROR_BLOCK, num_warps=MIRROR_WARPS,
+            )  # fmt: skip
+    return out
+
+
+def put_(
+    H: Float16[Tensor, "K h T t t"],
+    scale: Float32[Tensor, "K"],
+    X: Float32[Tensor, "K n n"],
+    where: Bool[Tensor, "K"] | None = None,
+) -> None:
+    """`packed_halves.put_`, after one more launch that looks for the largest entries."""
+    X = X if X.stride(-1) == 1 else X.contiguous()
+    if X.numel():
+        parts, n = largest_parts(X), X.shape[-1]
+        with on(X.device):
+            kernels("triton_packed_kernels").put_kernel[(_blocks(n), len(X))](
+                _whole(H), scale, X, parts, parts.shape[1],
+                X if where is None else where.contiguous().view(torch.uint8),
+                n, H.stride(0), H.stride(1), X.stride(0), X.stride(1),
+                PARTS=1 << (parts.shape[1] - 1).bit_length(), PAIR=H.shape[1] == 2, MASKED=where is not None,
+                TILE=H.shape[-1], BLOCK=BLOCK, num_warps=8,
+            )  # fmt: skip
+
+
+def _blocks(n: int, block: int | None = None) -> int:
+    across = ceil(n, block or BLOCK)
     return across * (across + 1) // 2
 
 

@@ -1,5 +1,8 @@
 """Triton kernels of `triton_packed`: between squares and the lower triangle of their tiles of 16 × 16.
 
+A store is wide where neighbours in a row of the square are neighbours in a thread, and share their mask: so blocks are
+turned before their mirror image is stored, and masks change at tiles alone.
+
 Imported on first use only; without Triton the module can be imported, and has no kernels.
 """
 
@@ -10,7 +13,7 @@ from typing import no_type_check
 from layerwise.foundations.linalg.triton_kernels import _jit, lower_tile, packed_at, tl, triton
 from layerwise.foundations.linalg.triton_split_kernels import power_of_two
 
-__all__ = ["diagonal_kernel", "ema_kernel", "square_kernel", "triton"]
+__all__ = ["diagonal_kernel", "ema_kernel", "mirror_kernel", "put_kernel", "square_kernel", "triton"]
 
 
 @_jit
@@ -84,3 +87,53 @@ def square_kernel(
     else:
         tl.store(out + here, x, mask=kept)
         tl.store(out + there, x, mask=mirrored)
+
+
+@_jit
+@no_type_check
+def mirror_kernel(out, P, n, P_k, P_half, HALVES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """One block on or below the diagonal, and its mirror image, of the square: as it is, each half by itself."""
+    index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i, j = lower_tile(index)
+    rows = i * BLOCK + tl.arange(0, BLOCK)
+    columns = j * BLOCK + tl.arange(0, BLOCK)
+    source = P + (k // HALVES) * P_k + (k % HALVES) * P_half + packed_at(rows[:, None], columns[None, :], TILE)
+    out += k * n * n
+    here = out + rows[:, None] * n + columns[None, :]
+    if i != j:
+        x = tl.load(source, mask=rows[:, None] < n, other=0.0)
+        tl.store(here, x, mask=rows[:, None] < n)
+        tl.store(out + columns[:, None] * n + rows[None, :], tl.trans(x), mask=rows[None, :] < n)
+    else:  # made whole first, so that every row is stored at once
+        kept = columns[None, :] // TILE <= rows[:, None] // TILE
+        x = tl.load(source, mask=kept & (rows[:, None] < n), other=0.0)
+        tl.store(here, tl.where(kept, x, tl.trans(x)), mask=(rows[:, None] < n) & (columns[None, :] < n))
+
+
+@_jit
+@no_type_check
+def put_kernel(
+    P, scale, X, largest, parts, where, n, P_k, P_half, X_k, X_row,
+    PARTS: tl.constexpr, PAIR: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """hi and, with PAIR, lo of scale·X on one block on or below the diagonal, into tiles; see `split_kernel`."""
+    index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    wanted = True
+    if MASKED:
+        wanted = tl.load(where + k) != 0
+    if wanted:
+        part = tl.arange(0, PARTS)
+        factor = power_of_two(tl.max(tl.load(largest + k * parts + part, mask=part < parts, other=0), 0))
+        if index == 0:
+            tl.store(scale + k, factor)
+        i, j = lower_tile(index)
+        rows = i * BLOCK + tl.arange(0, BLOCK)
+        columns = j * BLOCK + tl.arange(0, BLOCK)
+        kept = (rows[:, None] < n) & (columns[None, :] < n) & (columns[None, :] // TILE <= rows[:, None] // TILE)
+        x = tl.load(X + k * X_k + rows[:, None] * X_row + columns[None, :], mask=kept, other=0.0).to(tl.float32)
+        x *= factor
+        upper = x.to(tl.float16)
+        here = P + k * P_k + packed_at(rows[:, None], columns[None, :], TILE)
+        tl.store(here, upper, mask=kept)
+        if PAIR:
+            tl.store(here + P_half, (x - upper.to(tl.float32)).to(tl.float16), mask=kept)
