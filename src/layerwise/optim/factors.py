@@ -16,6 +16,7 @@ from layerwise.foundations.kronecker import split_damping
 from layerwise.foundations.linalg import gram
 from layerwise.foundations.linalg.half_pairs import product
 from layerwise.foundations.linalg.halves import Half
+from layerwise.foundations.linalg.long_sums import long_between
 from layerwise.optim import stored, symmetric
 from layerwise.optim.averaging import finite_moments, update_mean
 from layerwise.optim.bases import (
@@ -345,8 +346,11 @@ class Factors(UpdateRule):
         return self._preconditioned(state, grad, context, health)
 
     def _preconditioned(self, state: State, grad: Tensor, context: Context, health: Health) -> Tensor | Scaled:
-        P, Q = (stored.matrix(state, name) if name in state else None for name in ("P_root", "Q_root"))
         largest = context.largest_of(grad)
+        if stored.are_packed_pairs(state, "P_root", "Q_root") and grad.dtype == torch.float32:
+            (P, P_scale), (Q, Q_scale) = ((state[f"{s}_root"], state[f"{s}_root_scale"]) for s in ("P", "Q"))
+            return long_between(P, P_scale, grad, Q, Q_scale, largest)
+        P, Q = (stored.matrix(state, name) if name in state else None for name in ("P_root", "Q_root"))
         if isinstance(P, Tensor) or isinstance(Q, Tensor):
             D = stored.between(P, grad, None, largest=largest)
             D = D if Q is None else times_inputs(D, Q, state.get("Q_bias_root"))  # type: ignore[arg-type]

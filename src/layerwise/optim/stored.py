@@ -48,6 +48,11 @@ def is_halved(state: State, name: str) -> bool:
     return f"{name}_scale" in state
 
 
+def are_packed_pairs(state: State, *names: str) -> bool:
+    """Whether all of these are there, as triangles of both halves."""
+    return all(name in state and packed_halves.is_packed(state[name]) and state[name].shape[1] == 2 for name in names)
+
+
 def is_basis(name: str) -> bool:
     """Whether a matrix is orthogonal."""
     return name.startswith("U_")

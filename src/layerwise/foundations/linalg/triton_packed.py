@@ -118,14 +118,21 @@ def gram_update_(
     return P
 
 
-def mirrored(H: Float16[Tensor, "K h T t t"], n: int) -> Float16[Tensor, "K h n n"]:
-    """`packed_halves.unpack`; tiles may have any size t, a power of two, and reach beyond n."""
-    out = torch.empty(*H.shape[:2], n, n, dtype=H.dtype, device=H.device)
+def mirrored(
+    H: Float16[Tensor, "K h T t t"], n: int, out: Float16[Tensor, "K h_out n n"] | None = None
+) -> Float16[Tensor, "K h_out n n"]:
+    """`packed_halves.unpack`; tiles may have any size t, a power of two, and reach beyond n.
+
+    `out` may have any strides but in its rows; with three places, for a pair, the last gets the first half once more.
+    """
+    K, halves = H.shape[:2]
+    out = torch.empty(K, halves, n, n, dtype=H.dtype, device=H.device) if out is None else out
     if out.numel():
         with on(H.device):
-            kernels("triton_packed_kernels").mirror_kernel[(_blocks(n, MIRROR_BLOCK), len(H) * H.shape[1])](
-                out, _whole(H), n, H.stride(0), H.stride(1),
-                HALVES=H.shape[1], TILE=H.shape[-1], BLOCK=MIRROR_BLOCK, num_warps=MIRROR_WARPS,
+            kernels("triton_packed_kernels").mirror_kernel[(_blocks(n, MIRROR_BLOCK), K * halves)](
+                out, _whole(H), n, H.stride(0), H.stride(1), *out.stride()[:3],
+                HALVES=halves, TRIPLED=out.shape[1] > halves, TILE=H.shape[-1], BLOCK=MIRROR_BLOCK,
+                num_warps=MIRROR_WARPS,
             )  # fmt: skip
     return out
 

@@ -91,23 +91,40 @@ def square_kernel(
 
 @_jit
 @no_type_check
-def mirror_kernel(out, P, n, P_k, P_half, HALVES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """One block on or below the diagonal, and its mirror image, of the square: as it is, each half by itself."""
+def mirror_kernel(
+    out, P, n, P_k, P_half, out_k, out_half, out_row,
+    HALVES: tl.constexpr, TRIPLED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block on or below the diagonal, and its mirror image, of the square: as it is, each half by itself.
+
+    With TRIPLED the first half is written once more, behind the second.
+    """
     index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    half = k % HALVES
     i, j = lower_tile(index)
     rows = i * BLOCK + tl.arange(0, BLOCK)
     columns = j * BLOCK + tl.arange(0, BLOCK)
-    source = P + (k // HALVES) * P_k + (k % HALVES) * P_half + packed_at(rows[:, None], columns[None, :], TILE)
-    out += k * n * n
-    here = out + rows[:, None] * n + columns[None, :]
+    source = P + (k // HALVES) * P_k + half * P_half + packed_at(rows[:, None], columns[None, :], TILE)
+    out += (k // HALVES) * out_k + half * out_half
+    here, there = rows[:, None] * out_row + columns[None, :], columns[:, None] * out_row + rows[None, :]
     if i != j:
         x = tl.load(source, mask=rows[:, None] < n, other=0.0)
-        tl.store(here, x, mask=rows[:, None] < n)
-        tl.store(out + columns[:, None] * n + rows[None, :], tl.trans(x), mask=rows[None, :] < n)
+        turned = tl.trans(x)
+        tl.store(out + here, x, mask=rows[:, None] < n)
+        tl.store(out + there, turned, mask=rows[None, :] < n)
+        if TRIPLED:  # noqa: SIM102 (decided when compiled, the next when run)
+            if half == 0:
+                tl.store(out + 2 * out_half + here, x, mask=rows[:, None] < n)
+                tl.store(out + 2 * out_half + there, turned, mask=rows[None, :] < n)
     else:  # made whole first, so that every row is stored at once
         kept = columns[None, :] // TILE <= rows[:, None] // TILE
+        inside = (rows[:, None] < n) & (columns[None, :] < n)
         x = tl.load(source, mask=kept & (rows[:, None] < n), other=0.0)
-        tl.store(here, tl.where(kept, x, tl.trans(x)), mask=(rows[:, None] < n) & (columns[None, :] < n))
+        x = tl.where(kept, x, tl.trans(x))
+        tl.store(out + here, x, mask=inside)
+        if TRIPLED:  # noqa: SIM102
+            if half == 0:
+                tl.store(out + 2 * out_half + here, x, mask=inside)
 
 
 @_jit

@@ -6,7 +6,7 @@ from typing import no_type_check
 
 from layerwise.foundations.linalg.triton_kernels import _jit, tl, triton
 
-__all__ = ["largest_kernel", "split_kernel", "triton"]
+__all__ = ["largest_kernel", "split_kernel", "triple_kernel", "triton"]
 
 
 @_jit
@@ -82,3 +82,27 @@ def split_kernel(
         tl.store(hi + k * out_k + at, upper, mask=inside)
         if PAIR:
             tl.store(lo + k * out_k + at, (scaled - upper.to(tl.float32)).to(tl.float16), mask=inside)
+
+
+@_jit
+@no_type_check
+def triple_kernel(
+    out, scale, X, largest, parts, rows_total, width, X_k, X_row, out_k, out_half, out_row,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """lo, hi and hi once more of scale·X, one tile; the scale is from the bits of the largest magnitudes of parts."""
+    index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    factor = power_of_two(tl.max(tl.load(largest + k * parts + part, mask=part < parts, other=0), 0))
+    if index == 0:
+        tl.store(scale + k, factor)
+    across = tl.cdiv(width, COLUMNS)
+    rows = ((index // across) * ROWS + tl.arange(0, ROWS))[:, None]
+    columns = ((index % across) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    inside = (rows < rows_total) & (columns < width)
+    scaled = tl.load(X + k * X_k + rows * X_row + columns, mask=inside, other=0.0).to(tl.float32) * factor
+    upper = scaled.to(tl.float16)
+    here = out + k * out_k + rows * out_row + columns
+    tl.store(here, (scaled - upper.to(tl.float32)).to(tl.float16), mask=inside)
+    tl.store(here + out_half, upper, mask=inside)
+    tl.store(here + 2 * out_half, upper, mask=inside)

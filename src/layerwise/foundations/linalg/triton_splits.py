@@ -3,7 +3,7 @@
 import math
 
 import torch
-from jaxtyping import Bool, Float, Float32, Int32
+from jaxtyping import Bool, Float, Float16, Float32, Int32
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
@@ -13,6 +13,7 @@ from layerwise.foundations.linalg.triton_device import ceil, kernels, on
 SPLIT_BLOCK = 4096
 MOST_PARTS, MOST_REPEATS = 128, 16
 """Parts of a matrix, each with a largest entry of its own; blocks of a part."""
+TILE = {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
 GIVEN, FROM_LARGEST, FROM_BOUND = range(3)
 
 
@@ -64,6 +65,23 @@ def halved(
         out = Half(hi, torch.empty(X.shape[:-2], dtype=torch.float32, device=X.device))
     _launch(X, out.hi, None, out.scale, False, amax, bound, where, cut, room)
     return out
+
+
+def tripled(
+    X: Float[Tensor, "K m n"], out: Float16[Tensor, "K 3 m n"], amax: Float[Tensor, "K"] | None = None
+) -> Float32[Tensor, "K"]:
+    """`long_sums.tripled` into `out`, of any strides but in its rows; the scales."""
+    X, scale = _stacked(X), torch.empty(len(X), dtype=torch.float32, device=X.device)
+    K, m, n = X.shape
+    if X.numel() == 0:
+        return scale.fill_(1.0)
+    parts = largest_parts(X) if amax is None else _bits(amax)
+    with on(X.device):
+        kernels("triton_split_kernels").triple_kernel[(ceil(m, TILE["ROWS"]) * ceil(n, TILE["COLUMNS"]), K)](
+            out, scale, X, parts, parts.shape[1], m, n, X.stride(0), X.stride(1), *out.stride()[:3],
+            PARTS=_power_of_two(parts.shape[1]), **TILE,
+        )  # fmt: skip
+    return scale
 
 
 def _launch(

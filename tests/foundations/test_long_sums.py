@@ -1,0 +1,76 @@
+"""Products of packed pairs as one product with long sums: by torch, and in Triton's interpreter."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from interpreter import only_interpreted, passes_interpreted, starts_interpreter
+from layerwise.foundations.fused_reference import over
+from layerwise.foundations.linalg import half_pairs, long_sums, packed_halves, triton_packed, triton_splits
+from layerwise.foundations.linalg.long_sums import long_between, one_above_the_other, side_by_side, tripled
+
+pytestmark = pytest.mark.interpreted
+K, O, I = 3, 48, 80
+
+
+@starts_interpreter
+def test_long_sums_in_the_interpreter():
+    passes_interpreted(__file__)
+
+
+@pytest.fixture(autouse=True, params=["torch", pytest.param("kernels", marks=only_interpreted)])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Torch, or the kernels, which then take the CPU's matrices."""
+    monkeypatch.setattr(triton_packed, "BLOCK", 32)
+    monkeypatch.setattr(triton_packed, "MIRROR_BLOCK", 32)
+    monkeypatch.setattr(triton_splits, "TILE", {"ROWS": 8, "COLUMNS": 32, "num_warps": 1})
+    for module in (packed_halves, long_sums):
+        monkeypatch.setattr(module, "available", lambda _: request.param == "kernels")
+    return request.param
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def kept(n: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A symmetric stack, packed, and its scales."""
+    X = randn(K, n, n, seed=seed)
+    X = (X + X.mT) * torch.logspace(-9, 6, K).view(-1, 1, 1)
+    H, scale = packed_halves.zeros(K, 2, n), torch.ones(K)
+    packed_halves.put_(H, scale, X)
+    return X, H, scale
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_product_of_both_sides(known: bool):
+    (P, *left), (Q, *right) = kept(O, 1), kept(I, 2)
+    X = randn(K, O, I, seed=3) * torch.logspace(-3, 0, I)
+    largest = X.abs().amax((1, 2)) if known else None
+    found = long_between(*left, X, *right, largest=largest)
+    expected = P.double() @ X.double() @ Q.double()
+    error = (over(found.C.double(), [scale.double() for scale in found.scales]) - expected).flatten(1).norm(dim=1)
+    assert bool((error < 2e-6 * expected.flatten(1).norm(dim=1)).all())
+
+
+def test_halves_stand_where_the_others_meet_them():
+    _, H, _ = kept(O, 1)
+    hi, lo = packed_halves.unpack(H).unbind(1)
+    assert torch.equal(side_by_side(H), torch.cat([hi, lo, hi], 2))
+    assert torch.equal(one_above_the_other(H), torch.cat([hi, lo, hi], 1))
+    X = randn(K, O, I)
+    pair = half_pairs.split(X)
+    for above, axis in ((True, 1), (False, 2)):
+        found, scale = tripled(X, above=above)
+        assert torch.equal(found, torch.cat([pair.lo, pair.hi, pair.hi], axis))
+        assert torch.equal(scale, pair.scale)
+
+
+def test_what_is_not_finite_stays_visible_in_its_own_matrix():
+    (_, *left), (_, *right) = kept(O, 1), kept(I, 2)
+    X = randn(K, O, I)
+    X[1, 5, 7] = torch.inf
+    found = long_between(*left, X, *right)
+    finite = over(found.C, found.scales).isfinite().flatten(1)
+    assert finite.all(1).tolist() == [True, False, True]
+    assert not bool(finite[1].any())
