@@ -8,12 +8,13 @@ from layerwise.foundations.errors import InputError, NameLookupError
 from layerwise.foundations.random import stream
 from layerwise.studies.feature_learning.algorithms import Weights
 from layerwise.studies.feature_learning.batch import draw_batch, solve_right
+from layerwise.studies.feature_learning.by_products import orthonormal_by_products
 from layerwise.studies.feature_learning.ngd import fisher, gauss_newton, sampled_fisher
 from layerwise.studies.feature_learning.problem import draw_problem
 from layerwise.studies.feature_learning.two_layer import (
-    _by_cholesky,
     grad_F,
     grad_G,
+    gradients,
     least_squares_head,
     loss,
     orthonormal_rows,
@@ -232,19 +233,25 @@ def test_sampled_labels_give_the_exact_fisher_in_the_mean(batch):
 
 
 @pytest.mark.parametrize("condition", [1.0, 1e3, 1e7, 1e12])
-def test_orthonormal_rows_by_cholesky_and_by_qr(condition):
+def test_orthonormal_rows_by_products_and_by_qr(condition):
     U, _, Vh = torch.linalg.svd(
         torch.randn(4, 3, 20, generator=stream(0, "q"), dtype=torch.float64), full_matrices=False
     )
     A = U @ torch.diag(torch.logspace(0, -torch.log10(torch.tensor(condition)).item(), 3, dtype=torch.float64)) @ Vh
     eye = torch.eye(3, dtype=torch.float64).expand(4, 3, 3)
-    for ortho in (orthonormal_rows, _by_cholesky):
+    for ortho in (orthonormal_rows, orthonormal_by_products):
         Q = ortho(A)
         torch.testing.assert_close(Q @ Q.mT, eye, rtol=0.0, atol=1e-13)
         R = A @ Q.mT  # lower triangular with positive diagonal, so the rotation is the one of the definition
         assert (R.diagonal(dim1=-2, dim2=-1) > 0).all()
         assert R.triu(1).abs().max() < 1e-13
-    torch.testing.assert_close(orthonormal_rows(A), _by_cholesky(A), rtol=0.0, atol=1e-13 * condition)
+    torch.testing.assert_close(orthonormal_rows(A), orthonormal_by_products(A), rtol=0.0, atol=1e-13 * condition)
+
+
+def test_both_gradients_at_once(batch):
+    dF, dG = gradients(F, G, batch)
+    assert torch.equal(dF, grad_F(F, G, batch))
+    assert torch.equal(dG, grad_G(F, G, batch))
 
 
 # --- bad input ----------------------------------------------------------------------------------------------

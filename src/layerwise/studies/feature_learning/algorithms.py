@@ -16,8 +16,8 @@ from layerwise.foundations.errors import InputError, describe
 from layerwise.studies.feature_learning.batch import Batch, solve_right
 from layerwise.studies.feature_learning.normalise import check_norm
 from layerwise.studies.feature_learning.two_layer import (
-    grad_F,
     grad_G,
+    gradients,
     least_squares_head,
     orthonormal_rows,
     pull_back,
@@ -31,7 +31,8 @@ class Weights:
     F: Float[Tensor, "*r dy k"]
     G: Float[Tensor, "*r k dx"]
     memory: tuple[Tensor, ...] = ()
-    steps: int = 0
+    steps: int | Float[Tensor, ""] = 0
+    """Iterations so far, for those that count them: a tensor where an iteration is recorded once and replayed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,8 @@ class SGD(Algorithm):
 
     def step(self, w: Weights, lr: Float[Tensor, "*r 1 1"], first: Batch, second: Batch) -> Weights:
         """One simultaneous step on the first batch."""
-        return Weights(w.F - lr * grad_F(w.F, w.G, first), w.G - lr * grad_G(w.F, w.G, first))
+        dF, dG = gradients(w.F, w.G, first)
+        return Weights(w.F - lr * dF, w.G - lr * dG)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,7 @@ class Adam(Algorithm):
         """One simultaneous step on the first batch."""
         theta = (w.F, w.G)
         memory = w.memory or tuple(torch.zeros_like(p) for p in (*theta, *theta))
-        grads = (grad_F(w.F, w.G, first), grad_G(w.F, w.G, first))
+        grads = gradients(w.F, w.G, first)
         (b1, b2), t = self.betas, w.steps + 1
         m = [b1 * old + (1 - b1) * g for old, g in zip(memory[:2], grads, strict=True)]
         v = [b2 * old + (1 - b2) * g * g for old, g in zip(memory[2:], grads, strict=True)]

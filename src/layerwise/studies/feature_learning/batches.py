@@ -3,9 +3,10 @@
 Batch by batch, every small copy waits for all that is queued on the device, and every product is a launch of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from layerwise.foundations.asked import sent
@@ -15,11 +16,22 @@ from layerwise.studies.feature_learning.problem import Task
 
 def batches_of(numbers: Sequence[Numbers], task: Task, n: int, dtype: torch.dtype = torch.float64) -> Batch:
     """What `stack` makes of the batches of several seeds, `[seed, 1, …]`; `task` is those of the seeds, stacked so."""
-    device = task.root.device
+    u, noise = (sent(torch.stack([getattr(one, name) for one in numbers]), task.root.device) for name in ("u", "noise"))
+    seeds = [one.seed for one in numbers]
+    return moments(u.unsqueeze(0), noise.unsqueeze(0), task, dtype, lambda: [seeds])[0]
+
+
+def moments(
+    u: Shaped[Tensor, "b s *u"],
+    noise: Float[Tensor, "b s n dy"],
+    task: Task,
+    dtype: torch.dtype,
+    seeds: Callable[[], Sequence[Sequence[int]]],
+) -> list[Batch]:
+    """Several batches of all seeds, from their numbers on the device; `seeds` are those of the numbers, by batch."""
+    n = noise.shape[-2]
     root, A = task.root.squeeze(1), task.map.squeeze(1)
-    u = sent(torch.stack([one.u for one in numbers]), device)
     u = signs_of(u, n, A.shape[-1]) if task.uniform else u
-    noise = sent(torch.stack([one.noise for one in numbers]), device)
     wide = u.double()
     exact = u.dtype == torch.float64 or n < 2**24  # signs add up to integers
     Su = (u.mT @ u if exact else wide.mT @ wide).double() / n
@@ -32,9 +44,12 @@ def batches_of(numbers: Sequence[Numbers], task: Task, n: int, dtype: torch.dtyp
     def ready(t: Tensor) -> Tensor:
         return t.to(dtype).unsqueeze(1)
 
-    def samples() -> Samples:
-        x = wide @ root
-        normal = sent(torch.stack([label_noise(n, A.shape[-2], one.seed) for one in numbers]), device)
-        return Samples(ready(x), ready(x @ A.mT + noise), ready(normal))
+    def samples(place: int) -> Samples:
+        x = wide[place] @ root
+        normal = torch.stack([label_noise(n, A.shape[-2], seed) for seed in seeds()[place]])
+        return Samples(ready(x), ready(x @ A.mT + noise[place]), ready(sent(normal, x.device)))
 
-    return Batch(Sx=ready(Sx), Syx=ready(A_Sx + Snx), Syy=ready(Syy), samples=samples)
+    return [
+        Batch(Sx=ready(Sx[i]), Syx=ready(Syx), Syy=ready(Syy[i]), samples=lambda i=i: samples(i))
+        for i, Syx in enumerate(A_Sx + Snx)
+    ]

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from layerwise.foundations.random import stream
 from layerwise.studies.feature_learning.batch import Batch
+from layerwise.studies.feature_learning.by_products import largest_singular_value, orthonormal_by_products
 from layerwise.studies.feature_learning.problem import Setting, Task, draw_problem
 from layerwise.studies.feature_learning.two_layer import least_squares_head, times_moment
 
@@ -20,11 +21,20 @@ def subspace_distance(G: Float[Tensor, "*r k dx"], target: Float[Tensor, "*s k d
     '1e-12'
     """
     finite = G.isfinite().all(-1).all(-1)
-    Q = torch.linalg.qr(torch.where(finite[..., None, None], G, target).mT)[0]
-    basis = torch.linalg.qr(target.mT)[0]
-    outside = Q - basis @ (basis.mT @ Q)
-    found = torch.linalg.svdvals(outside)[..., 0].clamp(max=1.0)
+    sine = _sine_by_products if G.is_cuda else _sine
+    found = sine(torch.where(finite[..., None, None], G, target), target).clamp(max=1.0)
     return torch.where(finite, found, torch.ones_like(found))
+
+
+def _sine(G: Tensor, target: Tensor) -> Tensor:
+    Q, basis = torch.linalg.qr(G.mT)[0], torch.linalg.qr(target.mT)[0]
+    return torch.linalg.svdvals(Q - basis @ (basis.mT @ Q))[..., 0]
+
+
+def _sine_by_products(G: Tensor, target: Tensor) -> Tensor:
+    """The same where QR and SVD are slow."""
+    Q, basis = orthonormal_by_products(G).mT, orthonormal_by_products(target).mT
+    return largest_singular_value(Q - basis @ (basis.mT @ Q))
 
 
 def excess(A: Float[Tensor, "*r dy dx"], task: Task) -> Float[Tensor, "*r"]:

@@ -2,12 +2,13 @@
 
 import functools
 import math
+import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from layerwise.foundations.random import stream
@@ -31,21 +32,29 @@ class Group:
     """
 
     def __init__(self, setting: Setting, seeds: Sequence[int], device: torch.device | str, dtype: torch.dtype) -> None:
-        self.setting, self.seeds, self.dtype = setting, tuple(seeds), dtype
-        problems = [draw_problem(setting, stream(seed, "problem")) for seed in seeds]
-        self._train = [_on(p.train, device) for p in problems]
-        self.train = _stacked(self._train, dtype)
-        self._many = _stacked(self._train, torch.float64) if together_on(device, len(self.seeds)) else None
-        self.test = _stacked([_on(p.test, device) for p in problems], dtype)
+        self.setting, self.seeds, self.device, self.dtype = setting, tuple(seeds), torch.device(device), dtype
+        together = together_on(device, len(self.seeds))
+        with drawers(len(self.seeds)) as pool:  # a problem takes some milliseconds of eigenvectors
+            draw = functools.partial(draw_problem, setting)
+            each = pool.map if together else map
+            problems = list(each(draw, [stream(seed, "problem") for seed in seeds]))
+        self.tasks = [p.train if together else _on(p.train, device) for p in problems]
+        self.train = _on(_stacked([p.train for p in problems], dtype), device)
+        self.many = _on(_stacked(self.tasks, torch.float64), device) if together else None
+        """The tasks of all seeds as one, where they share copies and products."""
+        self.test = _on(_stacked([p.test for p in problems], dtype), device)
         self.G = _together([p.G for p in problems]).to(device, dtype)
         start = [haar(setting.k, setting.dx, stream(seed, "init")) for seed in seeds]
         self.start = _together(start).to(device, dtype)
-        self.test_batch = stack(
-            [
-                draw_batch(_on(p.test, device), setting.test_batch, stream(seed, "test"), dtype=dtype)
-                for p, seed in zip(problems, seeds, strict=True)
-            ]
-        )
+        self.test_batch = self._test_batch([p.test for p in problems], together)
+
+    def _test_batch(self, tasks: Sequence[Task], together: bool) -> Batch:
+        n, streams = self.setting.test_batch, [stream(seed, "test") for seed in self.seeds]
+        if together:
+            numbers = [draw_numbers(task, n, generator) for task, generator in zip(tasks, streams, strict=True)]
+            return batches_of(numbers, _on(_stacked(tasks, torch.float64), self.device), n, self.dtype)
+        placed = zip([_on(task, self.device) for task in tasks], streams, strict=True)
+        return stack([draw_batch(task, n, generator, dtype=self.dtype) for task, generator in placed])
 
     def batch(self, *names: str | int) -> Batch:
         """A training batch of every seed, a function of the seed and the name alone."""
@@ -53,22 +62,27 @@ class Group:
 
     def ask(self, pool: Executor | None, *names: str | int) -> list[Callable[[], Batch | Numbers]]:
         """Have it drawn by a pool of threads, if there is one, while other work goes on."""
-        pieces = [self._piece(seed, task, names) for seed, task in zip(self.seeds, self._train, strict=True)]
+        pieces = [self._piece(seed, task, names) for seed, task in zip(self.seeds, self.tasks, strict=True)]
         return list(pieces) if pool is None else [pool.submit(piece).result for piece in pieces]
 
     def _piece(self, seed: int, task: Task, names: tuple[str | int, ...]) -> Callable[[], Batch | Numbers]:
         generator = stream(seed, "train", *names)
-        if self._many is not None:
+        if self.many is not None:
             return functools.partial(draw_numbers, task, self.setting.batch, generator)
         return functools.partial(draw_batch, task, self.setting.batch, generator, dtype=self.dtype)
 
     def collect(self, *asked: Callable[[], Batch | Numbers]) -> Batch:
         """What was asked for."""
         drawn = [piece() for piece in asked]
-        if self._many is not None:
+        if self.many is not None:
             numbers = [one for one in drawn if isinstance(one, Numbers)]
-            return batches_of(numbers, self._many, self.setting.batch, self.dtype)
+            return batches_of(numbers, self.many, self.setting.batch, self.dtype)
         return stack([one for one in drawn if isinstance(one, Batch)])
+
+
+def drawers(seeds: int) -> ThreadPoolExecutor:
+    """Threads that draw what seeds need meanwhile; each computes alone, since its matrices are small."""
+    return ThreadPoolExecutor(min(seeds, os.cpu_count() or 1), initializer=torch.set_num_threads, initargs=(1,))
 
 
 def together_on(device: torch.device | str, seeds: int) -> bool:
@@ -102,12 +116,13 @@ class Runs:
         """Whether tensors have an axis of seeds."""
         self.points: list[Point] = []
 
-    def step(self, first: Batch, second: Batch, iteration: int) -> None:
-        """One iteration; runs that left the finite numbers are frozen."""
+    def step(self, first: Batch, second: Batch, iteration: int | Int[Tensor, ""]) -> None:
+        """One iteration; runs that left the finite numbers are frozen. Nobody looks if its number is a tensor."""
         old = self.weights
         new = self.algorithm.step(old, self.lr, self._seen(first), self._seen(second))
-        on_cpu = not new.G.is_cuda  # where a look at the numbers is free, and nearly always shows that all is well
-        if on_cpu and not self.any_diverged and math.isfinite(float(new.G.sum() + new.F.sum())):
+        # on a CPU a look at the numbers is free, and nearly always shows that all is well
+        looks = isinstance(iteration, int) and not new.G.is_cuda
+        if looks and not self.any_diverged and math.isfinite(float(new.G.sum() + new.F.sum())):
             self.weights = new
             return
         self.any_diverged = True
@@ -145,6 +160,27 @@ class Runs:
     @functools.cached_property
     def _population_normaliser(self) -> tuple[Tensor, Tensor | None]:
         return normaliser(self.algorithm.norm or "", self.group.test_batch, self.group.train.Sigma)
+
+
+def apart(
+    runs: Sequence[Runs], group: Group, names: Sequence[str], steps: int, pool: Executor
+) -> Callable[[int], Batch]:
+    """What takes an iteration of all runs and returns the batch of the head; the next batches are drawn meanwhile."""
+
+    def ask(t: int) -> list[list[Callable[[], Batch | Numbers]]]:
+        return [group.ask(pool, t, name) for name in names] if t <= steps else []
+
+    asked = ask(1)
+
+    def step(t: int) -> Batch:
+        nonlocal asked
+        batches = [group.collect(*pieces) for pieces in asked]
+        asked = ask(t + 1)
+        for one in runs:
+            one.step(batches[0], batches[-1], t)
+        return batches[-1]
+
+    return step
 
 
 def _together(tensors: Sequence[Tensor]) -> Tensor:

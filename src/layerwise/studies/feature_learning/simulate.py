@@ -4,9 +4,7 @@ A batch is a function of its seed and iteration alone, so algorithms, rates and 
 result of a seed does not depend on which others run beside it.
 """
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +16,6 @@ from torch import Tensor
 from layerwise.foundations.errors import InputError, NameLookupError, describe, unknown
 from layerwise.foundations.progress import Progress, resolve
 from layerwise.studies.feature_learning.algorithms import AMGD, DFW, KFAC, SGD, Adam, Algorithm, MinMin, with_rate
-from layerwise.studies.feature_learning.batch import Batch, Numbers
 from layerwise.studies.feature_learning.further import (
     EKFAC,
     FOOF,
@@ -30,7 +27,8 @@ from layerwise.studies.feature_learning.further import (
 )
 from layerwise.studies.feature_learning.ngd import NGD
 from layerwise.studies.feature_learning.problem import Setting
-from layerwise.studies.feature_learning.runs import MEASURES, Group, Runs
+from layerwise.studies.feature_learning.runs import MEASURES, Group, Runs, apart, drawers
+from layerwise.studies.feature_learning.together import together
 
 ALGORITHMS: Mapping[str, Algorithm] = {
     "sgd": SGD(),
@@ -124,6 +122,7 @@ def compare(
 
     `together` seeds are one tensor program. On a CPU it is one, which keeps the result of a seed bit for bit the same
     whatever runs beside it and costs little, since rates and algorithms fill the tensors; elsewhere all.
+    Iterations of several seeds on a GPU are recorded once as CUDA graphs and replayed.
 
     >>> r = compare(["kfac", "sgd"], setting=Setting(dx=10, dy=4, k=2, batch=200), steps=9)
     >>> r["kfac"].diverged_at.tolist(), bool(r["sgd"].diverged_at[0] > 0)
@@ -151,26 +150,14 @@ def _run(
     for one in runs.values():
         one.measure(start, 0)
     due, steps = set(points), points[-1]
-    with _drawers(len(group.seeds)) as pool:
-
-        def ask(t: int) -> list[list[Callable[[], Batch | Numbers]]]:
-            names = ("first",) if same_batch else ("first", "second")
-            return [group.ask(pool, t, name) for name in names] if t <= steps else []
-
-        asked = ask(1)
+    names = ("first",) if same_batch else ("first", "second")
+    with drawers(len(group.seeds)) as pool:
+        step = (apart if group.many is None else together)(list(runs.values()), group, names, steps, pool)
         for t in progress.track(range(1, steps + 1), f"seed {', '.join(map(str, group.seeds))}", steps):
-            batches = [group.collect(*pieces) for pieces in asked]
-            asked = ask(t + 1)
-            for one in runs.values():
-                one.step(batches[0], batches[-1], t)
-                if t in due:
-                    one.measure(batches[-1], t)
+            batch = step(t)
+            for one in runs.values() if t in due else ():
+                one.measure(batch, t)
     return runs
-
-
-def _drawers(seeds: int) -> ThreadPoolExecutor:
-    """Threads that draw the next batches meanwhile; each computes alone, since its matrices are small."""
-    return ThreadPoolExecutor(min(seeds, os.cpu_count() or 1), initializer=torch.set_num_threads, initargs=(1,))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.studies.feature_learning.batch import Batch, solve_right
+from layerwise.studies.feature_learning.by_products import orthonormal_by_products
 
 
 def times_moment(G: Float[Tensor, "*r m dx"], S: Float[Tensor, "*s dx dx"]) -> Float[Tensor, "*r m dx"]:
@@ -25,6 +26,14 @@ def grad_G(F: Float[Tensor, "*r dy k"], G: Float[Tensor, "*r k dx"], batch: Batc
 def grad_F(F: Float[Tensor, "*r dy k"], G: Float[Tensor, "*r k dx"], batch: Batch) -> Float[Tensor, "*r dy k"]:
     """∇_F of ½ mean |y − FGx|²: (F G Sx − Syx) Gᵀ."""
     return (F @ times_moment(G, batch.Sx) - batch.Syx) @ G.mT
+
+
+def gradients(
+    F: Float[Tensor, "*r dy k"], G: Float[Tensor, "*r k dx"], batch: Batch
+) -> tuple[Float[Tensor, "*r dy k"], Float[Tensor, "*r k dx"]]:
+    """∇_F and ∇_G at once, which share F G Sx − Syx."""
+    residual = F @ times_moment(G, batch.Sx) - batch.Syx
+    return residual @ G.mT, F.mT @ residual
 
 
 def least_squares_head(G: Float[Tensor, "*r k dx"], batch: Batch) -> Float[Tensor, "*r dy k"]:
@@ -50,26 +59,7 @@ def orthonormal_rows(G: Float[Tensor, "*r k dx"]) -> Float[Tensor, "*r k dx"]:
     [[0, -1, 0], [1, 0, 0]]
     """
     if G.is_cuda:
-        return _by_cholesky(G)
+        return orthonormal_by_products(G)
     Q, R = torch.linalg.qr(G.mT)
     sign = torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(Q.dtype)
     return (Q * sign.unsqueeze(-2)).mT.contiguous()
-
-
-def _by_cholesky(G: Tensor) -> Tensor:
-    """The same by three Cholesky factorisations of GGᵀ, the first shifted so that it cannot fail.
-
-    Householder QR runs matrix by matrix on a GPU; this is a few batched calls. See Fukaya et al., "Shifted
-    Cholesky QR", 2020.
-    """
-    k, dx = G.shape[-2:]
-    shift = 11 * (k * dx + k * (k + 1)) * torch.finfo(G.dtype).eps
-    for number in range(3):
-        gram = G @ G.mT
-        if number == 0:
-            gram = gram + shift * gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None] * torch.eye(
-                k, dtype=G.dtype, device=G.device
-            )
-        L, _ = torch.linalg.cholesky_ex(gram)
-        G = torch.linalg.solve_triangular(L, G, upper=False)
-    return G
