@@ -53,6 +53,27 @@ def test_a_product_of_both_sides(known: bool):
     assert bool((error < 2e-6 * expected.flatten(1).norm(dim=1)).all())
 
 
+def test_scales_are_foreseen():
+    """As what one product leaves grows, shrinks, vanishes and is not finite for once."""
+    (P, *left), (Q, *right) = kept(O, 1), kept(I, 2)
+    before = torch.zeros(K)
+    for t, size in enumerate((1.0, 1.3, 5.0, 1e6, 0.0, 1e-7, torch.nan, 1e-7)):
+        X = size * randn(K, O, I, seed=t)
+        found = long_between(*left, X, *right, before=before)
+        value = over(found.C.double(), [scale.double() for scale in found.scales])
+        if size != size:
+            assert bool(value.isnan().all())
+            continue
+        expected, middle = P.double() @ X.double() @ Q.double(), P.double() @ X.double()
+        assert torch.allclose((before / left[1]).double(), middle.abs().amax((1, 2)) * scale_of(X), rtol=1e-3)
+        error = (value - expected).flatten(1).norm(dim=1)
+        assert bool((error <= 2e-6 * expected.flatten(1).norm(dim=1)).all())
+
+
+def scale_of(X: Tensor) -> Tensor:
+    return half_pairs.pair_scale(X).double()
+
+
 def test_halves_stand_where_the_others_meet_them():
     _, H, _ = kept(O, 1)
     hi, lo = packed_halves.unpack(H).unbind(1)

@@ -5,15 +5,7 @@ from __future__ import annotations
 from typing import no_type_check
 
 from layerwise.foundations.fused_kernels import _jit, block, stored, tile, tl, unscaled
-from layerwise.foundations.linalg.triton_split_kernels import power_of_two
-
-
-@_jit
-@no_type_check
-def keep_largest(largest, k, y):
-    """The largest magnitude so far, of all programs: as bits, integers of the same order, in which NaN comes last."""
-    bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    tl.atomic_max(largest + k, tl.max(tl.max(bits, 1), 0))
+from layerwise.foundations.linalg.triton_split_kernels import final_scale, foreseen_scale, keep_largest
 
 
 @_jit
@@ -21,25 +13,6 @@ def keep_largest(largest, k, y):
 def keep_product(partial, k, product):
     """The part of a scalar product that this program has found."""
     tl.store(partial + k * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.sum(product, 1), 0))
-
-
-@_jit
-@no_type_check
-def foreseen_scale(before, k, ROOM: tl.constexpr, HEADROOM: tl.constexpr):
-    """`fused_half_steps`: the scale that the largest entry of the last step asks for, with headroom."""
-    return power_of_two(tl.load(before + k)) / (ROOM * HEADROOM)
-
-
-@_jit
-@no_type_check
-def final_scale(largest, before, k, ROOM: tl.constexpr, HEADROOM: tl.constexpr):
-    """That scale, or where it does not fit the one of this step; and whether it fits."""
-    foreseen = foreseen_scale(before, k, ROOM, HEADROOM)
-    bits = tl.load(largest + k)
-    scaled = bits.to(tl.float32, bitcast=True) * foreseen
-    top = 32768.0 / ROOM
-    fits = (bits == 0) | ((scaled < top) & (scaled >= top / (HEADROOM * HEADROOM)))
-    return tl.where(fits, foreseen, power_of_two(bits) / ROOM), fits
 
 
 @_jit

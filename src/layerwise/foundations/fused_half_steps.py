@@ -23,9 +23,8 @@ from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.linalg.halves import Half
 from layerwise.foundations.linalg.orthogonal import ROOM, with_room
 from layerwise.foundations.linalg.triton_device import on
+from layerwise.foundations.linalg.triton_splits import HEADROOM
 
-HEADROOM = 8.0
-"""How much larger than at the last step entries may be, to be written at once; and how much smaller."""
 Numbers = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]
 
 

@@ -72,10 +72,10 @@ def in_halves(state: State) -> bool:
 
 
 def largest_before(context: Context, X: Float[Tensor, "K O I"]) -> Float[Tensor, "K"]:
-    """Of each group's step in the basis the largest entry, at the last step; zeros at first."""
-    known = context.memory.get("largest_in_basis")
+    """What a product or a step in the basis left of each group at the last step, its largest entry; zeros at first."""
+    known = context.memory.get("largest_before")
     if known is None or len(known) != len(X):
-        known = context.memory["largest_in_basis"] = torch.zeros(len(X), dtype=torch.float32, device=X.device)
+        known = context.memory["largest_before"] = torch.zeros(len(X), dtype=torch.float32, device=X.device)
     return known
 
 

@@ -349,7 +349,7 @@ class Factors(UpdateRule):
         largest = context.largest_of(grad)
         if stored.are_packed_pairs(state, "P_root", "Q_root") and grad.dtype == torch.float32:
             (P, P_scale), (Q, Q_scale) = ((state[f"{s}_root"], state[f"{s}_root_scale"]) for s in ("P", "Q"))
-            return long_between(P, P_scale, grad, Q, Q_scale, largest)
+            return long_between(P, P_scale, grad, Q, Q_scale, largest, largest_before(context, grad))
         P, Q = (stored.matrix(state, name) if name in state else None for name in ("P_root", "Q_root"))
         if isinstance(P, Tensor) or isinstance(Q, Tensor):
             D = stored.between(P, grad, None, largest=largest)

@@ -26,8 +26,12 @@ def long_between(
     Q: Float16[Tensor, "K 2 S 16 16"],
     Q_scale: Float32[Tensor, "K"],
     largest: Float[Tensor, "K"] | None = None,
+    before: Float32[Tensor, "K"] | None = None,
 ) -> Scaled:
     """``P X Q`` of packed pairs, not yet divided; `largest`: what no entry of each X exceeds, where that is known.
+
+    `before`, the largest magnitudes of the last ``P X``, or zeros, becomes those of this one, and spares a search for
+    them (`fused_half_steps`).
 
     >>> H, scale = packed_halves.zeros(1, 2, 16), torch.ones(1)
     >>> packed_halves.put_(H, scale, 3 * torch.eye(16)[None])
@@ -39,7 +43,7 @@ def long_between(
     other, scale = tripled(X, above=True, largest=largest)
     C = _product(side_by_side(P), other)
     scales = [P_scale * scale]
-    other, scale = tripled(C, above=False)
+    other, scale = tripled(C, above=False, before=before)
     C = _product(other, one_above_the_other(Q))
     return Scaled(C, (*scales, scale * Q_scale))
 
@@ -61,7 +65,11 @@ def one_above_the_other(H: Float16[Tensor, "K 2 T 16 16"]) -> Float16[Tensor, "K
 
 
 def tripled(
-    X: Float32[Tensor, "K O I"], *, above: bool, largest: Float[Tensor, "K"] | None = None
+    X: Float32[Tensor, "K O I"],
+    *,
+    above: bool,
+    largest: Float[Tensor, "K"] | None = None,
+    before: Float32[Tensor, "K"] | None = None,
 ) -> tuple[Float16[Tensor, "K m n"], Float32[Tensor, "K"]]:
     """``[lo; hi; hi]`` one above the other, or side by side, and the scales.
 
@@ -76,8 +84,10 @@ def tripled(
         out = torch.empty(K, O, 3, I, dtype=torch.float16, device=X.device)
         blocks = out.transpose(1, 2)
     if available(X.device) and K <= MOST_MATRICES:
-        scale = triton_splits.tripled(X, blocks, largest)
+        scale = triton_splits.tripled(X, blocks, largest, before)
     else:
+        if before is not None:
+            largest = before.copy_(torch.linalg.vector_norm(X, float("inf"), dim=(-2, -1)))
         pair = half_pairs.split(X) if largest is None else half_pairs.split(X, half_pairs.power_of_two_scale(largest))
         scale = pair.scale
         for place, half in enumerate((pair.lo, pair.hi, pair.hi)):

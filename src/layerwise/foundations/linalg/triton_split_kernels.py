@@ -21,6 +21,33 @@ def power_of_two(bits):
 
 @_jit
 @no_type_check
+def keep_largest(largest, k, y):
+    """The largest magnitude so far, of all programs: as bits, integers of the same order, in which NaN comes last."""
+    bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.atomic_max(largest + k, tl.max(tl.max(bits, 1), 0))
+
+
+@_jit
+@no_type_check
+def foreseen_scale(before, k, ROOM: tl.constexpr, HEADROOM: tl.constexpr):
+    """The scale that the largest magnitude of the last time asks for, with headroom; see `fused_half_steps`."""
+    return power_of_two(tl.load(before + k)) / (ROOM * HEADROOM)
+
+
+@_jit
+@no_type_check
+def final_scale(largest, before, k, ROOM: tl.constexpr, HEADROOM: tl.constexpr):
+    """That scale, or where it does not fit the one of this time; and whether it fits."""
+    foreseen = foreseen_scale(before, k, ROOM, HEADROOM)
+    bits = tl.load(largest + k)
+    scaled = bits.to(tl.float32, bitcast=True) * foreseen
+    top = 32768.0 / ROOM
+    fits = (bits == 0) | ((scaled < top) & (scaled >= top / (HEADROOM * HEADROOM)))
+    return tl.where(fits, foreseen, power_of_two(bits) / ROOM), fits
+
+
+@_jit
+@no_type_check
 def entry(X, at, width, X_row, LINEAR: tl.constexpr):
     """Where entries of a matrix lie whose rows may be apart."""
     if LINEAR:  # noqa: SIM108 (decided when compiled)
@@ -87,22 +114,38 @@ def split_kernel(
 @_jit
 @no_type_check
 def triple_kernel(
-    out, scale, X, largest, parts, rows_total, width, X_k, X_row, out_k, out_half, out_row,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    out, scale, X, largest, before, parts, rows_total, width, X_k, X_row, out_k, out_half, out_row,
+    PARTS: tl.constexpr, FORESEEN: tl.constexpr, HEADROOM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """lo, hi and hi once more of scale·X, one tile; the scale is from the bits of the largest magnitudes of parts."""
+    """lo, hi and hi once more of scale·X, one tile.
+
+    The scale is from the bits of the largest magnitudes of parts (FORESEEN 0), or with headroom from those of the last
+    time, while the largest are searched (1); or where that did not fit from what was found (2).
+    """
     index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    part = tl.arange(0, PARTS)
-    factor = power_of_two(tl.max(tl.load(largest + k * parts + part, mask=part < parts, other=0), 0))
-    if index == 0:
-        tl.store(scale + k, factor)
-    across = tl.cdiv(width, COLUMNS)
-    rows = ((index // across) * ROWS + tl.arange(0, ROWS))[:, None]
-    columns = ((index % across) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    inside = (rows < rows_total) & (columns < width)
-    scaled = tl.load(X + k * X_k + rows * X_row + columns, mask=inside, other=0.0).to(tl.float32) * factor
-    upper = scaled.to(tl.float16)
-    here = out + k * out_k + rows * out_row + columns
-    tl.store(here, (scaled - upper.to(tl.float32)).to(tl.float16), mask=inside)
-    tl.store(here + out_half, upper, mask=inside)
-    tl.store(here + 2 * out_half, upper, mask=inside)
+    wanted = True
+    if FORESEEN == 0:
+        part = tl.arange(0, PARTS)
+        factor = power_of_two(tl.max(tl.load(largest + k * parts + part, mask=part < parts, other=0), 0))
+    elif FORESEEN == 1:
+        factor = foreseen_scale(before, k, 1.0, HEADROOM)
+    else:
+        factor, fits = final_scale(largest, before, k, 1.0, HEADROOM)
+        wanted = not fits
+    if FORESEEN != 1:  # noqa: SIM102 (decided when compiled, the next when run)
+        if index == 0:
+            tl.store(scale + k, factor)
+    if wanted:
+        across = tl.cdiv(width, COLUMNS)
+        rows = ((index // across) * ROWS + tl.arange(0, ROWS))[:, None]
+        columns = ((index % across) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+        inside = (rows < rows_total) & (columns < width)
+        x = tl.load(X + k * X_k + rows * X_row + columns, mask=inside, other=0.0).to(tl.float32)
+        scaled = x * factor
+        upper = scaled.to(tl.float16)
+        here = out + k * out_k + rows * out_row + columns
+        tl.store(here, (scaled - upper.to(tl.float32)).to(tl.float16), mask=inside)
+        tl.store(here + out_half, upper, mask=inside)
+        tl.store(here + 2 * out_half, upper, mask=inside)
+        if FORESEEN == 1:
+            keep_largest(largest, k, x)

@@ -13,6 +13,8 @@ from layerwise.foundations.linalg.triton_device import ceil, kernels, on
 SPLIT_BLOCK = 4096
 MOST_PARTS, MOST_REPEATS = 128, 16
 """Parts of a matrix, each with a largest entry of its own; blocks of a part."""
+HEADROOM = 8.0
+"""How much larger than at the last time entries may be, for a scale that is foreseen to fit; and how much smaller."""
 TILE = {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
 GIVEN, FROM_LARGEST, FROM_BOUND = range(3)
 
@@ -68,19 +70,29 @@ def halved(
 
 
 def tripled(
-    X: Float[Tensor, "K m n"], out: Float16[Tensor, "K 3 m n"], amax: Float[Tensor, "K"] | None = None
+    X: Float[Tensor, "K m n"],
+    out: Float16[Tensor, "K 3 m n"],
+    amax: Float[Tensor, "K"] | None = None,
+    before: Float32[Tensor, "K"] | None = None,
 ) -> Float32[Tensor, "K"]:
     """`long_sums.tripled` into `out`, of any strides but in its rows; the scales."""
-    X, scale = _stacked(X), torch.empty(len(X), dtype=torch.float32, device=X.device)
+    X = _stacked(X)
     K, m, n = X.shape
+    scale, largest = torch.zeros(2, K, dtype=torch.float32, device=X.device)
     if X.numel() == 0:
         return scale.fill_(1.0)
-    parts = largest_parts(X) if amax is None else _bits(amax)
+    parts, passes = largest.view(torch.int32)[:, None], (1, 2)
+    if before is None:
+        parts, passes = largest_parts(X) if amax is None else _bits(amax), (0,)
     with on(X.device):
-        kernels("triton_split_kernels").triple_kernel[(ceil(m, TILE["ROWS"]) * ceil(n, TILE["COLUMNS"]), K)](
-            out, scale, X, parts, parts.shape[1], m, n, X.stride(0), X.stride(1), *out.stride()[:3],
-            PARTS=_power_of_two(parts.shape[1]), **TILE,
-        )  # fmt: skip
+        for foreseen in passes:
+            kernels("triton_split_kernels").triple_kernel[(ceil(m, TILE["ROWS"]) * ceil(n, TILE["COLUMNS"]), K)](
+                out, scale, X, parts, None if before is None else before.view(torch.int32), parts.shape[1],
+                m, n, X.stride(0), X.stride(1), *out.stride()[:3],
+                PARTS=_power_of_two(parts.shape[1]), FORESEEN=foreseen, HEADROOM=HEADROOM, **TILE,
+            )  # fmt: skip
+    if before is not None:
+        before.copy_(largest)
     return scale
 
 
