@@ -11,9 +11,8 @@ from layerwise.foundations.progress import Progress
 from layerwise.kernel.contraction import contract
 from layerwise.kernel.examples import Block, Examples
 from layerwise.kernel.outputs import Outputs
-from layerwise.kernel.plan import LayerPlan, Plan
-from layerwise.kernel.sides import Kept, Side, record_side
-from layerwise.layers.io import RecordedIO
+from layerwise.kernel.plan import LayerPlan, Plan, with_positions
+from layerwise.kernel.sides import Calls, Kept, Side, record_side
 from layerwise.layers.recorder import Recorder
 from layerwise.layers.standard import Standard
 
@@ -82,7 +81,10 @@ def _add_pair(totals: Mapping[str, Tensor], left: Side, right: Side, plan: Plan)
         total = totals[name if plan.request.apart else WHOLE]
         part = total[left.start * P : left.stop * P, right.start * P : right.stop * P]
         same = left is right and plan.request.m is None
-        add_layer(part, layer, left.layers[name], right.layers[name], same)
+        first, second = left.layers[name], right.layers[name]
+        if isinstance(first, Calls) and isinstance(second, Calls):
+            layer = with_positions(layer, max(first.live_count(), second.live_count()), plan.request)
+        add_layer(part, layer, first, second, same)
 
 
 def add_layer(total: Float[Tensor, "NP MP"], layer: LayerPlan, left: Kept, right: Kept, same: bool) -> None:
@@ -90,15 +92,15 @@ def add_layer(total: Float[Tensor, "NP MP"], layer: LayerPlan, left: Kept, right
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         _add_rows(total, left.flatten(1), right.flatten(1), same)
         return
-    assert isinstance(left, RecordedIO)
-    assert isinstance(right, RecordedIO)
+    assert isinstance(left, Calls)
+    assert isinstance(right, Calls)
     P = layer.sizes.vectors
     for i, i2 in _tiles(left, layer):
-        first = _standard(left, i, i2, layer)
+        first = left.standard(i, i2)
         for j, j2 in _tiles(right, layer):
             if same and j < i:
                 continue
-            second = first if same and j == i else _standard(right, j, j2, layer)
+            second = first if same and j == i else right.standard(j, j2)
             part = total[i * P : i2 * P, j * P : j2 * P].view(i2 - i, P, j2 - j, P)
             _add_tile(part, layer, first, second)
 
@@ -106,22 +108,16 @@ def add_layer(total: Float[Tensor, "NP MP"], layer: LayerPlan, left: Kept, right
 def _add_tile(total: Float[Tensor, "N V M W"], layer: LayerPlan, left: Standard, right: Standard) -> None:
     V, step = layer.sizes.vectors, layer.cost.vector_tile
     for v in range(0, V, step):
-        some = Standard(left.a, left.g[v : v + step])
+        some = left if step >= V else Standard(left.a, left.g[v : v + step])
         for w in range(0, V, step):
             others = right if step >= V else Standard(right.a, right.g[w : w + step])
             total[:, v : v + step, :, w : w + step] += contract(layer.order, some, others)
 
 
-def _tiles(side: RecordedIO, layer: LayerPlan) -> Iterator[tuple[int, int]]:
+def _tiles(side: Calls, layer: LayerPlan) -> Iterator[tuple[int, int]]:
     """First and last example of each."""
-    for start in range(0, side.examples, layer.cost.tile):
-        yield start, min(start + layer.cost.tile, side.examples)
-
-
-def _standard(side: RecordedIO, start: int, stop: int, layer: LayerPlan) -> Standard:
-    """The standard form of some examples; an unfolded convolution is much larger than what was recorded."""
-    standard = side.narrow(start, stop).standard()
-    return standard.live() if layer.sizes.sparse else standard
+    for start in range(0, side.io.examples, layer.cost.tile):
+        yield start, min(start + layer.cost.tile, side.io.examples)
 
 
 def _add_rows(total: Tensor, R: Float[Tensor, "D a"], R2: Float[Tensor, "D b"], same: bool) -> None:

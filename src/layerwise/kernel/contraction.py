@@ -18,7 +18,7 @@ first. `rows` keeps per-example gradients on both sides.
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from layerwise.layers.one_hot import OneHot
@@ -34,8 +34,10 @@ def rows_of(chunk: Chunk) -> Float[Tensor, "N V D"]:
 
 def rows(left: Chunk, right: Chunk) -> Block:
     """Per-example gradients on both sides."""
+    alike = left is right
     left, right = _small_vocabulary(left, right)
-    R, R2 = rows_of(left), rows_of(right)
+    R = rows_of(left)
+    R2 = R if alike else rows_of(right)
     return (R.flatten(0, 1) @ R2.flatten(0, 1).mT).view(*R.shape[:2], *R2.shape[:2])
 
 
@@ -44,7 +46,7 @@ def gram(left: Standard, right: Standard) -> Block:
     (v, n, s, k, _), (w, m, t, *_) = left.g.shape, right.g.shape
     A = _input_gram(left.a, right.a).to(left.g.dtype)  # K, N·S, M·T
     g = left.g.permute(3, 1, 0, 2, 4).reshape(k, n * v * s, -1)
-    g2 = right.g.permute(3, 1, 0, 2, 4).reshape(k, m * w * t, -1)
+    g2 = g if right is left else right.g.permute(3, 1, 0, 2, 4).reshape(k, m * w * t, -1)
     B = (g @ g2.mT).view(k, n, v, s, m, w, t)
     B *= A.view(k, n, 1, s, m, 1, t)
     return B.sum((0, 3, 6)) if k * s * t > 1 else B.view(n, v, m, w)
@@ -97,13 +99,34 @@ def _small_vocabulary(left: Chunk, right: Chunk) -> tuple[Chunk, Chunk]:
         return left, right
     assert isinstance(right, Standard)
     assert isinstance(right.a, OneHot)
-    sizes = [left.a.index.numel(), right.a.index.numel()]
-    shapes = [left.a.index.shape, right.a.index.shape]
-    tokens, place = torch.unique(torch.cat([left.a.index.flatten(), right.a.index.flatten()]), return_inverse=True)
-    absent = int(tokens.numel() > 0 and tokens[0] == -1)  # padding stays −1
-    first, second = (p.view(shape) - absent for p, shape in zip(place.split(sizes), shapes, strict=True))
-    count = tokens.numel() - absent
-    return Standard(OneHot(first, count), left.g), Standard(OneHot(second, count), right.g)
+    indices, size = (left.a.index, right.a.index), left.a.size
+    both = torch.cat([index.flatten() for index in indices])
+    if both.device.type == "cpu":
+        numbers, count = _by_token(both)
+    elif size > both.numel():
+        numbers, count = _by_place(both)
+    else:
+        return left, right
+    parts = zip(numbers.split([index.numel() for index in indices]), indices, strict=True)
+    first, second = (OneHot(part.view(index.shape), count) for part, index in parts)
+    return Standard(first, left.g), Standard(second, right.g)
+
+
+def _by_token(index: Int[Tensor, "M"]) -> tuple[Int[Tensor, "M"], int]:
+    """A number for each token that occurs, and how many there are; padding stays −1."""
+    tokens, place = torch.unique(index, return_inverse=True)
+    absent = int(tokens.numel() > 0 and tokens[0] == -1)
+    return place - absent, tokens.numel() - absent
+
+
+def _by_place(index: Int[Tensor, "M"]) -> tuple[Int[Tensor, "M"], int]:
+    """As many numbers as positions, so that nobody waits for the device to say how many tokens there are.
+
+    >>> _by_place(torch.tensor([7, -1, 7, 3]))
+    (tensor([ 2, -1,  2,  1]), 4)
+    """
+    place = torch.searchsorted(index.sort().values, index)
+    return torch.where(index < 0, -1, place), index.numel()
 
 
 ORDERS: dict[str, Callable[..., Block]] = {"gram": gram, "chain": chain, "product": product, "rows": rows}

@@ -4,7 +4,7 @@ The cut is made once so that a random forward (dropout), seeded by block, is the
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,14 +65,17 @@ class Examples:
 
     def __init__(self, x: Any, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.batches = read_inputs(x)
-        for batch in self.batches:
-            recorder.check(batch)
+        self.batches = [self._checked(batch) for batch in read_inputs(x)]
         self.counts = [recorder.examples(batch) for batch in self.batches]
         for count in self.counts:
             refuse_empty(count)
         self.size = max(self.counts)
         self._blocks: list[Block] = []
+
+    def _checked(self, batch: Batch) -> Batch:
+        """The same, which need not be looked at again, nor any part of it."""
+        self.recorder.check(batch)
+        return replace(batch, found_finite=batch.versions())
 
     @property
     def count(self) -> int:
@@ -96,22 +99,21 @@ class Examples:
         for batch, n in zip(self.batches, self.counts, strict=True):
             for start in range(0, n, self.size):
                 stop = min(start + self.size, n)
-                x = batch.x if stop - start == n else self._take(batch, start, stop)
-                found.append(Block(offset + start, offset + stop, Batch(x, None, None, offset + start)))
+                part = batch if stop - start == n else self._take(batch, start, stop)
+                found.append(Block(offset + start, offset + stop, replace(part, number=offset + start)))
             offset += n
         return found
 
     def first(self, n: int) -> Batch:
         """The first examples, to look at."""
         batch = self.batches[0]
-        return batch if self.counts[0] <= n else Batch(self._take(batch, 0, n), None, None, 0)
+        return batch if self.counts[0] <= n else self._take(batch, 0, n)
 
     def part(self, block: Block, start: int, stop: int) -> Block:
         """Some examples of a block."""
         first = block.start + start
-        batch = Batch(self._take(block.batch, start, stop), None, None, first)
-        return Block(first, block.start + stop, batch)
+        return Block(first, block.start + stop, replace(self._take(block.batch, start, stop), number=first))
 
-    def _take(self, batch: Batch, start: int, stop: int) -> Any:
+    def _take(self, batch: Batch, start: int, stop: int) -> Batch:
         findings = self.recorder.prepare(batch)
-        return take(batch.x, start, stop, findings.example_axis, findings.shared)
+        return replace(batch, x=take(batch.x, start, stop, findings.example_axis, findings.shared))

@@ -9,24 +9,22 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from layerwise.foundations.asked import Asked, sent
+from layerwise.foundations.asked import Asked, not_finite
 from layerwise.foundations.cotangents import OutputBasis
 from layerwise.foundations.errors import MemoryBudgetError
 from layerwise.foundations.linalg.checks import require_finite
 from layerwise.foundations.progress import Progress
 from layerwise.foundations.progress import resolve as resolve_progress
-from layerwise.foundations.random import stream
 from layerwise.kernel.assemble import WHOLE, assemble
-from layerwise.kernel.cost import Sizes
 from layerwise.kernel.examples import Examples, recording_sizes
-from layerwise.kernel.jacobian import Jacobian, look_at, prepare
+from layerwise.kernel.jacobian import Jacobian, prepare
 from layerwise.kernel.kernel import Kernel, MatrixKernel
+from layerwise.kernel.look import first_look
 from layerwise.kernel.outputs import Selection
 from layerwise.kernel.plan import Algorithm, Plan, Request, check_algorithm, make_plan
 from layerwise.layers.calling import in_own_arithmetic
 from layerwise.layers.generic import is_random
-from layerwise.layers.io import GradientIO, LayerIO, RecordedIO
-from layerwise.layers.recorder import Recorder
+from layerwise.layers.io import LayerIO
 from layerwise.layers.table import LayerSpec, OnUnsupported
 
 
@@ -77,6 +75,14 @@ class TangentKernel(Kernel):
     def _plan(self) -> Plan:
         return make_plan(self.request)
 
+    def _block(self) -> int:
+        """Examples recorded together, by the matrix and by products alike: a random forward is seeded by block."""
+        try:
+            return self.plan().block
+        except MemoryBudgetError:  # no room for the matrix; products need none
+            r = self.request
+            return recording_sizes(r.memory // 4, r.device, r.graph_bytes, r.gradient_bytes, r.functions)[0]
+
     def has_matrix(self) -> bool:
         """Whether the matrix has been formed."""
         return bool(self._formed)
@@ -103,8 +109,10 @@ class TangentKernel(Kernel):
             found = assemble(
                 J.recorder, J.examples, None if second is None else second.examples, J.outputs, plan, J.progress
             )
-        for name, K in found.items():
-            require_finite(K, f"tangent kernel of layer {name!r}" if name else "tangent kernel")
+        bad = Asked(torch.stack([not_finite(K) for K in found.values()])).read()  # all layers in one look
+        for (name, K), odd in zip(found.items(), bad, strict=True):
+            if odd:
+                require_finite(K, f"tangent kernel of layer {name!r}" if name else "tangent kernel")
         return found
 
     def apply(self, u: Float[Tensor, "B MP"]) -> Float[Tensor, "B NP"]:
@@ -170,63 +178,6 @@ def squared_norms(J: Jacobian) -> Float[Tensor, "NP"]:
     return total.flatten()
 
 
-def layer_sizes(recorder: Recorder, examples: Examples, J: Jacobian) -> tuple[list[tuple[LayerSpec, Sizes]], int]:
-    """The standard form of every layer, and the bytes of all output gradients of one example and cotangent."""
-    batch, P = examples.first(2), J.functions
-    found: dict[str, Sizes] = {}
-    live: dict[str, Tensor] = {}
-
-    def consume(spec: LayerSpec, io: LayerIO) -> None:
-        found[spec.name] = _sizes(spec, io, P)
-        if isinstance(io, RecordedIO):
-            live[spec.name] = io.standard().live_positions().sum()
-
-    with recorder.session():
-        recorded = recorder.record(batch, J.outputs)
-        f = recorded.terms.f
-        mix = torch.randn(1, *f.shape, generator=stream(0, "functions"))  # of all functions
-        v = sent(mix, f.device).to(f.dtype)
-        recorded.each_layer(v, consume, last=True)
-        gradient_bytes = recorded.output_bytes() // recorded.examples
-    if live:  # all layers in one look
-        counts = dict(zip(live, Asked(torch.stack([*live.values()])).read(), strict=True))
-        found |= {name: _seen(found[name], count) for name, count in counts.items()}
-    called = [(spec, found[spec.name]) for spec in recorder.table.layers if spec.name in found]
-    absent = [(spec, _uncalled(spec, P)) for spec in recorder.table.layers if spec.name not in found]
-    return [*called, *absent], gradient_bytes
-
-
-def _sizes(spec: LayerSpec, io: LayerIO, P: int) -> Sizes:
-    K, O, I = spec.form.shape
-    if isinstance(io, GradientIO):
-        return Sizes(1, K, O, I, P, raw=P * K * O * I, bare=True)
-    assert isinstance(io, RecordedIO)
-    positions = sum(call.sharing(io.examples) for call in io.calls)
-    x = sum(call.x.numel() for call in io.calls) // io.examples
-    dy = sum(call.dy.numel() for call in io.calls if call.dy is not None) // io.examples
-    tokens = I if spec.form.one_hot else 0
-    return Sizes(positions, K, O, 1 if tokens else I, P, raw=x + P * dy, tokens=tokens)
-
-
-def _seen(sizes: Sizes, live: int) -> Sizes:
-    """The same, where so many positions have a gradient."""
-    return replace(sizes, positions=live, sparse=True) if 0 < 2 * live <= sizes.positions else sizes
-
-
-def _uncalled(spec: LayerSpec, P: int) -> Sizes:
-    K, O, I = spec.form.shape
-    return Sizes(0, K, O, I, P, raw=0, tokens=I if spec.form.one_hot else 0)
-
-
-def _block(request: Request) -> int:
-    """Examples recorded together, by the matrix and by products alike: a random forward is seeded by block."""
-    try:
-        return make_plan(request).block
-    except MemoryBudgetError:  # no room for the matrix; products need none
-        r = request
-        return recording_sizes(r.memory // 4, r.device, r.graph_bytes, r.gradient_bytes, r.functions)[0]
-
-
 @in_own_arithmetic
 def ntk(
     model: nn.Module,
@@ -280,25 +231,26 @@ def ntk(
     recorder, reading, device, allowed = start
     examples = Examples(x, recorder)
     second = None if x2 is None else Examples(x2, recorder)
-    look = look_at(recorder, examples, reading)
+    look = first_look(recorder, examples, reading)
     first = Jacobian(recorder, examples, reading, look.out_shape, allowed, resolve_progress(progress))
-    layers, gradient_bytes = layer_sizes(recorder, examples, first)
+    layers, findings = look.layers(recorder.table), recorder.findings
+    assert findings is not None
     request = Request(
-        tuple(layers),
+        layers,
         examples.count,
         None if second is None else second.count,
         first.functions,
-        look.graph_bytes,
-        gradient_bytes,
+        findings.bytes_per_example,
+        look.gradient_bytes,
         first.dtype,
         device,
         allowed,
         algorithm,
     )
     check_algorithm(algorithm, [spec for spec, _ in layers])
-    block = _block(request)
+    K = TangentKernel(first, None if second is None else replace(first, examples=second), request)
+    block = K._block()
     examples.cut(block)
-    if second is None:
-        return TangentKernel(first, None, request)
-    second.cut(block)
-    return TangentKernel(first, replace(first, examples=second), request)
+    if second is not None:
+        second.cut(block)
+    return K

@@ -1,6 +1,6 @@
 """`Plan`: which order of contraction each layer gets, in how many tiles, and what that will cost."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
@@ -9,7 +9,7 @@ import torch
 from layerwise.foundations.errors import InputError, MemoryBudgetError, NameLookupError, describe, nearest, unknown
 from layerwise.foundations.memory import readable, require
 from layerwise.kernel.contraction import ORDERS
-from layerwise.kernel.cost import TRAFFIC, Cost, Sizes, cost
+from layerwise.kernel.cost import START, TRAFFIC, Cost, Sizes, cost
 from layerwise.kernel.examples import RECORDING, recording_sizes
 from layerwise.layers.table import LayerSpec
 
@@ -218,26 +218,43 @@ def _room(request: Request) -> _Room:
     return _Room(scratch, free, recording, free - recording - 2 * scratch)
 
 
-def _choices(spec: LayerSpec, sizes: Sizes, request: Request, room: _Room) -> list[LayerPlan]:
-    """Everything that can be done with a layer, cheapest first."""
+def _choices(
+    spec: LayerSpec, sizes: Sizes, request: Request, room: _Room, keep_rows: Sequence[bool] = (False, True)
+) -> list[LayerPlan]:
+    """Everything that can be done with a layer, cheapest first; `keep_rows` says what may be kept of it."""
     asked = _asked(spec.name, request.algorithm)
-    traffic = TRAFFIC.get(request.device.type, TRAFFIC["cpu"])
+    traffic, start = (table.get(request.device.type, table["cpu"]) for table in (TRAFFIC, START))
     m = request.n if request.m is None else request.m
     found = []
     for order in sizes.orders():
         if asked != "auto" and order != asked and not sizes.bare:
             continue
-        for keep_rows in (False, True):
-            if (keep_rows and (order != "rows" or sizes.tokens)) or (sizes.bare and not keep_rows):
+        for keep in keep_rows:
+            if (keep and (order != "rows" or sizes.tokens)) or (sizes.bare and not keep):
                 continue
             scratch = room.scratch // request.dtype.itemsize
-            price = cost(order, sizes, request.n, m, request.pairs, scratch, traffic, keep_rows)
-            if keep_rows or price.scratch <= room.most // request.dtype.itemsize:
-                found.append(LayerPlan(spec, sizes, order, keep_rows, price))
+            price = cost(order, sizes, request.n, m, request.pairs, scratch, traffic, keep, start)
+            if keep or price.scratch <= room.most // request.dtype.itemsize:
+                found.append(LayerPlan(spec, sizes, order, keep, price))
     if not found:
         least = min(cost(o, sizes, 1, 1, 1, 0, traffic, False).scratch for o in sizes.orders()) * request.dtype.itemsize
         raise _TooSmall(f"layer {spec.name!r} by {asked!r} for two single examples", least)
     return sorted(found, key=lambda choice: choice.cost.multiply_adds)
+
+
+def with_positions(layer: LayerPlan, positions: int, request: Request) -> LayerPlan:
+    """The same layer, of which inputs and gradients are kept, where so many positions have turned out to be live.
+
+    The plan has seen the first examples alone. An order that suits few positions may not fit the memory with more.
+    """
+    if positions <= layer.sizes.positions:
+        return layer
+    sizes = replace(layer.sizes, positions=positions)
+    try:
+        choices = _choices(layer.spec, sizes, request, _room(request), keep_rows=(False,))
+    except _TooSmall as small:
+        raise small.explained(request) from None
+    return choices[0]
 
 
 def _asked(name: str, algorithm: Algorithm) -> str:

@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.cotangents import OutputBasis
 from layerwise.kernel.examples import Block
+from layerwise.kernel.live import Live, at_live, live_positions
 from layerwise.kernel.outputs import Outputs
 from layerwise.kernel.plan import LayerPlan, Plan
 from layerwise.layers.io import GradientIO, LayerIO, RecordedIO
@@ -16,8 +18,27 @@ from layerwise.layers.recorder import Recorded, Recorder
 from layerwise.layers.standard import Standard
 from layerwise.layers.table import LayerSpec
 
-Kept = RecordedIO | Float[Tensor, "_ _ _"]
-"""Inputs and output gradients as the layer saw them, or per-example gradients ``[D, N, V]``.
+
+@dataclass(frozen=True)
+class Calls:
+    """Inputs and output gradients as the layer saw them."""
+
+    io: RecordedIO
+    live: Live | None = None
+    """Where positions are few at which there is a gradient: which, for each example."""
+
+    def live_count(self) -> int:
+        """Positions at which some example has a gradient, where that is known, else 0."""
+        return 0 if self.live is None else int(self.live.any(0).sum())
+
+    def standard(self, start: int, stop: int) -> Standard:
+        """The standard form of some examples; an unfolded convolution is much larger than what was recorded."""
+        standard = self.io.narrow(start, stop).standard()
+        return standard if self.live is None else at_live(standard, self.live[start:stop])
+
+
+Kept = Calls | Float[Tensor, "_ _ _"]
+"""What is kept of a layer: its calls, or per-example gradients ``[D, N, V]``.
 
 The latter with parameters first: that is how their Gram matrix is fastest on a CPU."""
 
@@ -39,7 +60,7 @@ def record_side(recorder: Recorder, blocks: Sequence[Block], plan: Plan, outputs
         recorded = recorder.record(block.batch, outputs, batched=plan.request.functions > 1)
         keeper.add(recorded, block)
         del recorded
-    return Side(keeper.start, keeper.stop, keeper.finish())
+    return keeper.finish()
 
 
 class _Keeper:
@@ -49,44 +70,68 @@ class _Keeper:
         self.start, self.stop, self.plan = start, stop, plan
         self.rows: dict[str, Tensor] = {}
         self.calls: dict[str, list[RecordedIO]] = {}
+        self.live: dict[str, list[Live]] = {}
 
     def add(self, recorded: Recorded, block: Block) -> None:
         """One block: all cotangents, some at a time."""
         V, step = self.plan.request.functions, self.plan.cotangents
         basis, pending = OutputBasis(), dict[str, list[RecordedIO]]()
+        live = dict[str, Live]()
         for first in range(0, V, step):
             last = min(first + step, V)
             v = basis.slice(recorded.terms, first, last, block.batch.number).detach()
+            sparse: dict[str, RecordedIO] = {}
 
-            def consume(spec: LayerSpec, io: LayerIO, first: int = first, last: int = last) -> None:
+            def consume(
+                spec: LayerSpec,
+                io: LayerIO,
+                first: int = first,
+                last: int = last,
+                sparse: dict[str, RecordedIO] = sparse,
+            ) -> None:
                 layer = self.plan.by_name[spec.name]
-                if layer.keeps_rows:
+                if layer.sizes.sparse and isinstance(io, RecordedIO):
+                    sparse[spec.name] = io
+                elif layer.keeps_rows:
                     self._fill(layer, io, block, first, last)
-                else:
+                if not layer.keeps_rows:
                     assert isinstance(io, RecordedIO)
                     pending.setdefault(spec.name, []).append(io)
 
             recorded.each_layer(v, consume, last == V)
+            for name, mask in live_positions(sparse).items():
+                layer = self.plan.by_name[name]
+                if layer.keeps_rows:
+                    self._fill(layer, sparse[name], block, first, last, mask)
+                else:
+                    live[name] = mask | live[name] if name in live else mask
         for name, parts in pending.items():
             self.calls.setdefault(name, []).append(RecordedIO.stack(parts))
+        for name, mask in live.items():
+            self.live.setdefault(name, []).append(mask)
 
-    def _fill(self, layer: LayerPlan, io: LayerIO, block: Block, first: int, last: int) -> None:
+    def _fill(
+        self, layer: LayerPlan, io: LayerIO, block: Block, first: int, last: int, live: Live | None = None
+    ) -> None:
         request, name = self.plan.request, layer.spec.name
         if name not in self.rows:
             shape = (layer.spec.form.numel(), self.stop - self.start, request.functions)
             self.rows[name] = torch.zeros(shape, dtype=request.dtype, device=request.device)
-        rows, place = self.rows[name], block.start - self.start
+        rows, offset = self.rows[name], block.start - self.start
+        place = 0
         for chunk in io.chunks():
-            if layer.sizes.sparse and isinstance(chunk, Standard):
-                chunk = chunk.live()
+            if live is not None and isinstance(chunk, Standard):
+                chunk = at_live(chunk, live[place : place + chunk.g.shape[1]])
             grads = chunk.per_example_grads().flatten(2)
-            rows[:, place : place + grads.shape[1], first:last] = grads.permute(2, 1, 0)
+            start, stop = offset + place, offset + place + grads.shape[1]
+            rows[:, start:stop, first:last] = grads.permute(2, 1, 0)
             place += grads.shape[1]
-        assert isinstance(io, GradientIO) or place == block.stop - self.start
+        assert isinstance(io, GradientIO) or place == block.stop - block.start
 
-    def finish(self) -> dict[str, Kept]:
+    def finish(self) -> Side:
         """All layers, blocks joined."""
         kept: dict[str, Kept] = dict(self.rows)
         for name in list(self.calls):
-            kept[name] = RecordedIO.join(self.calls.pop(name))
-        return kept
+            live = np.concatenate(self.live[name]) if name in self.live else None
+            kept[name] = Calls(RecordedIO.join(self.calls.pop(name)), live)
+        return Side(self.start, self.stop, kept)

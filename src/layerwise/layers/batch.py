@@ -20,11 +20,20 @@ class Batch:
     number: int
     part: tuple[int, int] | None = None
     """First example and number of examples of the whole, where this is a part of a batch."""
+    found_finite: tuple[int, ...] = ()
+    """Versions of its tensors at which all their values were found finite, such as those of what this was cut from."""
+
+    def versions(self) -> tuple[int, ...]:
+        """How often each tensor has been written to, if that is known; a view has the version of what it is of."""
+        tensors = list(leaves((self.x, self.y)))
+        return () if any(t.is_inference() for t in tensors) else tuple(t._version for t in tensors)
 
 
 def add_batch_checks(checks: Checks, batch: Batch) -> None:
     """Finiteness of inputs and targets, and a mask of zeros and ones."""
     mask, number = batch.mask, batch.number
+    if batch.found_finite and mask is None and batch.found_finite == batch.versions():
+        return
     if mask is not None and mask.dtype != torch.bool:
         checks.add(((mask != 0) & (mask != 1)).any(), lambda: _odd_mask(number))
     target = batch.y if mask is None else None  # where a target is masked it may be anything

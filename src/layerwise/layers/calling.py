@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, InteractionError, describe
 from layerwise.foundations.types import Tree, leaves, map_leaves, statistics_dtype
+from layerwise.layers.snapshot import Snapshot, duplicates
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -67,6 +68,11 @@ def in_own_arithmetic(fn: Callable[P, R]) -> Callable[P, R]:
             _AUTOCAST.reset(token)
 
     return wrapped
+
+
+def autocast_of_the_caller() -> tuple[tuple[str, torch.dtype], ...]:
+    """Devices and dtypes for which `call` puts autocast back."""
+    return _AUTOCAST.get()
 
 
 def call(model: nn.Module, x: Tree) -> Tensor:
@@ -212,7 +218,7 @@ def undisturbed(model: nn.Module, modules: Sequence[nn.Module] | None = None) ->
     """
     modules = list(model.modules()) if modules is None else modules
     held = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
-    changeable = [(t, t.detach().clone()) for t in (*held.values(), *renormed(modules)) if t.device.type != "meta"]
+    before = Snapshot([t for t in (*held.values(), *renormed(modules)) if t.device.type != "meta"])
     attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
     places = {p.device for p in own_tensors(modules)}
     devices = sorted({place.index or 0 for place in places if place.type == "cuda"})
@@ -221,7 +227,7 @@ def undisturbed(model: nn.Module, modules: Sequence[nn.Module] | None = None) ->
     with torch.random.fork_rng(devices=devices), uncompiled(), _recurrent_backward(modules):
         # The fused attention path calls no submodule, and under vmap it silently drops gradients.
         torch.backends.mha.set_fastpath_enabled(False)
-        copies = {key: buffer.clone() for key, buffer in held.items()}
+        copies = dict(zip(held, duplicates(list(held.values())), strict=True))
         try:
             for module, _, buffers in attributes:  # the graph of a forward may need the values that it has seen
                 if buffers:
@@ -230,12 +236,10 @@ def undisturbed(model: nn.Module, modules: Sequence[nn.Module] | None = None) ->
         finally:
             _OWN.reset(token)
             torch.backends.mha.set_fastpath_enabled(fast_path)
-            for module, before, buffers in attributes:
-                _put_back(vars(module), before)
+            for module, own, buffers in attributes:
+                _put_back(vars(module), own)
                 _put_back(module._buffers, buffers)
-            with torch.no_grad():
-                for tensor, before in _changed(changeable):
-                    tensor.copy_(before)
+            before.put_back()
 
 
 @contextmanager
@@ -281,19 +285,6 @@ def renormed(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
     for module in modules:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             yield module.weight
-
-
-def _changed(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Those (tensor, its former value) that differ; one look for all of them on a device."""
-    by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-    found = [(tensor, before) for tensor, before in pairs if tensor.shape != before.shape]
-    for tensor, before in pairs:
-        if tensor.shape == before.shape:
-            by_device.setdefault(tensor.device, []).append((tensor, before))
-    for here in by_device.values():
-        same = torch.stack([((a == b) | ((a != a) & (b != b))).all() for a, b in here])
-        found += [pair for pair, equal in zip(here, same.tolist(), strict=True) if not equal]
-    return found
 
 
 def as_statistics(f: Tensor) -> Tensor:

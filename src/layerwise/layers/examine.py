@@ -9,6 +9,7 @@ weight is used elsewhere, its forward is not what the rule believes) falls back,
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -59,6 +60,8 @@ class Notes:
     """Places of the input's tensors that all examples use (a mask over positions)."""
     conclusive: bool = True
     """Whether every layer had a gradient to be examined by; if not, the notes hold for this call alone."""
+    more: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What others have found out since about the same model and kind of batch; no modules here either."""
 
 
 _KEPT: WeakKeyDictionary[nn.Module, tuple[object, Notes]] = WeakKeyDictionary()

@@ -183,7 +183,7 @@ class Recorder:
         self.check_output(f, batch)
         with torch.enable_grad():
             terms = self.terms(f, batch, likelihood, n, asked)
-        return Recorded(self, tape, batch, likelihood, terms, n, copies, tuple(kernels))
+        return Recorded(self, tape, batch, likelihood, f, terms, n, copies, tuple(kernels))
 
 
 ANY_BACKEND = [
@@ -202,6 +202,8 @@ class Recorded:
     tape: Tape
     batch: Batch
     likelihood: Reading
+    f: Tensor
+    """The output as the model gave it."""
     terms: Terms
     examples: int
     copies: Mapping[str, Tensor]

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.layers.one_hot import OneHot
@@ -74,24 +74,11 @@ class Standard(Chunk):
     a: Float[Tensor, "N S K I"] | OneHot
     g: Float[Tensor, "V N S K O"]
 
-    def live_positions(self) -> Bool[Tensor, "S"]:
-        """Positions at which some gradient is not zero."""
-        return (self.g != 0).flatten(3).any(3).any(0).any(0)
-
-    def live(self) -> "Standard":
-        """Without the positions at which every gradient is zero, such as all but the last of a next-token model."""
-        kept = self.live_positions().nonzero()[:, 0]
-        if len(kept) == self.g.shape[2]:
-            return self
-        if isinstance(self.a, OneHot):
-            index = self.a.index.reshape(self.a.index.shape[0], -1)[:, kept]
-            return Standard(OneHot(index, self.a.size), self.g[:, :, kept])
-        return Standard(self.a[:, kept], self.g[:, :, kept])
-
     def per_example_grads(self) -> Float[Tensor, "V N K O I"]:
         """``einsum("vnsko,nski->vnkoi", g, a)``."""
         if not isinstance(self.a, OneHot):
-            if self.g.shape[-1] == 1 and self.a.shape[2] > 1:  # features of a norm layer: no matrix product in it
+            # Features of a norm layer have no matrix product in them: on a CPU, small ones take longer than their sums.
+            if self.g.shape[-1] == 1 and self.a.shape[2] > 1 and self.g.device.type == "cpu":
                 return torch.stack([(g * self.a).sum(1) for g in self.g]).unsqueeze(-2)
             return torch.einsum("vnsko,nski->vnkoi", self.g, self.a)
         v, n = self.g.shape[:2]

@@ -458,16 +458,35 @@ def batched_grad(
     if v.shape[0] == 1:
         grads = torch.autograd.grad(f, inputs, v[0], retain_graph=retain_graph, allow_unused=True)
         return [None if g is None else dense(g).unsqueeze(0) for g in grads]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns where it loops over a batching rule it lacks
-            grads = torch.autograd.grad(f, inputs, v, retain_graph=True, is_grads_batched=True, allow_unused=True)
-    except RuntimeError:
-        rows = [torch.autograd.grad(f, inputs, row, retain_graph=True, allow_unused=True) for row in v]
-        grads = [
-            None if column[0] is None else torch.stack([dense(g) for g in column]) for column in zip(*rows, strict=True)
-        ]
-    return list(grads)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns where it loops over a batching rule it lacks
+        for vectorised in (_mapped_grad, _batched_grad):
+            try:
+                return vectorised(f, inputs, v)
+            except RuntimeError:  # an operation that it cannot vectorise
+                continue
+    rows = [torch.autograd.grad(f, inputs, row, retain_graph=True, allow_unused=True) for row in v]
+    return [
+        None if column[0] is None else torch.stack([dense(g) for g in column]) for column in zip(*rows, strict=True)
+    ]
+
+
+def _mapped_grad(f: Tensor, inputs: Sequence[Any], v: Float[Tensor, "V *out"]) -> list[Tensor | None]:
+    """By `torch.func.vmap`, which has rules for convolutions and norms: one call each, whatever V is."""
+    reached: list[bool] = []
+
+    def pull(row: Tensor) -> tuple[Tensor, ...]:
+        grads = torch.autograd.grad(f, inputs, row, retain_graph=True, allow_unused=True)
+        reached[:] = [g is not None for g in grads]
+        return tuple(g for g in grads if g is not None)
+
+    found = iter(torch.func.vmap(pull)(v))
+    return [next(found) if there else None for there in reached]
+
+
+def _batched_grad(f: Tensor, inputs: Sequence[Any], v: Float[Tensor, "V *out"]) -> list[Tensor | None]:
+    """By autograd's own, older way, which also runs what a checkpoint runs again; it loops over convolutions."""
+    return list(torch.autograd.grad(f, inputs, v, retain_graph=True, is_grads_batched=True, allow_unused=True))
 
 
 def dense(g: Tensor) -> Tensor:

@@ -1,0 +1,97 @@
+"""`FirstLook`: what the first examples tell of a model's layers, for the plan of a kernel."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from layerwise.foundations.asked import sent
+from layerwise.foundations.random import stream
+from layerwise.foundations.types import leaves
+from layerwise.kernel.cost import Sizes
+from layerwise.kernel.examples import Examples
+from layerwise.kernel.live import live_positions
+from layerwise.kernel.outputs import Outputs
+from layerwise.layers.batch import Batch
+from layerwise.layers.calling import autocast_of_the_caller
+from layerwise.layers.io import GradientIO, LayerIO, RecordedIO
+from layerwise.layers.recorder import Recorder
+from layerwise.layers.table import LayerSpec, LayerTable
+
+
+@dataclass(frozen=True)
+class FirstLook:
+    """What one pull-back on one or two examples tells; holds no module."""
+
+    out_shape: tuple[int, ...]
+    """Shape of the functions of one example."""
+    sizes: Mapping[str, Sizes]
+    """The standard form of each layer that was called."""
+    gradient_bytes: int
+    """Gradients of all recorded outputs, for one example and cotangent."""
+
+    def layers(self, table: LayerTable) -> tuple[tuple[LayerSpec, Sizes], ...]:
+        """Called layers first."""
+        called = [(spec, self.sizes[spec.name]) for spec in table.layers if spec.name in self.sizes]
+        P = torch.Size(self.out_shape).numel()
+        return *called, *((spec, _uncalled(spec, P)) for spec in table.layers if spec.name not in self.sizes)
+
+
+def first_look(recorder: Recorder, examples: Examples, outputs: Outputs) -> FirstLook:
+    """Run the first examples, and pull a mixture of all functions back.
+
+    What is found is kept with the notes on the model: it decides how a kernel is computed, not what it is. Functions of
+    the outputs may be new ones under an old name.
+    """
+    batch = examples.first(2)
+    known = recorder.prepare(batch).more
+    if callable(outputs.select):
+        return _look(recorder, batch, outputs)
+    select = outputs.select if isinstance(outputs.select, str | int) else tuple(outputs.select)
+    kind = "kernel", select, tuple(t.shape for t in leaves(batch.x)), autocast_of_the_caller()
+    if kind not in known:
+        known[kind] = _look(recorder, batch, outputs)
+    return known[kind]
+
+
+def _look(recorder: Recorder, batch: Batch, outputs: Outputs) -> FirstLook:
+    with recorder.session():
+        recorded = recorder.record(batch, outputs)
+        n, f = recorded.examples, recorded.terms.f
+        with torch.no_grad():
+            outputs.check(recorded.f, recorder.arrange, n)
+            out_shape = tuple(outputs.functions(recorded.f, recorder.arrange(n)).shape[1:])
+        mix = torch.randn(1, *f.shape, generator=stream(0, "functions"))
+        ios = recorded.all_layers(sent(mix, f.device).to(f.dtype), last=True)
+        gradient_bytes = recorded.output_bytes() // n
+    return FirstLook(out_shape, _all_sizes(ios, torch.Size(out_shape).numel()), gradient_bytes)
+
+
+def _all_sizes(ios: Mapping[str, LayerIO], P: int) -> dict[str, Sizes]:
+    found = {name: _sizes(io.spec, io, P) for name, io in ios.items()}
+    several = {name: io for name, io in ios.items() if isinstance(io, RecordedIO) and found[name].positions > 1}
+    for name, live in live_positions(several).items():
+        found[name] = _seen(found[name], int(live.any(0).sum()))
+    return found
+
+
+def _sizes(spec: LayerSpec, io: LayerIO, P: int) -> Sizes:
+    K, O, I = spec.form.shape
+    if isinstance(io, GradientIO):
+        return Sizes(1, K, O, I, P, raw=P * K * O * I, bare=True)
+    assert isinstance(io, RecordedIO)
+    positions = sum(call.sharing(io.examples) for call in io.calls)
+    x = sum(call.x.numel() for call in io.calls) // io.examples
+    dy = sum(call.dy.numel() for call in io.calls if call.dy is not None) // io.examples
+    tokens = I if spec.form.one_hot else 0
+    return Sizes(positions, K, O, 1 if tokens else I, P, raw=x + P * dy, tokens=tokens)
+
+
+def _seen(sizes: Sizes, live: int) -> Sizes:
+    """The same, where so many positions have a gradient."""
+    return replace(sizes, positions=live, sparse=True) if 0 < 2 * live <= sizes.positions else sizes
+
+
+def _uncalled(spec: LayerSpec, P: int) -> Sizes:
+    K, O, I = spec.form.shape
+    return Sizes(0, K, O, I, P, raw=0, tokens=I if spec.form.one_hot else 0)

@@ -1,0 +1,191 @@
+"""What a kernel asks of the host: operations that do not grow with the outputs, few looks, one look at a model."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from kernel_tools import close, gaussian, refused
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import layerwise as lw
+from layerwise.foundations.errors import InputError
+from layerwise.kernel.contraction import ORDERS, _by_place, _by_token, rows
+from layerwise.kernel.cost import Sizes, cost
+from layerwise.kernel.plan import with_positions
+from layerwise.layers.one_hot import OneHot
+from layerwise.layers.standard import Standard
+from layerwise.testing import oracles
+
+pytestmark = pytest.mark.usefixtures("untyped")
+LOOKS = ("_local_scalar_dense", "nonzero", "_unique2", "is_nonzero")
+"""Operations that wait for a GPU."""
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[operation.overloadpacket.__name__] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def _operations(model: nn.Module, x: Tensor, **options: Any) -> Counter[str]:
+    lw.ntk(model, x, **options).matrix()  # once, to look at the model
+    with _Operations() as operations:
+        lw.ntk(model, x, **options).matrix()
+    return operations.seen
+
+
+def _network(outputs: int) -> nn.Module:
+    torch.manual_seed(0)
+    body = (nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.GELU(), nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LayerNorm(16))
+    return nn.Sequential(*body, nn.Linear(16, outputs)).double().eval()
+
+
+def test_all_outputs_are_pulled_back_together():
+    few, many = (_operations(_network(P), gaussian(5, 2, 6, 6)) for P in (2, 7))
+    pulled = [name for name in few | many if name.endswith("_backward")]
+    assert {"convolution_backward", "native_batch_norm_backward", "native_layer_norm_backward"} <= set(pulled)
+    assert {name: few[name] for name in pulled} == {name: many[name] for name in pulled}
+
+
+class Last(nn.Module):
+    """The output at one position, by default the last."""
+
+    def __init__(self, layers: int = 2, width: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3 if i == 0 else width, width) for i in range(layers))
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x
+        for layer in self.layers:
+            h = layer(h).tanh()
+        chosen = x[..., 0].argmax(1)
+        return self.head(h[torch.arange(len(x), device=x.device), chosen])
+
+
+def _sequences(n: int, positions: list[int], length: int = 12) -> Tensor:
+    """With the largest entry at one of these positions each."""
+    x = gaussian(n, length, 3).clamp(-2, 2)
+    for i in range(n):
+        x[i, positions[i % len(positions)], 0] = 9.0
+    return x
+
+
+def test_looks_do_not_grow_with_layers_and_tiles():
+    x, found = _sequences(40, [11]), []
+    for layers in (1, 4):
+        torch.manual_seed(0)
+        model = Last(layers).double()
+        plan = lw.ntk(model, x).plan()
+        assert all(layer.sizes.sparse for layer in plan.layers[:-1])
+        assert plan.layers[0].cost.tile < 40
+        seen = _operations(model, x)
+        found.append(sum(seen[name] for name in LOOKS))
+    assert found[0] == found[1] <= 2
+
+
+@pytest.mark.parametrize("order", list(ORDERS))
+@pytest.mark.parametrize("positions", [[4], [2, 9], [0, 1, 3, 5, 7, 9, 11], [5, 6]])
+def test_more_positions_than_the_first_examples_have(order: str, positions: list[int]):
+    torch.manual_seed(0)
+    model, x = Last().double(), _sequences(7, [3])
+    expected = lw.ntk(model, x[:2]).plan()  # what is known from now on
+    assert expected.layers[0].sizes.positions == 1
+    x = torch.cat([x[:3], _sequences(6, positions)])
+    K = lw.ntk(model, x, algorithm=order)
+    assert K.plan().layers[0].sizes.positions == 1
+    close(K.matrix(), oracles.ntk(model, x))
+    y = _sequences(4, positions)
+    close(lw.ntk(model, x, y, algorithm=order).matrix(), oracles.jacobian(model, x).flatten(0, -2) @ _rows(model, y).mT)
+
+
+def _rows(model: nn.Module, x: Tensor) -> Tensor:
+    return oracles.jacobian(model, x).flatten(0, -2)
+
+
+def test_an_order_is_chosen_again_where_more_positions_are_live():
+    model = Last(width=64).double()
+    K = lw.ntk(model, _sequences(40, [3], length=64), memory=3_000_000)
+    request, layer = K.plan().request, K.plan().layers[1]
+    assert (layer.sizes.positions, layer.order) == (1, "gram")
+    assert with_positions(layer, 1, request) is layer
+    again = with_positions(layer, 64, request)
+    assert again.sizes.positions == 64
+    assert not again.keeps_rows
+    assert again.cost.scratch * 8 <= (request.memory - request.matrix_bytes) / 8
+
+
+# --- one look at a model ------------------------------------------------------------------------------------
+
+
+def _runs(model: nn.Module, call: Any) -> int:
+    seen: list[int] = []
+    handle = model.register_forward_pre_hook(lambda *_: seen.append(1))
+    call()
+    first = len(seen)
+    call()
+    handle.remove()
+    return len(seen) - first
+
+
+def test_a_model_that_was_looked_at_is_not_run_until_the_matrix_is_asked_for():
+    torch.manual_seed(0)
+    model, x = Last().double(), _sequences(5, [3])
+    assert _runs(model, lambda: lw.ntk(model, x)) == 0
+    assert _runs(model, lambda: lw.ntk(model, x, outputs=[0])) == 0
+    assert _runs(model, lambda: lw.ntk(model, x, outputs=lambda f: f[:, 0])) == 1  # a new one under an old name
+
+
+def test_another_kind_of_batch_is_looked_at_anew():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    for x in (gaussian(4, 3), gaussian(4, 5, 3), gaussian(4, 6, 3)):
+        K = lw.ntk(model, x)
+        assert K.out_shape == (*x.shape[1:-1], 2)
+        assert K.plan().layers[0].sizes.positions == x[0, ..., 0].numel()
+        close(K.matrix(), oracles.ntk(model, x))
+    assert lw.ntk(model, gaussian(4, 3), outputs=1).out_shape == ()
+    with torch.autocast("cpu", torch.bfloat16):
+        half = lw.ntk(model.float(), gaussian(4, 3).float()).plan().request.gradient_bytes
+    assert half < lw.ntk(model, gaussian(4, 3).float()).plan().request.gradient_bytes
+
+
+def test_inputs_that_are_written_to_are_checked_again():
+    model, x = nn.Linear(3, 2).double(), gaussian(4, 3)
+    K = lw.ntk(model, x)
+    x[1, 1] = float("nan")
+    with refused(InputError, "NaN or infinite", "inputs"):
+        K.matrix()
+
+
+# --- orders and tiles ---------------------------------------------------------------------------------------
+
+
+def test_a_small_square_is_one_tile_where_starting_one_is_dear():
+    sizes, n = Sizes(1, 1, 512, 513, 10, raw=1), 256
+    pairs = n * (n + 1) / 2
+    tiles = [cost("gram", sizes, n, n, pairs, 10**9, 32.0, False, start).tile for start in (0.0, 4e9)]
+    assert tiles == [64, 256]
+    long = Sizes(64, 1, 256, 2305, 10, raw=1)
+    assert cost("chain", long, 100, 100, 5050, 10**9, 32.0, False, 4e9).tile < 50
+
+
+def test_tokens_may_have_any_numbers():
+    torch.manual_seed(0)
+    index, g = torch.tensor([[3, -1, 900], [900, 900, 17]]), torch.randn(2, 2, 3, 1, 4, dtype=torch.float64)
+    kernels = []
+    for numbering in (_by_token, _by_place):
+        numbers, size = numbering(index.flatten())
+        side = Standard(OneHot(numbers.view(2, 3), size), g)
+        R = side.per_example_grads().flatten(2).transpose(0, 1).flatten(0, 1)
+        kernels.append(R @ R.mT)
+    close(kernels[1], kernels[0], 1e-14)
+    whole = Standard(OneHot(index, 1000), g)
+    close(rows(whole, whole).flatten(2).flatten(0, 1), kernels[0], 1e-14)
+    assert _by_token(index.flatten())[1] == 3

@@ -1,0 +1,84 @@
+"""Buffers are taken, compared and put back bit by bit, in a few operations however many there are."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from layerwise.layers.calling import undisturbed
+from layerwise.layers.snapshot import Snapshot, duplicates
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[operation.overloadpacket.__name__] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def _tensors() -> list[Tensor]:
+    odd = torch.tensor([float("nan"), float("inf"), -0.0, 1.0])
+    wide = torch.arange(12.0, dtype=torch.float64).view(3, 4).mT
+    few = (torch.tensor(True), torch.tensor([3], dtype=torch.int16), torch.tensor(7), torch.zeros(0))
+    return [odd, *few, wide, torch.ones(2).bfloat16(), torch.tensor([1 + 2j])]
+
+
+def _bits(t: Tensor) -> list[int]:
+    return t.reshape(-1).view(torch.uint8).tolist()
+
+
+def test_every_change_is_undone_and_nothing_else_is_written():
+    tensors = _tensors()
+    bits = [_bits(t) for t in tensors]
+    for place in (0, 1, 3, 5, 6, 7):
+        before, versions = Snapshot(tensors), [t._version for t in tensors]
+        changed = tensors[place]
+        changed.copy_(~changed if changed.dtype == torch.bool else changed + 1)
+        assert _bits(changed) != bits[place]
+        before.put_back()
+        assert [_bits(t) for t in tensors] == bits
+        assert [t._version - v for t, v in zip(tensors, versions, strict=True)] == [2 * (p == place) for p in range(8)]
+
+
+def test_a_tensor_of_another_kind_now_is_filled_with_what_it_was():
+    a, b = torch.ones(2), torch.full((3,), 5.0)
+    before = Snapshot([a, b])
+    a.data, b[0] = torch.zeros(2, dtype=torch.float64), 0.0
+    before.put_back()
+    assert a.tolist() == [1.0, 1.0]
+    assert b.tolist() == [5.0, 5.0, 5.0]
+
+
+def test_duplicates_have_memory_and_versions_of_their_own():
+    tensors = _tensors()
+    copies = duplicates(tensors)
+    assert [_bits(t) for t in copies] == [_bits(t) for t in tensors]
+    assert [(t.dtype, t.shape) for t in copies] == [(t.dtype, t.shape) for t in tensors]
+    versions = [t._version for t in copies]
+    copies[0].add_(1)
+    assert [t._version for t in copies[1:]] == versions[1:]
+    assert len({t.data_ptr() for t in [*tensors, *copies] if t.numel()}) == 2 * 7
+
+
+def test_operations_do_not_grow_with_the_number_of_buffers():
+    found = []
+    for layers in (2, 6):
+        model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(layers))).eval()
+        with _Operations() as operations, undisturbed(model):
+            pass
+        found.append({name: operations.seen[name] for name in ("clone", "eq", "ne", "any", "all", "cat")})
+    assert found[0] == found[1]
+
+
+def test_a_buffer_written_to_behind_the_models_back_is_put_back():
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)).eval()
+    held = model[1].running_mean
+    assert isinstance(held, Tensor)
+    with undisturbed(model):
+        held.data.fill_(9.0)
+    assert held.tolist() == [0.0, 0.0, 0.0]
