@@ -1,12 +1,12 @@
 """What marks of tests stand for, in every folder; and these tests' own modules in this one, such as `interpreter`."""
 
-import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from interpreter import marks
+from waiting import nothing_waits
 
 CUBLAS = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 """torch warns at the first product of a thread, for which it then makes a CUDA context. Backward passes have threads of
@@ -28,10 +28,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def no_synchronisation() -> Iterator[None]:
     """Whatever waits for the GPU is an error."""
     torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that the mode does not see everything
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

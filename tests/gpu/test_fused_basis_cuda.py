@@ -1,6 +1,5 @@
 """Passes in an eigenbasis on a GPU: kernels agree with torch; squares of examples in half precision."""
 
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +10,7 @@ from layerwise.foundations import fused, fused_launch
 from layerwise.foundations.fused_basis import averaged_quotient_, damped_quotient, scaled, squares_ema_
 from layerwise.foundations.linalg.triton_products import available
 from layerwise.layers.standard import Standard
+from waiting import nothing_waits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -136,14 +136,9 @@ def test_numbers_do_not_compile_again_and_nothing_waits():
     all_of(0.5)
     before = compiled()
     torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that the mode does not see everything
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         for factor in (1, 1.0, 0, 16, 1e-3):
             all_of(factor)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert compiled() == before
 
 

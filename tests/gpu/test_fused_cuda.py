@@ -1,6 +1,5 @@
 """Fused passes on a GPU: Triton's kernels agree with torch's calls, at the sizes of a model and at odd ones."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from layerwise.foundations import fused, fused_launch, fused_reference
 from layerwise.foundations.linalg.triton_products import available
+from waiting import nothing_waits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -208,12 +208,7 @@ def test_numbers_do_not_compile_again_and_nothing_waits():
     all_of(0.5, weights, stack, gate)
     before = compiled()
     torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that the mode does not see everything
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         for lr in (1, 1.0, 0, 0.0, 16, 1e-3):
             all_of(lr, weights, stack, gate)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert compiled() == before

@@ -1,9 +1,7 @@
 """Every member on a GPU: steady steps wait for nothing, bad steps are left out, checkpoints go to a CPU and back."""
 
 import copy
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import layerwise as lw
+from waiting import nothing_waits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,22 +99,6 @@ def iterate(model: nn.Module, opt: torch.optim.Optimizer, batch: tuple[Tensor, T
     return loss.detach()
 
 
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    """torch raises where the host would wait for the device."""
-
-    def set_mode(mode: str) -> None:
-        with warnings.catch_warnings():  # torch says that this mode is a prototype
-            warnings.simplefilter("ignore")
-            torch.cuda.set_sync_debug_mode(mode)
-
-    set_mode("error")
-    try:
-        yield
-    finally:
-        set_mode("default")
-
-
 def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
@@ -135,7 +118,7 @@ def test_steady_steps_wait_for_nothing_and_train(name: str):
     model, batches = made(), data(25)
     opt = MEMBERS[name](model)
     losses = [iterate(model, opt, batch) for batch in batches[:12]]
-    with no_synchronisation():
+    with nothing_waits():
         losses += [iterate(model, opt, batch) for batch in batches[12:]]
     values = torch.stack(losses).tolist()
     assert all(value == value and value < 20 for value in values)
@@ -157,7 +140,7 @@ def test_a_gradient_that_is_not_finite_is_left_out(name: str):
     for batch in batches[1:12]:
         iterate(model, opt, batch)
     before, state = flat(model), tensors(opt)
-    with no_synchronisation():
+    with nothing_waits():
         iterate(model, opt, batches[12], spoil=True)
     assert torch.equal(flat(model), before)
     after = tensors(opt)

@@ -1,7 +1,5 @@
 """Steps in a basis on a GPU: written as halves, turned back without searches or splits, recorded without waiting."""
 
-import warnings
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +13,7 @@ from layerwise.foundations.linalg import half_pairs
 from layerwise.foundations.linalg.halves import Half
 from layerwise.foundations.linalg.orthogonal import basis_pair, between, rough_between, with_room
 from layerwise.foundations.linalg.triton_products import available
+from waiting import nothing_waits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -132,13 +131,8 @@ def test_a_step_is_recorded_without_waiting():
 
     step()
     torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that the mode does not see everything
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()

@@ -1,5 +1,6 @@
 """EKFAC's examples looked at in turn: in the end the same scalings as at once, and nothing is kept for longer."""
 
+import copy
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.foundations.errors import InputError
+from layerwise.optim import factors
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.rule import Context, Observation, State
@@ -18,7 +20,7 @@ from layerwise.optim.spread import WAITING, Spread
 from layerwise.optim.stack import Stack
 
 EVERY = 4
-DATA = batches(2 * EVERY + 3, 5)
+DATA = batches(3 * EVERY, 5)
 
 
 class Run:
@@ -97,29 +99,81 @@ def test_rows_are_let_go_one_after_the_other(monkeypatch: pytest.MonkeyPatch):
     assert len(kept) > alive[0] > alive[1] > alive[-1] == 0
 
 
+# --- saved in between --------------------------------------------------------------------------------------
+
+
 def test_a_state_that_is_saved_in_between(monkeypatch: pytest.MonkeyPatch):
-    """Has the scalings of all layers; the run goes on as if nothing had been saved."""
+    """Has the scalings of now; the run goes on as if nothing had been saved."""
     run, other = Run(monkeypatch), Run(monkeypatch)
     for each in (run, other):
         each.steps(EVERY + 2)
-    waiting = run.waiting()
+    waiting, before = run.waiting(), {id(stack): stack.state["s"].clone() for stack in run.stacks}
     assert waiting
-    expected = {id(stack): stack.state["s"].clone() for stack in run.stacks}
-    for stack in run.stacks:
-        for share in stack.memory.get(WAITING, []):
-            expected[id(stack)][share.groups] = run.at_once(stack)[share.groups]
     saved = run.opt.state_dict()
     assert run.waiting() == waiting
-    found = {name: kept["s"] for of in saved["state"].values() for name, kept in of.items() if "s" in kept}
+    found = {name: kept for of in saved["state"].values() for name, kept in of.items() if "s" in kept}
     for stack in run.stacks:
-        own = stack.state["s"].clone()
-        stack.state["s"].copy_(expected[id(stack)])
-        for name, kept in stack.saved().items():
-            assert torch.equal(found[name], kept["s"])
-        stack.state["s"].copy_(own)
+        shares = [share.groups for share in stack.memory.get(WAITING, [])]
+        for spec, groups in stack.slices():
+            assert torch.equal(found[spec.name]["s"], before[id(stack)][groups])
+            assert ("s_due" in found[spec.name]) == (groups in shares)
     for each in (run, other):
         each.steps(4)
     assert torch.equal(flat(run.model), flat(other.model))
+
+
+def resumed(run: Run, patch: pytest.MonkeyPatch, **options: Any) -> Run:
+    """Another run that goes on from the state of this one."""
+    found = Run(patch, **options)
+    found.model.load_state_dict(run.model.state_dict())
+    found.opt.load_state_dict(copy.deepcopy(run.opt.state_dict()))
+    found.taken = run.taken
+    return found
+
+
+@pytest.mark.parametrize(
+    ("waits", "every", "solver"),
+    [(True, EVERY, "auto"), (False, EVERY, "newton"), (False, 3 * EVERY, "auto"), (True, EVERY // 2, "newton")],
+)
+def test_a_resumed_run_takes_the_same_steps(waits: bool, every: int, solver: str, monkeypatch: pytest.MonkeyPatch):
+    """Whenever it was saved, before the examples of some layers were looked at, and again soon after."""
+    monkeypatch.setattr(factors, "YOUNG_STEPS", 2)  # then bases take as many sweeps as they need
+    options = {"waits": waits, "refresh_every": every, "solver": solver}
+    run = Run(monkeypatch, **options)
+    run.steps(EVERY + 1)
+    assert run.waiting()
+    other = resumed(resumed(run, monkeypatch, **options), monkeypatch, **options)
+    other.steps(1)
+    later = resumed(other, monkeypatch, **options)
+    run.steps(EVERY)
+    for each in (other, later):
+        each.steps(run.taken - each.taken)
+        assert torch.equal(flat(each.model), flat(run.model))
+
+
+def test_scalings_of_another_basis_are_left(monkeypatch: pytest.MonkeyPatch):
+    """Those of a run whose bases turn sooner are of no use to one whose bases stay; they are let go all the same."""
+    run = Run(monkeypatch)
+    run.steps(2 * EVERY + 1)
+    other = resumed(run, monkeypatch, refresh_every=50)
+    other.steps(EVERY - 1)
+    assert not other.waiting()
+    loaded = run.opt.state_dict()["state"].values()
+    kept = {name: X["s"] for of_param in loaded for name, X in of_param.items() if "s_due" in X}
+    assert kept
+    for stack in other.stacks:
+        for spec, groups in stack.slices():
+            if spec.name in kept:
+                assert torch.equal(stack.state["s"][groups], kept[spec.name])
+
+
+def test_a_member_without_examples_takes_none(monkeypatch: pytest.MonkeyPatch):
+    run = Run(monkeypatch)
+    run.steps(EVERY + 2)
+    other = resumed(run, monkeypatch, scaling="running")
+    other.steps(1)
+    assert not other.waiting()
+    assert "s_due" not in next(iter(other.opt.state_dict()["state"][0].values()))
 
 
 def test_a_layer_without_a_gradient_at_its_turn_looks_later(monkeypatch: pytest.MonkeyPatch):

@@ -258,6 +258,21 @@ def test_a_run_that_is_resumed_goes_on(name: str, options: dict[str, Any], tol: 
     assert float((flat(model) - whole).norm()) < tol * float((whole - middle).norm()) * (5 if first != second else 1)
 
 
+@pytest.mark.parametrize("name", ["Shampoo", "EKFAC", "SOAP"])
+def test_a_resumed_basis_is_not_begun_again(name: str, monkeypatch: pytest.MonkeyPatch):
+    """It was saved with its factor: products bring it up to date, as without a break."""
+    make, model = getattr(lw.optim, name), net()
+    opt = make(model, lr=0.01, refresh_every=2, solver="newton")
+    train(opt, model, 0, 3)
+    other = make(model, lr=0.01, refresh_every=2, solver="newton")
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    begun = list[str]()
+    monkeypatch.setattr("layerwise.optim.bases.begin", lambda state, side, *rest: begun.append(side))
+    train(other, model, 3, 6)
+    assert not begun
+    assert other.health().refreshes > 0
+
+
 @pytest.mark.parametrize(("name", "options", "tol"), RESUMED[:3])
 @pytest.mark.parametrize(
     ("first", "second"), [("newton", "newton"), ("auto", "newton"), ("newton", "auto")], ids=lambda s: s

@@ -1,11 +1,14 @@
 """How many sweeps a basis takes: as many as it lately needed, and one where more are of no use."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from layerwise.foundations.linalg.halves import Half
-from layerwise.optim import bases
+from layerwise.optim import bases, stored
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.factors import YOUNG_STEPS, Factors
 from layerwise.optim.rotated_adam import RotatedAdam
@@ -171,3 +174,129 @@ def test_a_floor_costs_no_sweeps(monkeypatch: pytest.MonkeyPatch):
         2,
         *[1] * (SLOW_TURNS - 4),
     ]
+
+
+def test_bases_of_an_earlier_run_are_followed():
+    """With all sweeps at first; how many they need is learnt anew."""
+    watch = BasisWatch.over(2, CPU, LIMIT, [True, False])
+    assert watch.exact == [False, True]
+    assert [watch.rounds(slice(k, k + 1)) for k in range(2)] == [MORE_SWEEPS, 1]
+    assert told(watch, [[0.05, 0.01, 0.01]] * TURNS)[-1] == 1
+
+
+def test_what_an_earlier_run_knew_is_known_again():
+    """Also what was still on its way to the host."""
+    first, begun = BasisWatch.over(2, CPU, LIMIT, [True, True]), [True, True]
+    told(first, [[0.05, 0.01, 0.01], [0.05, 0.01, 0.01], [0.14, 0.05]])
+    first.say(slice(1, 2), torch.tensor([[torch.inf]]))
+    first.post(9, slice(1, 2))
+    numbers = first.numbers()
+    assert len(first._posted) == 1
+    second, new = BasisWatch.over(2, CPU, LIMIT, begun), BasisWatch.over(2, CPU, LIMIT)
+    for watch in (second, new):
+        watch.recall(numbers)
+    assert new.exact == [True, True]  # without a basis of that run
+    first.hear(9 + LAG, Health())
+    assert second.exact == first.exact == [False, True]
+    assert (second.lately, second.idle) == (first.lately, first.idle)
+    assert (second.pauses, second.patience) == (first.pauses, first.patience)
+
+
+# --- what cannot be followed -------------------------------------------------------------------------------
+
+
+def begun_at(failures: list[bool], health: Health) -> list[int]:
+    """Turns at which a basis is decomposed, by whether each turn's sweep (or decomposition) fails."""
+    watch, found = BasisWatch.over(1, CPU, LIMIT), []
+    for turn, failed in enumerate(failures):
+        exact = watch.take_exact(turn, ONE, health)
+        if exact:
+            found.append(turn)
+            watch.say_begun(ONE, torch.tensor([not failed]))
+        else:
+            watch.say(ONE, torch.tensor([[torch.inf if failed else 0.05]]))
+        watch.post(turn, ONE)
+    return found
+
+
+def test_what_cannot_be_followed_is_begun_again_once():
+    """Two turns later the host has heard; the report of the turn in between asks for nothing more."""
+    health = Health()
+    assert begun_at([False] * 3 + [True] * 2 + [False] * 7, health) == [0, 3 + LAG]
+    assert (health.fallbacks, health.restarts, health.refusals) == (2, 1, 0)
+
+
+def test_what_can_never_be_decomposed_is_seldom_tried():
+    health = Health()
+    begun = begun_at([True] * 400, health)
+    assert [b - a for a, b in itertools.pairwise(begun)] == [2, 3, 5, 9, 17, 33, *[65] * ((400 - 71) // 65)]
+    assert (health.fallbacks, health.restarts) == (400 - LAG, len(begun) - 1)
+
+
+def test_a_basis_that_recovered_is_begun_at_once_again():
+    failed = [True] * 30 + [False] * 4
+    assert begun_at([*failed, True, False, False, False], Health())[-1] == len(failed) + LAG
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sweep_that_overflows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    """Its basis stays, the other group's goes on; at the next turn both are those of eigh."""
+    broken = [False]
+
+    def spied(own: Any) -> Any:
+        def spy(*args: Any) -> tuple[Any, Tensor, Tensor]:
+            U, values, couplings = own(*args)
+            couplings[:, 0] = torch.inf if broken[0] else couplings[:, 0]
+            return U, values, couplings
+
+        return spy
+
+    for name in ("tracked_half", "tracked_basis"):
+        monkeypatch.setattr(bases, name, spied(getattr(bases, name)))
+    rule, health = Factors("gradient", "identity", (0.25, 0.0)), Health()
+    rule.use_solver("newton")
+    shape, memory = Shape(2, 8, 4, dtype, CPU), dict[str, Any]()
+    state = rule.init(shape)
+
+    def turn(number: int) -> tuple[Tensor, Tensor]:
+        X = normal(2, 8, 32, seed=number).to(dtype)
+        state["P"].lerp_(X @ X.mT / 32, 0.1 if number else 1.0)
+        context = Context(100 + 10 * number, 0.0, 1e-3, True, {}, shape=shape, memory=memory)
+        rule.refresh(state, slice(0, 2), context, health)
+        rule.report(slice(0, 2), context)
+        return stored.value(state, "U_P").clone(), state["s_P"].clone()
+
+    turn(0)
+    before = turn(1)
+    broken[0] = True
+    kept = turn(2)
+    assert [torch.equal(a[0], b[0]) for a, b in zip(before, kept, strict=True)] == [True, True]
+    assert not torch.equal(before[0][1], kept[0][1])
+    broken[0] = False
+    U, s = turn(3)
+    assert (health.fallbacks, health.restarts) == (1, 1)
+    assert torch.allclose(s, torch.linalg.eigvalsh(state["P"]), rtol=1e-4, atol=1e-6)
+    assert torch.allclose((U * s.unsqueeze(-2)) @ U.mT, state["P"], atol=2e-3 if dtype == torch.float32 else 1e-10)
+    turn(4)
+    turn(5)
+    assert (health.fallbacks, health.restarts) == (1, 1)
+
+
+def test_one_factor_that_is_not_finite_does_not_cost_the_others(monkeypatch: pytest.MonkeyPatch):
+    """Neither theirs by sweeps nor theirs by eigh, which is asked for it ever more seldom."""
+    tried = []
+    eigh = bases.guarded_eigh
+    monkeypatch.setattr(bases, "guarded_eigh", lambda M, name: tried.append(len(M)) or eigh(M, name=name))
+    rule, health = Factors("gradient", "identity", (0.25, 0.0)), Health()
+    rule.use_solver("newton")
+    shape, memory = Shape(2, 8, 4, torch.float32, CPU), dict[str, Any]()
+    state, first = rule.init(shape), torch.diag(torch.logspace(0, -3, 8))
+    for number in range(40):
+        state["P"][0], state["P"][1] = torch.inf, first * (1 + number)
+        context = Context(100 + 10 * number, 0.0, 1e-3, True, {}, shape=shape, memory=memory)
+        rule.refresh(state, slice(0, 2), context, health)
+        rule.report(slice(0, 2), context)
+        assert torch.allclose(state["s_P"][1].sort().values, state["P"][1].diagonal().sort().values, rtol=1e-2)
+        assert torch.equal(stored.value(state, "U_P")[0], torch.eye(8))
+    assert len(tried) == 3 * 6  # at turns 0, 1, 4, 9, 18 and 35, both together and one by one
+    assert health.fallbacks == 39

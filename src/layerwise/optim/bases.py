@@ -1,7 +1,7 @@
 """A basis ``U_P ⊗ U_Q`` of a stack's factors: turning into it and back, and keeping it up to date."""
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from layerwise.foundations.errors import NumericalError
@@ -14,7 +14,7 @@ from layerwise.foundations.linalg.halves import Half
 from layerwise.optim import stored, symmetric
 from layerwise.optim.channels import times_inputs
 from layerwise.optim.refined import own_size
-from layerwise.optim.rule import Context, Health, State
+from layerwise.optim.rule import Context, State
 from layerwise.optim.solver import Plan
 from layerwise.optim.stored import products_of
 from layerwise.optim.sweeps import CLOSELY_COUPLED, basis_watch
@@ -79,16 +79,16 @@ def largest_before(context: Context, X: Float[Tensor, "K O I"]) -> Float[Tensor,
     return known
 
 
-def track(
-    state: State, side: str, groups: slice, context: Context, health: Health, plan: Plan, limit: float = CLOSELY_COUPLED
-) -> None:
+def track(state: State, side: str, groups: slice, context: Context, plan: Plan, limit: float = CLOSELY_COUPLED) -> None:
     """The basis of some groups after their factor has changed: by sweeps of products; at first by eigh.
 
-    Beyond a coupling of `limit` the next turns take more sweeps, where more are of use.
+    What overflows keeps its basis and is begun again at its next turn, see `sweeps`. Beyond a coupling of `limit` the
+    next turns take more sweeps, where more are of use.
     """
     name = f"U_{side}"
     if name in plan.exact:
-        begin(state, side, groups, context, health)
+        good = begin(state, side, groups, context)
+        basis_watch(state, name, context, limit).say_begun(groups, good)
         return
     M = symmetric.operand(state[side][groups])
     kept, sweeps = stored.matrix(state, name, groups), plan.rounds(name)
@@ -103,16 +103,24 @@ def track(
     stored.write(state, f"s_{side}", groups, values.clamp_min(0), good)
 
 
-def begin(state: State, side: str, groups: slice, context: Context, health: Health) -> None:
-    """By eigh, largest last, padding apart; a factor that cannot be decomposed keeps its basis."""
+def begin(state: State, side: str, groups: slice, context: Context) -> Bool[Tensor, "K"]:
+    """By eigh, largest last, padding apart; a factor that cannot be decomposed keeps its basis. Returns which could."""
     M = symmetric.whole(state[side][groups])
     own = own_size(side, context, M)
-    try:
-        values, vectors = guarded_eigh(M[:, :own, :own], name="factor")
-    except NumericalError:
-        health.fallbacks += len(M)
-        return
+    values, vectors, good = _decomposed(M[:, :own, :own])
     U, s = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).repeat(len(M), 1, 1), torch.zeros_like(M[:, 0])
     U[:, :own, :own], s[:, :own] = vectors.to(M.dtype), values.to(M.dtype)
-    stored.write(state, f"U_{side}", groups, U)
-    stored.write(state, f"s_{side}", groups, s)
+    stored.write(state, f"U_{side}", groups, U, good)
+    stored.write(state, f"s_{side}", groups, s, good)
+    return good
+
+
+def _decomposed(M: Float[Tensor, "K n n"]) -> tuple[Tensor, Tensor, Bool[Tensor, "K"]]:
+    """Eigenvalues, vectors and which are such; one by one where not all are, so that one does not cost the others."""
+    try:
+        return *guarded_eigh(M, name="factor"), torch.ones(len(M), dtype=torch.bool, device=M.device)
+    except NumericalError:
+        if len(M) == 1:
+            return torch.zeros_like(M[:, 0]), torch.zeros_like(M), torch.zeros(1, dtype=torch.bool, device=M.device)
+    values, vectors, good = zip(*(_decomposed(one) for one in M.split(1)), strict=True)
+    return torch.cat(values), torch.cat(vectors), torch.cat(good)

@@ -6,12 +6,8 @@ result is *pending* until the user's backward from that output runs. Forwards wi
 whose output is never differentiated leave nothing.
 """
 
-import functools
-import itertools
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +16,8 @@ from torch import Tensor, nn
 
 from layerwise.distributed.processes import Processes
 from layerwise.foundations.cotangents import Cotangent, HessianRoot, SampledLabels
-from layerwise.foundations.errors import InputError, InteractionError, describe
-from layerwise.foundations.likelihoods import Categorical, Likelihood
+from layerwise.foundations.errors import InteractionError
+from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.types import Tree, leaves
 from layerwise.foundations.vectors import unwrap
 from layerwise.layers.calling import (
@@ -39,45 +35,14 @@ from layerwise.layers.io import LayerIO, RecordedIO
 from layerwise.layers.layout import Layout
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.layers.tape import Event, Tape
+from layerwise.optim.loss_scale import LossScale, tokens_of, with_class_axis
+from layerwise.optim.root_hooks import RootHook, inputs_of, within_call
 from layerwise.optim.rule import Recorded
 
 RANK_SEEDS = 7919
 """Processes draw labels of their own: seeds this far apart."""
 WAITING = 16
 """Forwards that may wait for their backward at once; older ones are let go."""
-
-
-@dataclass(frozen=True)
-class LossScale:
-    """How the user's loss relates to a sum over examples: what the optimizer is told, since it cannot see it."""
-
-    average: str | None = "examples"
-    accumulate: int = 1
-    scaler: Any = None
-    """A `torch.amp.GradScaler`, whose scale the gradients carry until it unscales them."""
-
-    def __post_init__(self) -> None:
-        if self.average not in ("examples", "tokens", None):
-            raise InputError(
-                describe(
-                    f"loss_average={self.average!r}",
-                    '"examples", "tokens", or None for a sum',
-                    "say how the loss in your loop is reduced",
-                )
-            )
-        if self.accumulate < 1:
-            raise InputError(describe(f"accumulate={self.accumulate}", "a number ≥ 1", "pass the number of batches"))
-
-    def to_sum(self, examples: int, tokens: int) -> float:
-        """The factor from the gradient of the user's loss to that of the sum over examples."""
-        terms = {"examples": examples, "tokens": tokens, None: 1}[self.average]
-        scale = float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else 1.0
-        return terms * self.accumulate / scale
-
-    def to_mean_gradient(self, examples: int, tokens: int) -> float:
-        """The factor from accumulated gradients (unscaled) to the gradient of the mean over examples."""
-        n = max(examples, 1)
-        return {"examples": 1.0, "tokens": tokens / n, None: self.accumulate / n}[self.average]
 
 
 @dataclass(eq=False)
@@ -154,7 +119,7 @@ class Capture:
         if in_own_forward() or not torch.is_grad_enabled() or not module.training:
             return
         self._release()
-        x = _inputs(args, kwargs)
+        x = inputs_of(args, kwargs)
         tape, under = None, ExitStack()
         if self.estimator is not None and (self.due or self.notes is None) and self._look(x) and self.due:
             tape = self._tape(self._count(x))
@@ -178,7 +143,7 @@ class Capture:
         if tape is None or not compiled:
             self._expect(out, tape, x)
             return None
-        with undisturbed(self.model), _within_call(module, self._handles[1].id), tape:
+        with undisturbed(self.model), within_call(module, self._handles[1].id), tape:
             out = module(*args, **kwargs)
         self._expect(out, tape, x)
         return out
@@ -187,7 +152,7 @@ class Capture:
         """The backward of a forward."""
         f = output_tensor(out)
         examples = self._count(x)
-        forward = Forward(tape, examples, _tokens(f, examples, self.likelihood), self.forwards)
+        forward = Forward(tape, examples, tokens_of(f, examples, self.likelihood), self.forwards)
         self.forwards += 1
         if tape is not None and self.estimator in ("sampled", "exact"):
             self._pull_own(forward, f)
@@ -233,7 +198,7 @@ class Capture:
         tape = forward.tape
         assert tape is not None
         assert self.likelihood is not None
-        likelihood = _with_class_axis(self.likelihood, f)
+        likelihood = with_class_axis(self.likelihood, f)
         n = forward.examples
         cotangent: Cotangent = HessianRoot(likelihood)
         if self.estimator == "sampled":
@@ -357,88 +322,3 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-@contextmanager
-def _within_call(module: nn.Module, last: int) -> Iterator[None]:
-    """Inside a call of a module: its inputs have seen the user's hooks, and its output will see those after ours."""
-    kept = {name: vars(module)[name] for name in HOOKS}
-    earlier = itertools.takewhile(lambda hook: hook[0] != last, kept["_forward_hooks"].items())
-    try:
-        vars(module).update({name: OrderedDict() for name in HOOKS}, _forward_hooks=OrderedDict(earlier))
-        yield
-    finally:
-        vars(module).update(kept)
-
-
-def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
-    """What the model was called with, as one tree."""
-    if kwargs and args:
-        return (*args, kwargs)
-    return kwargs or (args[0] if len(args) == 1 else args)
-
-
-WHOLE_GRAPH = (
-    "layerwise takes statistics in a hook on the model, between two compiled graphs; "
-    "expected: torch.compile(model) without fullgraph=True; "
-    "do: leave fullgraph=True out, or take a member without statistics of its own (Shampoo, SOAP, Muon, Adam, SGD)"
-)
-"""What a user reads, inside the compiler's own error, who compiles the model as one graph."""
-
-
-def outside_the_compiler(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the compiler out of a hook; unlike `torch.compiler.disable`, import it at the first call only."""
-    made: list[Any] = []
-
-    @functools.wraps(call)
-    def inner(*args: Any) -> Any:
-        if not made:
-            made.append(torch.compiler.disable(call, reason=WHOLE_GRAPH))
-        return made[0](*args)
-
-    inner.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=WHOLE_GRAPH)
-    return inner
-
-
-class RootHook:
-    """A hook that a copy of the model does not inherit, and that keeps no optimizer alive."""
-
-    def __init__(self, capture: Capture | None = None, method: str = "") -> None:
-        self._capture = None if capture is None else weakref.ref(capture)
-        self._method = method
-
-    def __call__(self, *args: Any) -> Any:
-        """Pass the call on, if anyone is there, and say whether the model is compiled: only tracing knows that."""
-        return self._pass_on(torch.compiler.is_compiling(), *args)
-
-    @outside_the_compiler
-    def _pass_on(self, compiled: bool, *args: Any) -> Any:
-        capture = None if self._capture is None else self._capture()
-        return None if capture is None else getattr(capture, self._method)(compiled, *args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "RootHook":
-        return RootHook()
-
-    def __reduce__(self) -> tuple[type["RootHook"], tuple[()]]:
-        return RootHook, ()
-
-
-def _class_axis(f: Tensor) -> int:
-    """No target tells where the classes are: last for ``[N, T, C]``, second for ``[N, C, H, W]``, as torch has it."""
-    return 1 if f.ndim > 3 else -1
-
-
-def _with_class_axis(likelihood: Likelihood, f: Tensor) -> Likelihood:
-    if f.ndim > 2 and isinstance(likelihood, Categorical) and likelihood.class_axis is None:
-        return replace(likelihood, class_axis=_class_axis(f))
-    return likelihood
-
-
-def _tokens(f: Tensor, examples: int, likelihood: Likelihood | None) -> int:
-    """Positions of the output: all but its class axis."""
-    known = likelihood.class_axis if isinstance(likelihood, Categorical) else None
-    axis = _class_axis(f) if known is None else known
-    return max(examples, f.numel() // f.shape[axis]) if f.ndim > 1 else examples

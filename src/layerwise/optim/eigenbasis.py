@@ -111,7 +111,7 @@ class EigenFactors(Factors):
             state[f"s_{side}"][groups] = M
             return
         if self.tracked(state, side):
-            track(state, side, groups, context, health, context.plan, self.coupling_limit)
+            track(state, side, groups, context, context.plan, self.coupling_limit)
             return
         try:
             values, vectors = guarded_eigh(M, name="factor")

@@ -18,26 +18,30 @@ from layerwise.foundations.random import seed_of
 from layerwise.foundations.vectors import unwrap
 from layerwise.layers.calling import in_own_arithmetic
 from layerwise.layers.table import LayerSpec, LayerTable
-from layerwise.optim.capture import Capture, LossScale, Seen
+from layerwise.optim.capture import Capture, Seen
+from layerwise.optim.choice import rule_of, why_fallback
 from layerwise.optim.damping import Damping
 from layerwise.optim.descent import Descent, Part
-from layerwise.optim.factors import Factors
+from layerwise.optim.followed import recall
+from layerwise.optim.foreseen import take_up
 from layerwise.optim.graft import Clip, Graft
+from layerwise.optim.loss_scale import LossScale
 from layerwise.optim.observe import Collector, Sums
 from layerwise.optim.options import check_numbers, fallback_rule, known, parameter_groups, positive, switch
 from layerwise.optim.recorded import RecordedStep
 from layerwise.optim.refreshes import Refreshes
 from layerwise.optim.report import headline, layer_row, measure, table
 from layerwise.optim.rule import Context, Health, UpdateRule
+from layerwise.optim.saving import Saving
 from layerwise.optim.solver import SOLVERS
-from layerwise.optim.spread import Spread, finished
+from layerwise.optim.spread import Spread
 from layerwise.optim.stack import Stack
 
 LOOK_EVERY = 100
 """Steps after which the model's parameters are listed anew."""
 
 
-class Layerwise(torch.optim.Optimizer):
+class Layerwise(Saving):
     """One optimizer for the whole family ``W ← W − η P⁻ᵖ ∇L Q⁻ᑫ``; the named members are choices of its arguments.
 
     >>> import torch, layerwise as lw
@@ -132,7 +136,7 @@ class Layerwise(torch.optim.Optimizer):
         seed: int | torch.Generator = 0,
     ) -> None:
         self.model = unwrap(model)
-        self.rule = rule or _rule(left, right, power, basis, damping_split, max_factor)
+        self.rule = rule or rule_of(left, right, power, basis, damping_split, max_factor)
         self.rule.use_solver(known("solver", solver, SOLVERS))
         self.rule.precision = known("precision", precision, ("high", "half"))
         self.fallback = fallback_rule(update_fallback)
@@ -239,6 +243,8 @@ class Layerwise(torch.optim.Optimizer):
             names = [name for spec in specs for name in spec.parameters]
             stack = Stack(self.rule_for(specs[0], group), tuple(specs), group, {k: params[k] for k in names})
             stack.ensure_state(self._loaded)
+            recall(stack, self._loaded)
+            take_up(stack, self._loaded)
             stacks.append(stack)
         refreshes = Refreshes(self.refresh_every, self._damping, self.processes, self._health)
         refreshes.give_turns(stacks, self._waits)
@@ -255,23 +261,7 @@ class Layerwise(torch.optim.Optimizer):
         return self.fallback if self._reason(spec, group) else self.rule
 
     def _reason(self, spec: LayerSpec, group: Mapping[str, Any]) -> str | None:
-        """Why a layer gets the fallback's update, or None."""
-        if group.get("update") == "fallback":
-            return "overrides"
-        if not self.rule.matrix_only:
-            return None
-        if spec.reason is not None or not spec.sites:
-            return spec.reason or "no layer rule"
-        if not self.rule.kronecker_only:
-            return None
-        if not spec.form.kronecker or spec.form.weight is None:
-            return f"{spec.kind}: a vector, not a matrix"
-        if min(spec.form.outputs, spec.form.inputs) == 1 and not self.rule.needs_inputs:
-            return "a vector, not a matrix"
-        if spec.form.one_hot and not self.rule.needs_inputs:
-            return "an embedding"
-        first = dict(self.model.named_parameters())[spec.parameters[0]]
-        return self.rule.accepts(Stack(self.rule, (spec,), dict(group), {spec.parameters[0]: first}).shape)
+        return why_fallback(self.rule, spec, group, self.model)
 
     # --- the step ----------------------------------------------------------------------------------------
 
@@ -417,108 +407,6 @@ class Layerwise(torch.optim.Optimizer):
             memory=stack.memory,
         )
 
-    # --- state -------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """State keyed by parameter, layer by layer, as plain tensors; loads with ``weights_only=True``."""
-        params = dict(self.model.named_parameters())
-        specs = {spec.name: spec for spec in self.table.layers}
-        self.state.clear()
-        for layer, saved in self._saved().items():
-            if layer in specs:
-                self.state[params[specs[layer].parameters[0]]][layer] = saved
-        try:
-            found = super().state_dict()
-        finally:
-            self.state.clear()
-        found["engine"] = {
-            "rule": self.rule.name,
-            "steps": self.steps_taken,
-            "forwards": 0 if self._capture is None else self._capture.forwards,
-            "damping": self._damping.state(),
-        }
-        return found
-
-    def _saved(self) -> dict[str, dict[str, Tensor]]:
-        if self._stacks is None:
-            return self._loaded
-        found: dict[str, dict[str, Tensor]] = {}
-        for stack in self._stacks:
-            with finished(stack):
-                found.update(stack.saved())
-        return found
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inverse of `state_dict`; another member's statistics are taken where they mean the same."""
-        for key in ("state", "param_groups", "engine"):
-            if key not in state_dict:
-                raise InputError(
-                    describe(
-                        f"a state without {key!r}",
-                        "what state_dict() of an optimizer of lw.optim returns",
-                        "a torch optimizer's state cannot be loaded here",
-                    )
-                )
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        layers = [of_layer for of_param in state_dict["state"].values() for of_layer in of_param.items()]
-        self._loaded = {name: {k: t.clone() for k, t in saved.items()} for name, saved in layers}
-        self._stacks = None
-        self._collector.forget()
-        engine = state_dict["engine"]
-        self.steps_taken = int(engine["steps"])
-        self._damping.load_state(engine["damping"])
-        if self._capture is not None:
-            self._capture.ask_again()
-            self._capture.forwards = int(engine["forwards"])
-            self._capture.due = self.steps_taken % self.factor_every == 0
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Parameters that take part from now on, such as layers that were frozen before."""
-        super().add_param_group(self._named(param_group))
-        if "_stacks" not in self.__dict__ or "steps_taken" not in self.__dict__:  # the constructor's own
-            return
-        self._loaded = self._saved()
-        self._stacks = self._strangers = None
-        self._collector.forget()
-        self.table = self._read_table()
-        if self._capture is not None:
-            self._capture.look_again(self.table)
-
-    def _named(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The same group with the names its parameters have in the model."""
-        given = group["params"]
-        params = [given] if isinstance(given, Tensor) else list(given)
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        named = [
-            p if isinstance(p, tuple) else (names.get(id(p), f"extra.{place}"), p) for place, p in enumerate(params)
-        ]
-        return {**group, "params": named}
-
-    def __getstate__(self) -> dict[str, Any]:
-        kept = {
-            k: v
-            for k, v in self.__dict__.items()
-            if k not in ("_capture", "_stacks", "_collector", "_descent", "_recorded")
-        }
-        kept["_loaded"], kept["_stacks"], kept["_strangers"] = self._saved(), None, None
-        capture = self._capture
-        kept["_capture"] = None if capture is None else (capture.example_axis, capture.seed, capture.forwards)
-        return kept
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_capture" not in state:  # torch's load_state_dict hands over state and parameter groups alone
-            super().__setstate__(state)
-            return
-        recorded = state["_capture"]
-        super().__setstate__({k: v for k, v in state.items() if k != "_capture"})
-        self._collector = self._make_collector()
-        self._capture = None
-        if recorded is not None:
-            self._capture = self._make_capture(recorded[0], recorded[1])
-            assert self._capture is not None
-            self._capture.forwards = recorded[2]
-            self._capture.due = self.steps_taken % self.factor_every == 0
-
     # --- report ------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
@@ -557,21 +445,6 @@ class Layerwise(torch.optim.Optimizer):
         for stack in self._stacks or []:
             measure(stack, self._context(stack, 1), self._health)
         return self._health
-
-
-def _rule(
-    left: str, right: str, power: float | tuple[float, float], basis: str, split: str | None, max_factor: int
-) -> UpdateRule:
-    from layerwise.optim.eigenbasis import CorrectedEigenvalues
-    from layerwise.optim.rotated_adam import RotatedAdam
-
-    powers = power if isinstance(power, tuple) else (float(power), float(power))
-    known("basis", basis, ("factors", "eigen"))
-    if basis == "factors":
-        return Factors(left, right, powers, split or "trace", max_factor)
-    if "gradient" in (left, right):
-        return RotatedAdam(left, right, powers, max_factor=max_factor)
-    return CorrectedEigenvalues(left, right, powers, split or "exact", max_factor)
 
 
 def _number(loss: Any) -> float:

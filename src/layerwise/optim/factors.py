@@ -252,7 +252,7 @@ class Factors(UpdateRule):
                 continue
             M = state[side][groups]
             if f"U_{side}" in state:
-                track(state, side, groups, context, health, plan, self.coupling_limit)
+                track(state, side, groups, context, plan, self.coupling_limit)
             elif M.ndim > 2 and self._newton(power, M):
                 refine_inverse(state, side, groups, shift, context, plan)
             else:

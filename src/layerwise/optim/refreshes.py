@@ -39,12 +39,11 @@ class Refreshes:
     def run(self, stack: Stack, context: Context, waits: bool) -> None:
         """All groups at the first step and, while statistics are young, at its doublings; then each in its turn."""
         step, turns, fresh = context.step, stack.memory["turns"], freshness(stack)
-        young = step < self.every and step & (step - 1) == 0  # 1, 2, 4, 8, …
         due = [
             groups
             for t in turns
             for groups in ([t.groups] if waits else known_runs(stack, t.groups))
-            if young or not all(fresh[groups]) or (step - 1 - t.slot) % self.every == 0
+            if self.is_due(step, t.slot) or not all(fresh[groups])
         ]
         owners = self.processes.owners([float(groups.stop - groups.start) for groups in due])
         for groups, owner in zip(due, owners, strict=True):
@@ -63,6 +62,11 @@ class Refreshes:
                 if name in stack.state
             ]
         )
+
+    def is_due(self, step: int, slot: int) -> bool:
+        """Whether a step renews what has this slot."""
+        young = step < self.every and step & (step - 1) == 0  # 1, 2, 4, 8, …
+        return young or (step - 1 - slot) % self.every == 0
 
     def _refresh(self, stack: Stack, groups: slice, context: Context) -> None:
         rule, state, health = stack.rule, stack.state, self.health

@@ -143,6 +143,7 @@ class RotatedAdam(EigenFactors):
         # Always by eigh: where nobody waits, a plan has been made before there were factors.
         plan = self.plan(state, groups, context, health)._replace(exact=frozenset(self.watched(state)))
         super().refresh(state, groups, replace(context, plan=plan), health)
+        self.report(groups, context)
         state["begun"].fill_(1)
         context.memory["begun"] = True
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from layerwise.foundations.linalg import gram, triton_products
 from layerwise.foundations.linalg.triton_columns import average_grams_
+from layerwise.foundations.linalg.triton_device import MOST_MATRICES
 from layerwise.layers.form import Form
 from layerwise.layers.io import LayerCall, RecordedIO
 from layerwise.layers.linear import LinearRule
@@ -146,7 +147,8 @@ def average_rows_(mean: Float[Tensor, "K *n"], count: Tensor, rows: RowsOfStack,
     """The same as `update_mean` with the moments of these rows; a layer whose rows are not finite keeps its mean."""
     first = rows.layers[0]
     alpha = first.factor / rows.count
-    if not triton_products.available(mean.device) or mean.dtype != torch.float32:
+    few = len(mean) <= MOST_MATRICES
+    if not few or not triton_products.available(mean.device) or mean.dtype != torch.float32:
         square = symmetric.whole(mean)
         _average_by_torch_(square, count, rows, decay, health)
         if square is not mean:

@@ -171,6 +171,8 @@ class Health:
     """Decompositions that failed and kept the last good one."""
     refusals: int = 0
     """Refinements by products that failed their test; a further one, or the exact solution, came two steps later."""
+    restarts: int = 0
+    """Bases that were decomposed anew, because they could not be followed; see `layerwise.optim.sweeps`."""
     condition: dict[str, float] = field(default_factory=dict)
     """Largest condition number of each layer's damped factors, at the last refresh."""
     damping: dict[str, float] = field(default_factory=dict)

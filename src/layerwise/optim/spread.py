@@ -3,12 +3,13 @@
 EKFAC's scalings are second moments of per-example gradients in the present basis. Those of all layers at once cost
 several steps' work. Where nobody waits for the device, layers are looked at in turn instead, each right after its basis
 has been renewed if statistics are taken as often as that, and their inputs and output gradients are kept until then.
-Between the batch and its turn a layer has the scalings of before, or those that its refresh has begun anew.
+Between the batch and its turn a layer has the scalings of before, or those that its refresh has begun anew. What is
+saved in between: see `foreseen`.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,9 +21,20 @@ WAITING = "examples"
 """Where a stack's memory has the shares that are not looked at yet."""
 
 
+class Waiting(Protocol):
+    """Some layers of a stack, until their turn."""
+
+    groups: slice
+    step: int
+    """When it is due."""
+
+    def look(self, stack: Stack) -> None:
+        """Give the layers their scalings."""
+
+
 @dataclass
 class Share:
-    """Some layers of a stack."""
+    """Some layers of a stack, with their examples."""
 
     groups: slice
     step: int
@@ -30,6 +42,11 @@ class Share:
     seen: Observation
     context: Context
     """Of the step that took the batch."""
+
+    def look(self, stack: Stack) -> None:
+        """In the present basis, whenever the batch was."""
+        state: dict[str, Tensor] = {name: X[self.groups] for name, X in stack.state.items()}
+        stack.rule.look_at_examples(state, self.seen, self.context)
 
 
 @dataclass(frozen=True)
@@ -51,6 +68,7 @@ class Spread:
         over = (every if by_itself else 1) if over is None else over
         return cls(min(over, every))
 
+    @torch.no_grad()
     def run(
         self, stack: Stack, seen: Observation | None, context: Context, active: Sequence[bool]
     ) -> Observation | None:
@@ -59,15 +77,18 @@ class Spread:
 
         Layers that are not active keep their state at this step, so that theirs wait for another.
         """
-        if seen is not None and self.over > 1:
+        if seen is not None:
             finish(stack)
+        if seen is not None and self.over > 1:
             stack.memory[WAITING] = self._shares(stack, seen, context)
             seen = None
-        waiting: list[Share] = stack.memory.get(WAITING, [])
+        waiting: list[Waiting] = stack.memory.get(WAITING, [])
         if waiting:
             due = [share.step <= context.step and all(active[share.groups]) for share in waiting]
             stack.memory[WAITING] = [share for share, now in zip(waiting, due, strict=True) if not now]
-            look_at(stack, [share for share, now in zip(waiting, due, strict=True) if now])
+            for share, now in zip(waiting, due, strict=True):
+                if now:
+                    share.look(stack)
         return seen
 
     def _shares(self, stack: Stack, seen: Observation, context: Context) -> list[Share]:
@@ -95,26 +116,7 @@ def some(seen: Observation, groups: slice) -> Observation:
 
 
 @torch.no_grad()
-def look_at(stack: Stack, shares: Sequence[Share]) -> None:
-    """In the present basis, whenever the batch was."""
-    for share in shares:
-        state: dict[str, Tensor] = {name: X[share.groups] for name, X in stack.state.items()}
-        stack.rule.look_at_examples(state, share.seen, share.context)
-
-
 def finish(stack: Stack) -> None:
     """Look at all that wait: before a new batch."""
-    look_at(stack, stack.memory.pop(WAITING, []))
-
-
-@contextmanager
-def finished(stack: Stack) -> Iterator[None]:
-    """For the moment all that wait are looked at, as when the state is saved; the run itself goes on as it would."""
-    waiting = stack.memory.get(WAITING, [])
-    kept = stack.state["s"].clone() if waiting else None
-    look_at(stack, waiting)
-    try:
-        yield
-    finally:
-        if kept is not None:
-            stack.state["s"].copy_(kept)
+    for share in stack.memory.pop(WAITING, []):
+        share.look(stack)

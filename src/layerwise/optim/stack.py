@@ -172,19 +172,13 @@ class Stack:
         if self.state:
             return
         self.state = self.rule.init(self.shape)
-        needed = set(stored.portable(self.state, self.shape))  # a pair's scale is not saved
+        sizes = stored.saved_sizes(self.state, self.shape)
+        needed = set(sizes)
         for spec, groups in self.slices():
-            found = self._fitting(saved.get(spec.name, {}))
+            found = _fitting(saved.get(spec.name, {}), sizes)
             names = needed | ({*ENGINE_STATE} if needed - {*self.rule.refreshed} <= set(found) else set())
             for name in names & set(found) - (set() if needed <= set(found) else {"fresh"}):
                 self._put(name, groups, found[name])
-
-    def _fitting(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What has the size of this stack's state; a count only with the mean that it counts."""
-        sizes = {name: value.shape[1:] for name, value in stored.portable(self.state, self.shape).items()}
-        fits = {name for name, value in found.items() if sizes.get(name, value.shape[1:]) == value.shape[1:]}
-        lost = {f"{name}_count" for name in set(found) - fits}
-        return {name: value for name, value in found.items() if name in fits - lost}
 
     def _put(self, name: str, groups: slice, value: Tensor) -> None:
         shape = self.shape
@@ -195,9 +189,12 @@ class Stack:
 
     def saved(self) -> dict[str, dict[str, Tensor]]:
         """The state of each layer alone, in a form that does not depend on the device."""
-        state = stored.portable(self.state, self.shape)
         return {
-            spec.name: {name: value[groups].clone() for name, value in state.items()} for spec, groups in self.slices()
+            spec.name: {
+                name: stored.portable(self.state, name, self.shape, groups).clone()
+                for name in stored.saved_names(self.state)
+            }
+            for spec, groups in self.slices()
         }
 
     def restore(self, before: State, active: list[bool]) -> None:
@@ -206,6 +203,13 @@ class Stack:
             if not on:
                 for name, value in before.items():
                     self.state[name][groups] = value[groups]
+
+
+def _fitting(found: Mapping[str, Tensor], sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """What has the size of a stack's state; a count only with the mean that it counts."""
+    fits = {name for name, value in found.items() if sizes.get(name, value.shape[1:]) == value.shape[1:]}
+    lost = {f"{name}_count" for name in set(found) - fits}
+    return {name: value for name, value in found.items() if name in fits - lost}
 
 
 def _subtract_gated(

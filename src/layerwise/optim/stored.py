@@ -21,7 +21,7 @@ from layerwise.foundations.linalg.halves import Half, HalfPair
 from layerwise.foundations.linalg.orthogonal import basis_pair
 from layerwise.foundations.linalg.packed import is_packed
 from layerwise.foundations.linalg.products import HALF_PAIRS, TORCH, Products
-from layerwise.foundations.linalg.triton_device import available
+from layerwise.foundations.linalg.triton_device import MOST_MATRICES, available
 from layerwise.optim import symmetric
 from layerwise.optim.rule import Shape, State
 
@@ -112,7 +112,7 @@ def write(state: State, name: str, groups: slice, X: Tensor | Half, good: Tensor
     if packed_halves.is_packed(halves):
         packed_halves.put_(halves, scale, X, good)
         return
-    if available(X.device):
+    if _by_kernels(X):
         fixed: dict[str, Any] = {"bound": 1.0, "cut": True} if is_basis(name) else {}
         if halves.shape[1] == 2:
             triton_splits.split(X, out=HalfPair(halves[:, 0], halves[:, 1], scale), where=good, **fixed)
@@ -178,33 +178,41 @@ def operand_of(X: Float[Tensor, "K m n"], largest: Float[Tensor, "K"] | None = N
 
 
 def _known(X: Tensor, largest: Tensor | None) -> bool:
-    return largest is not None and X.dtype == torch.float32 and available(X.device)
+    return largest is not None and X.dtype == torch.float32 and _by_kernels(X)
+
+
+def _by_kernels(X: Tensor) -> bool:
+    return X.shape[:-2].numel() <= MOST_MATRICES and available(X.device)
 
 
 # --- what is saved -----------------------------------------------------------------------------------------
 
 
-def own_size(name: str, found: Tensor, shape: Shape) -> tuple[int, ...]:
-    """Axes of a state's tensor behind K, without padding."""
-    rest = tuple(found.shape[1:])
+def saved_names(state: State) -> list[str]:
+    """What is saved: not the scales of pairs."""
+    return [name for name in state if not (name.endswith("_scale") and is_halved(state, name.removesuffix("_scale")))]
+
+
+def own(name: str, X: Tensor, shape: Shape) -> Tensor:
+    """A state's tensor, or some groups of it, without padding."""
+    rest = tuple(X.shape[1:])
     side = re.search(r"(?:^|_)([PQ])(?:_|$)", name)
     if side is not None:
         padded, own = (shape.outputs, shape.own_outputs) if side[1] == "P" else (shape.inputs, shape.own_inputs)
-        return tuple(own if size == padded else size for size in rest)
-    if rest == (shape.outputs, shape.inputs):
-        return shape.own_outputs, shape.own_inputs
-    return rest
+        rest = tuple(own if size == padded else size for size in rest)
+    elif rest == (shape.outputs, shape.inputs):
+        rest = shape.own_outputs, shape.own_inputs
+    return X[(ALL, *(slice(size) for size in rest))]
 
 
-def portable(state: State, shape: Shape) -> State:
-    """The same without pairs and padding."""
-    found: State = {}
-    for name in state:
-        if name.endswith("_scale") and is_halved(state, name.removesuffix("_scale")):
-            continue
-        X = value(state, name)
-        found[name] = X[(ALL, *(slice(size) for size in own_size(name, X, shape)))]
-    return found
+def portable(state: State, name: str, shape: Shape, groups: slice) -> Tensor:
+    """Some groups without pairs and padding; perhaps a view. As large as they are: a stack is taken layer by layer."""
+    return own(name, value(state, name, groups), shape)
+
+
+def saved_sizes(state: State, shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Axes behind K of what is saved."""
+    return {name: tuple(portable(state, name, shape, slice(0, 1)).shape[1:]) for name in saved_names(state)}
 
 
 def load(state: State, name: str, groups: slice, X: Tensor) -> None:

@@ -3,19 +3,23 @@
 The smaller a coupling, the less of it a sweep leaves: a tenth of 0.04, a third of 0.2. So the coupling *before* a sweep
 says whether it was the last one needed, and those of one turn tell how many sweeps would have done. A basis takes the
 most that was needed in its last turns; one that no sweep brings nearer (rounding, nearly equal eigenvalues) takes one.
+
+A basis that cannot be followed, because something overflows, stays as it was and is decomposed anew at its next turn.
+Where that does not help either it is tried again, after pauses that double: eigh is dear, and the device waits for it.
 """
 
+import copy
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from layerwise.optim.rule import Context, Health, State
-from layerwise.optim.solver import SLOW_TURNS, Watch
+from layerwise.optim.solver import LAG, SLOW_TURNS, Watch
 
 MORE_SWEEPS = 3
 """At most, and at first, when a basis turns fast. Two do for first couplings up to three times the limit."""
@@ -42,6 +46,11 @@ STUCK = 0.85
 """A sweep that leaves more than this part of a coupling gains nothing; one that follows a drift leaves two thirds of
 the largest couplings, and half or less of those below `LOOSELY_COUPLED`."""
 NOT_TAKEN = -1.0
+FIRST_PAUSE, LONGEST_PAUSE = LAG, 64
+"""Turns that fail again before a basis is decomposed once more. At first those whose reports are on their way while it
+is, in the end so many that a factor which cannot be decomposed hardly costs anything."""
+COUNTS = ("idle", "pauses", "patience")
+"""What a watch counts for each group."""
 
 
 def coupled(power: float) -> float:
@@ -86,20 +95,57 @@ class BasisWatch(Watch):
     """Sweeps that each group needed, in its last turns."""
     idle: list[int] = field(default_factory=list)
     """For how many turns more a group takes one sweep, whatever it leaves: more were of no use."""
+    pauses: list[int] = field(default_factory=list)
+    """For how many turns more a group is not decomposed anew, whether it can be followed or not."""
+    patience: list[int] = field(default_factory=list)
+    """How long the next such pause will be."""
     most: ClassVar[int] = MORE_SWEEPS
 
     @classmethod
-    def over(cls, groups: int, device: torch.device, limit: float) -> "BasisWatch":
-        """Of factors that have never been decomposed."""
+    def over(cls, groups: int, device: torch.device, limit: float, begun: Sequence[bool] = ()) -> "BasisWatch":
+        """Of factors that have never been decomposed, but for those that were `begun` in an earlier run.
+
+        Unless it is known how many sweeps these needed (`recall`), at first they take all.
+        """
+        begun = list(begun) or [False] * groups
         said = torch.full((groups, MORE_SWEEPS), NOT_TAKEN, device=device, dtype=torch.float32)
-        lately = [deque([1], maxlen=TURNS) for _ in range(groups)]
-        return cls([True] * groups, said, limit, lately, [0] * groups)
+        lately = [deque([MORE_SWEEPS if known else 1], maxlen=TURNS) for known in begun]
+        exact = [not known for known in begun]
+        return cls(exact, said, limit, lately, [0] * groups, [0] * groups, [FIRST_PAUSE] * groups)
+
+    def numbers(self) -> list[list[int]]:
+        """All that is known of each group, with reports that are still on their way: see `recall`."""
+        heard = replace(self, **{name: copy.deepcopy(getattr(self, name)) for name in ("exact", "lately", *COUNTS)})
+        heard._posted.extend(self._posted)
+        if heard._posted:
+            heard.hear(heard._posted[-1].step + LAG, Health())
+        return [
+            [
+                int(heard.exact[place]),
+                *(getattr(heard, name)[place] for name in COUNTS),
+                *([0] * TURNS + [*of])[-TURNS:],
+            ]
+            for place, of in enumerate(heard.lately)
+        ]
+
+    def recall(self, numbers: Sequence[Sequence[int]]) -> None:
+        """Go on with what an earlier run knew, of groups that were begun in it."""
+        for place, (exact, *rest) in enumerate(numbers):
+            if not self.exact[place] and len(rest) == len(COUNTS) + TURNS:
+                self.exact[place] = bool(exact)
+                self.lately[place] = deque([n for n in rest[len(COUNTS) :] if n] or [1], maxlen=TURNS)
+                for name, number in zip(COUNTS, rest, strict=False):
+                    getattr(self, name)[place] = number
 
     def say(self, groups: slice, couplings: Float[Tensor, "sweeps K"]) -> None:
         """On the device: the couplings before each sweep, infinite where a basis could not be followed."""
         taken = len(couplings)
         self.verdict[groups, :taken] = couplings.mT.to(self.verdict.dtype)
         self.verdict[groups, taken:] = NOT_TAKEN
+
+    def say_begun(self, groups: slice, good: Bool[Tensor, "K"]) -> None:
+        """On the device: that no sweep was taken, and which groups have no basis of this turn."""
+        self.say(groups, torch.where(good, NOT_TAKEN, torch.inf)[None])
 
     def heed(self, place: int, said: Sequence[float], health: Health) -> None:
         """Couplings."""
@@ -108,10 +154,22 @@ class BasisWatch(Watch):
             return
         if couplings[-1] == torch.inf:
             health.fallbacks += 1
+            self._begin_anew(place, health)
             return
+        self.pauses[place], self.patience[place] = 0, FIRST_PAUSE
         health.refusals += couplings[-1] >= self.limit
         self.lately[place].append(needed(couplings, self.limit))
         self.idle[place] = SLOW_TURNS if stuck(couplings, self.limit) else max(0, self.idle[place] - 1)
+
+    def _begin_anew(self, place: int, health: Health) -> None:
+        """At the next turn, unless that was tried lately."""
+        if self.pauses[place]:
+            self.pauses[place] -= 1
+            return
+        health.restarts += not self.exact[place]
+        self.exact[place] = True
+        self.pauses[place] = self.patience[place]
+        self.patience[place] = min(LONGEST_PAUSE, 2 * self.patience[place])
 
     def rounds(self, groups: slice) -> int:
         """The most that one of the groups needs."""
@@ -121,7 +179,14 @@ class BasisWatch(Watch):
 
 
 def basis_watch(state: State, name: str, context: Context, limit: float) -> BasisWatch:
-    """The watch over a basis."""
+    """The watch over a basis; one that comes from a checkpoint with its factor is followed, not begun."""
     if name not in context.memory:
-        context.memory[name] = BasisWatch.over(len(state[name]), state[name].device, limit)
+        begun = context.memory.get("fresh", ())
+        watch = context.memory[name] = BasisWatch.over(len(state[name]), state[name].device, limit, begun)
+        watch.recall(context.memory.get(recalled(name), ()))
     return context.memory[name]
+
+
+def recalled(name: str) -> str:
+    """Under which name the numbers of a basis's watch are saved, and remembered until there is a watch."""
+    return f"{name}_sweeps"

@@ -15,6 +15,7 @@ from layerwise.foundations.linalg import triton_products
 from layerwise.foundations.linalg.halves import HalfPair
 from layerwise.foundations.linalg.inverses import probe_columns
 from layerwise.foundations.linalg.products import TORCH, HalfPairProducts, Products
+from layerwise.foundations.linalg.triton_device import MOST_MATRICES
 
 COUPLING_LIMIT = 0.025
 """Times the root: up to this `coupling`, `drifted_root` errs by 1e-2 at most (the worst of 1500 random drifts).
@@ -96,7 +97,8 @@ def _takes(products: Products, M: Tensor | HalfPair, U: Tensor) -> bool:
     """Whether `triton_sweeps` takes these."""
     if not isinstance(products, HalfPairProducts) or not triton_products.available(M.device):
         return False
-    stacks = U.ndim == 3 and U.dtype == torch.float32 and (isinstance(M, HalfPair) or M.dtype == torch.float32)
+    stacks = U.ndim == 3 and len(U) <= MOST_MATRICES and U.dtype == torch.float32
+    stacks = stacks and (isinstance(M, HalfPair) or M.dtype == torch.float32)
     return stacks and M.shape[-1] >= FUSED_SIZE and M.shape[-1] % triton_products.ALIGNED == 0
 
 

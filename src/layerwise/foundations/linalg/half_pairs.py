@@ -41,7 +41,7 @@ def split(X: Float[Tensor, "*batch m n"], scale: Float32[Tensor, "*batch"] | Non
     >>> f"{pair.value()[0, 1].item():.6e}"
     '1.000000e-22'
     """
-    if _on_kernels(X):
+    if on_kernels(X):
         return _triton().split(X, scale)
     if scale is None:
         scale = pair_scale(X)
@@ -61,7 +61,7 @@ def halved(X: Float[Tensor, "..."] | HalfPair | Half) -> Half:
         return X
     if isinstance(X, HalfPair):
         return X.half
-    if _on_kernels(X):
+    if on_kernels(X):
         return _triton().halved(X)
     scale = pair_scale(X)
     return Half((X * scale[..., None, None]).half(), scale)
@@ -220,7 +220,12 @@ def _stacked(part: Tensor, batch: torch.Size) -> Tensor:
     return part.expand(*batch, *part.shape[-2:]).reshape(-1, *part.shape[-2:])
 
 
-def _on_kernels(X: Tensor) -> bool:
+def on_kernels(X: Float[Tensor, "*batch m n"]) -> bool:
+    """Whether kernels split these matrices: on a GPU with Triton, not of float64, no more than a launch takes.
+
+    >>> on_kernels(torch.eye(2))
+    False
+    """
     few = X.shape[:-2].numel() <= MOST_MATRICES
     return X.dtype != torch.float64 and few and _triton().available(X.device)
 

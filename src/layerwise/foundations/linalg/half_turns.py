@@ -10,7 +10,7 @@ from layerwise.foundations.linalg import half_pairs, triton_products
 from layerwise.foundations.linalg.half_bases import by_cublas
 from layerwise.foundations.linalg.halves import Half
 from layerwise.foundations.linalg.orthogonal import BASIS_SCALE
-from layerwise.foundations.linalg.triton_device import ceil, kernels, on
+from layerwise.foundations.linalg.triton_device import MOST_MATRICES, ceil, kernels, on
 from layerwise.foundations.linalg.triton_splits import halved
 
 SMALLEST_PART = 2.0**-38
@@ -66,7 +66,7 @@ def squared_rows(turn: Half) -> Half:
     [0.64, 0.36]
     """
     T = turn.hi
-    if T.ndim == 3 and T.is_contiguous() and triton_products.available(T.device):
+    if T.ndim == 3 and T.is_contiguous() and _by_kernels(T):
         out, (K, n) = torch.empty_like(T), T.shape[:2]
         with on(T.device):
             kernels("triton_sweep_kernels").squared_rows_kernel[(ceil(n, ROWS), K)](
@@ -91,7 +91,7 @@ def put_(out: Float16[Tensor, "K n n"], V: Float16[Tensor, "K n n"], where: Bool
         return
     K, n = V.shape[:2]
     alike = all(X.stride()[1:] == (n, 1) for X in (out, V))
-    if not alike or not triton_products.available(V.device):
+    if not alike or not _by_kernels(V):
         out.copy_(torch.where(where[:, None, None], V, out))
         return
     with on(V.device):
@@ -101,8 +101,12 @@ def put_(out: Float16[Tensor, "K n n"], V: Float16[Tensor, "K n n"], where: Bool
 
 
 def _halved(V: Tensor, largest: Tensor) -> Half:
-    known = V.dtype == torch.float32 and triton_products.available(V.device)
+    known = V.dtype == torch.float32 and _by_kernels(V)
     return halved(V, amax=largest) if known else half_pairs.halved(V)
+
+
+def _by_kernels(X: Float[Tensor, "K m n"]) -> bool:
+    return len(X) <= MOST_MATRICES and triton_products.available(X.device)
 
 
 def _product(turn: Half, X: Half, side: str) -> tuple[Float[Tensor, "K O I"], Float32[Tensor, "K 1 1"]]:

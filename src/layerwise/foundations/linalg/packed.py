@@ -4,8 +4,8 @@ A stack ``[K, n, n]``, n = 16 c, is kept as ``[K, T, 16, 16]`` with T = c(c+1)/2
 i(i+1)/2 + j. Tiles on the diagonal are whole, so that the excess over half a square is 1/(2c) of it: 1 % at n = 768,
 0.3 % at 3088. Rows of a tile are 64 bytes, which a GPU reads without waste; kernels work on larger tiles as they like.
 
-On a GPU with Triton every function is one launch (`triton_packed`), elsewhere a few calls of torch, which the
-kernels are checked against. Nothing here asks the device for a value.
+On a GPU with Triton every function is one launch (`triton_packed`), elsewhere (and for more matrices than a launch
+takes) a few calls of torch, which the kernels are checked against. Nothing here asks the device for a value.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.linalg import half_pairs, triton_packed
 from layerwise.foundations.linalg.halves import HalfPair
 from layerwise.foundations.linalg.symmetric_product import gram
-from layerwise.foundations.linalg.triton_device import available
+from layerwise.foundations.linalg.triton_device import MOST_MATRICES, available
 
 TILE = 16
 
@@ -84,7 +84,7 @@ def unpack(
     >>> unpack(zeros(1, 16), torch.tensor([2.0]), 1, torch.tensor([5.0]))[0, :2, :2].tolist()
     [[2.0, 0.0], [0.0, 5.0]]
     """
-    if available(P.device):
+    if _by_kernels(P):
         return triton_packed.unpack(P, size(P), shift, own, fill)
     M = mirrored(P)
     diagonal = M.diagonal(dim1=-2, dim2=-1)
@@ -101,7 +101,7 @@ def diagonal(P: Float32[Tensor, "K T 16 16"]) -> Float32[Tensor, "K n"]:
     >>> diagonal(pack(torch.diag(torch.arange(16.0))[None]))[0, -2:].tolist()
     [14.0, 15.0]
     """
-    if available(P.device):
+    if _by_kernels(P):
         return triton_packed.diagonal(P, size(P))
     i = torch.arange(size(P) // TILE, device=P.device)
     return P[:, i * (i + 3) // 2].diagonal(dim1=-2, dim2=-1).flatten(1)
@@ -121,7 +121,7 @@ def ema_(
     """
     if not is_packed(new):
         _check(P, new)
-    if available(P.device):
+    if _by_kernels(P):
         triton_packed.ema_(P, new, size(P), weight.float())
         return P
     weight = weight.to(P.dtype).view(-1, 1, 1, 1)
@@ -140,7 +140,7 @@ def gram_update_(
     >>> gram_update_(zeros(1, 16), torch.ones(1, 3, 8).half(), torch.ones(1))[0, 0, 0, 7:9].tolist()
     [3.0, 0.0]
     """
-    if available(P.device):
+    if _by_kernels(P):
         return triton_packed.gram_update_(P, X, weight, alpha)
     X = X if isinstance(X, Tensor) else torch.stack(list(X))
     n, old, w = X.shape[-1], unpack(P), weight.view(-1, 1, 1)
@@ -162,7 +162,7 @@ def split(
     """
     largest = diagonal(P).amax(-1)
     largest = largest if shift is None else largest + shift
-    if available(P.device):
+    if _by_kernels(P):
         return triton_packed.split(P, size(P), largest, shift, own, fill)
     return half_pairs.split(unpack(P, shift, own, fill), half_pairs.power_of_two_scale(largest))
 
@@ -203,6 +203,10 @@ def mirrored(P: Float[Tensor, "K T 16 16"]) -> Float[Tensor, "K n n"]:
     squares[:, j, i] = P.mT
     squares[:, i, j] = P
     return squares.transpose(2, 3).reshape(len(P), n, n)
+
+
+def _by_kernels(P: Tensor) -> bool:
+    return len(P) <= MOST_MATRICES and available(P.device)
 
 
 def _check(P: Tensor, new: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.linalg import half_pairs, packed, triton_packed
 from layerwise.foundations.linalg.packed import TILE
-from layerwise.foundations.linalg.triton_device import available
+from layerwise.foundations.linalg.triton_device import MOST_MATRICES, available
 
 
 def is_packed(H: Tensor) -> bool:
@@ -40,7 +40,7 @@ def unpack(H: Float16[Tensor, "K h T 16 16"]) -> Float16[Tensor, "K h n n"]:
     >>> unpack(zeros(3, 2, 32)).shape
     torch.Size([3, 2, 32, 32])
     """
-    if available(H.device):
+    if _by_kernels(H):
         return triton_packed.mirrored(H, packed.size(H))
     return packed.mirrored(H.flatten(0, 1)).unflatten(0, H.shape[:2])
 
@@ -68,7 +68,7 @@ def put_(
                 "pad them with zeros, or allocate others",
             )
         )
-    if available(H.device):
+    if _by_kernels(H):
         triton_packed.put_(H, scale, X, where)
         return
     pair = half_pairs.split(X)
@@ -76,3 +76,7 @@ def put_(
         new = packed.tiles(half, packed.size(H))
         H[:, place] = new if where is None else torch.where(where.view(-1, 1, 1, 1), new, H[:, place])
     scale.copy_(pair.scale if where is None else torch.where(where, pair.scale, scale))
+
+
+def _by_kernels(H: Tensor) -> bool:
+    return H.shape[:2].numel() <= MOST_MATRICES and available(H.device)

@@ -121,7 +121,7 @@ class HalfPairProducts:
         """X as a pair."""
         if isinstance(X, HalfPair):
             return X
-        if definite and X.dtype != torch.float64 and triton_products.available(X.device):
+        if definite and half_pairs.on_kernels(X):
             return triton_products.split(X, amax=X.diagonal(dim1=-2, dim2=-1).amax(-1))
         return half_pairs.split(X)
 

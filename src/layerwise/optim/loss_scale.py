@@ -1,0 +1,61 @@
+"""How the loss in the user's loop relates to a sum over examples, and how many terms it has."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.likelihoods import Categorical, Likelihood
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """How the user's loss relates to a sum over examples: what the optimizer is told, since it cannot see it."""
+
+    average: str | None = "examples"
+    accumulate: int = 1
+    scaler: Any = None
+    """A `torch.amp.GradScaler`, whose scale the gradients carry until it unscales them."""
+
+    def __post_init__(self) -> None:
+        if self.average not in ("examples", "tokens", None):
+            raise InputError(
+                describe(
+                    f"loss_average={self.average!r}",
+                    '"examples", "tokens", or None for a sum',
+                    "say how the loss in your loop is reduced",
+                )
+            )
+        if self.accumulate < 1:
+            raise InputError(describe(f"accumulate={self.accumulate}", "a number ≥ 1", "pass the number of batches"))
+
+    def to_sum(self, examples: int, tokens: int) -> float:
+        """The factor from the gradient of the user's loss to that of the sum over examples."""
+        terms = {"examples": examples, "tokens": tokens, None: 1}[self.average]
+        scale = float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else 1.0
+        return terms * self.accumulate / scale
+
+    def to_mean_gradient(self, examples: int, tokens: int) -> float:
+        """The factor from accumulated gradients (unscaled) to the gradient of the mean over examples."""
+        n = max(examples, 1)
+        return {"examples": 1.0, "tokens": tokens / n, None: self.accumulate / n}[self.average]
+
+
+def _class_axis(f: Tensor) -> int:
+    """No target tells where the classes are: last for ``[N, T, C]``, second for ``[N, C, H, W]``, as torch has it."""
+    return 1 if f.ndim > 3 else -1
+
+
+def with_class_axis(likelihood: Likelihood, f: Tensor) -> Likelihood:
+    """A likelihood that says where the classes are."""
+    if f.ndim > 2 and isinstance(likelihood, Categorical) and likelihood.class_axis is None:
+        return replace(likelihood, class_axis=_class_axis(f))
+    return likelihood
+
+
+def tokens_of(f: Tensor, examples: int, likelihood: Likelihood | None) -> int:
+    """Positions of the output: all but its class axis."""
+    known = likelihood.class_axis if isinstance(likelihood, Categorical) else None
+    axis = _class_axis(f) if known is None else known
+    return max(examples, f.numel() // f.shape[axis]) if f.ndim > 1 else examples

@@ -1,0 +1,150 @@
+"""`Saving`: an optimizer's state in checkpoints, in pickles, and where parameters are added to it."""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.foundations.errors import InputError, describe
+from layerwise.layers.table import LayerTable
+from layerwise.optim.capture import Capture
+from layerwise.optim.damping import Damping
+from layerwise.optim.descent import Descent
+from layerwise.optim.followed import followed
+from layerwise.optim.foreseen import foreseen
+from layerwise.optim.observe import Collector
+from layerwise.optim.rule import UpdateRule
+from layerwise.optim.stack import Stack
+
+
+class Saving(torch.optim.Optimizer):
+    """What an optimizer of layers saves and loads: the state of every layer alone, and a few numbers of its own."""
+
+    model: nn.Module
+    table: LayerTable
+    rule: UpdateRule
+    factor_every: int
+    steps_taken: int
+    _damping: Damping
+    _stacks: list[Stack] | None
+    _loaded: dict[str, dict[str, Tensor]]
+    """State of layers until there are stacks."""
+    _strangers: list[tuple[str, nn.Parameter]] | None
+    _descent: Descent
+    _collector: Collector
+    _capture: Capture | None
+
+    @abstractmethod
+    def _read_table(self) -> LayerTable:
+        """The model's layers."""
+
+    @abstractmethod
+    def _make_collector(self) -> Collector:
+        """One that has seen nothing."""
+
+    @abstractmethod
+    def _make_capture(self, example_axis: int | None, seed: int) -> Capture | None:
+        """Hooks on the model, if its rule wants to see anything."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State keyed by parameter, layer by layer, as plain tensors; loads with ``weights_only=True``."""
+        params = dict(self.model.named_parameters())
+        specs = {spec.name: spec for spec in self.table.layers}
+        self.state.clear()
+        for layer, saved in self._saved().items():
+            if layer in specs:
+                self.state[params[specs[layer].parameters[0]]][layer] = saved
+        try:
+            found = super().state_dict()
+        finally:
+            self.state.clear()
+        found["engine"] = {
+            "rule": self.rule.name,
+            "steps": self.steps_taken,
+            "forwards": 0 if self._capture is None else self._capture.forwards,
+            "damping": self._damping.state(),
+        }
+        return found
+
+    def _saved(self) -> dict[str, dict[str, Tensor]]:
+        if self._stacks is None:
+            return self._loaded
+        found: dict[str, dict[str, Tensor]] = {}
+        for stack in self._stacks:
+            found.update(stack.saved())
+            ahead = foreseen(stack, self._descent.refreshes, self.steps_taken)
+            for layer, beside in [*followed(stack).items(), *ahead.items()]:
+                found[layer] |= beside
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The inverse of `state_dict`; another member's statistics are taken where they mean the same."""
+        for key in ("state", "param_groups", "engine"):
+            if key not in state_dict:
+                raise InputError(
+                    describe(
+                        f"a state without {key!r}",
+                        "what state_dict() of an optimizer of lw.optim returns",
+                        "a torch optimizer's state cannot be loaded here",
+                    )
+                )
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        layers = [of_layer for of_param in state_dict["state"].values() for of_layer in of_param.items()]
+        self._loaded = {name: {k: t.clone() for k, t in saved.items()} for name, saved in layers}
+        self._stacks = None
+        self._collector.forget()
+        engine = state_dict["engine"]
+        self.steps_taken = int(engine["steps"])
+        self._damping.load_state(engine["damping"])
+        if self._capture is not None:
+            self._capture.ask_again()
+            self._capture.forwards = int(engine["forwards"])
+            self._capture.due = self.steps_taken % self.factor_every == 0
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Parameters that take part from now on, such as layers that were frozen before."""
+        super().add_param_group(self._named(param_group))
+        if "_stacks" not in self.__dict__ or "steps_taken" not in self.__dict__:  # the constructor's own
+            return
+        self._loaded = self._saved()
+        self._stacks = self._strangers = None
+        self._collector.forget()
+        self.table = self._read_table()
+        if self._capture is not None:
+            self._capture.look_again(self.table)
+
+    def _named(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The same group with the names its parameters have in the model."""
+        given = group["params"]
+        params = [given] if isinstance(given, Tensor) else list(given)
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        named = [
+            p if isinstance(p, tuple) else (names.get(id(p), f"extra.{place}"), p) for place, p in enumerate(params)
+        ]
+        return {**group, "params": named}
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {
+            k: v
+            for k, v in self.__dict__.items()
+            if k not in ("_capture", "_stacks", "_collector", "_descent", "_recorded")
+        }
+        kept["_loaded"], kept["_stacks"], kept["_strangers"] = self._saved(), None, None
+        capture = self._capture
+        kept["_capture"] = None if capture is None else (capture.example_axis, capture.seed, capture.forwards)
+        return kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_capture" not in state:  # torch's load_state_dict hands over state and parameter groups alone
+            super().__setstate__(state)
+            return
+        recorded = state["_capture"]
+        super().__setstate__({k: v for k, v in state.items() if k != "_capture"})
+        self._collector = self._make_collector()
+        self._capture = None
+        if recorded is not None:
+            self._capture = self._make_capture(recorded[0], recorded[1])
+            assert self._capture is not None
+            self._capture.forwards = recorded[2]
+            self._capture.due = self.steps_taken % self.factor_every == 0

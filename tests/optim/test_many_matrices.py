@@ -1,0 +1,80 @@
+"""Stacks of more matrices than one launch takes: torch treats them, on any device."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from layerwise.foundations.linalg import (
+    basis_tracking,
+    half_pairs,
+    half_turns,
+    packed,
+    triton_products,
+)
+from layerwise.foundations.linalg.orthogonal import basis_half
+from layerwise.foundations.linalg.products import HALF_PAIRS
+from layerwise.optim import rows, stored
+from layerwise.optim.rows import Rows, average_rows_, together
+from layerwise.optim.rule import Health
+
+K, N = 3, 64
+MODULES = (half_pairs, half_turns, packed, basis_tracking, triton_products, stored, rows)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def definite() -> Tensor:
+    X = normal(K, N, 2 * N)
+    return X @ X.mT / N
+
+
+def turns() -> list[Tensor]:
+    U = basis_half(torch.linalg.qr(normal(K, N, N))[0])
+    M, V, out = normal(K, N, 8), normal(K, N, 8).square(), torch.zeros(K, N, N).half()
+    half_turns.turn_moments_(M, V, half_turns.turn_between(U, basis_half(torch.eye(N).repeat(K, 1, 1))), "left")
+    half_turns.put_(out, U.hi, torch.tensor([True, False, True]))
+    return [M, V, out, half_turns.squared_rows(U).hi]
+
+
+def tiles() -> list[Tensor]:
+    P, weight = packed.pack(definite()), torch.tensor([0.5, 0.0, 1.0])
+    packed.ema_(P, definite().mul(2), weight)
+    packed.gram_update_(P, normal(K, 5, N).half(), weight)
+    pair = packed.split(P)
+    return [P, packed.unpack(P), packed.diagonal(P), pair.hi, pair.scale]
+
+
+def sweeps() -> list[Tensor]:
+    return list(basis_tracking.tracked_basis(definite(), torch.linalg.eigh(definite())[1], 1, HALF_PAIRS))
+
+
+def kept() -> list[Tensor]:
+    state: dict[str, Tensor] = {}
+    stored.keep(state, "P_root", torch.eye(N).repeat(K, 1, 1), 2)
+    stored.write(state, "P_root", slice(0, K), definite(), torch.tensor([True, False, True]))
+    pair = stored.operand_of(definite(), definite().flatten(1).amax(1))
+    return [*state.values(), pair.value()]
+
+
+def means() -> list[Tensor]:
+    mean, count = definite(), torch.ones(K)
+    found = together([Rows(normal(5, N, seed=k).bfloat16(), torch.bfloat16) for k in range(K)], [5] * K)
+    assert found is not None
+    average_rows_(mean, count, found, 0.9, Health())
+    return [mean, count]
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("call", [turns, tiles, sweeps, kept, means], ids=lambda call: call.__name__)
+def test_more_than_a_launch_takes(call, monkeypatch: pytest.MonkeyPatch):
+    """Where kernels could run: none does."""
+    expected = call()
+    for module in MODULES:
+        if "available" in vars(module):
+            monkeypatch.setattr(module, "available", lambda device: True)
+        if "MOST_MATRICES" in vars(module):
+            monkeypatch.setattr(module, "MOST_MATRICES", K - 1)
+    for found, same in zip(call(), expected, strict=True):
+        torch.testing.assert_close(found, same, rtol=1e-6, atol=1e-7)

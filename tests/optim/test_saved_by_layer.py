@@ -1,0 +1,47 @@
+"""State is saved and loaded layer by layer: what is packed or halved is never whole for a stack at once."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layerwise as lw
+from layerwise.optim import stack, stored, symmetric
+
+pytestmark = pytest.mark.usefixtures("untyped")
+LAYERS = 3
+
+
+def step(opt: torch.optim.Optimizer, model: nn.Module, number: int) -> None:
+    x = torch.randn(12, 20, generator=torch.Generator().manual_seed(number))
+    opt.zero_grad()
+    model(x).square().mean().backward()
+    opt.step()
+
+
+@pytest.mark.parametrize("name", ["KFAC", "Shampoo"])
+def test_one_layer_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stack, "PAD_TO", {"cpu": 16})
+    monkeypatch.setattr(symmetric, "packs", lambda shape, size: True)
+    model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(LAYERS)))
+    make = getattr(lw.optim, name)
+    opt = make(model, lr=0.01, solver="newton")
+    step(opt, model, 0)
+    (treated,) = [s for s in opt._stacks if "Q" in s.state]
+    assert treated.groups == LAYERS
+    own, taken = stored.value, list[int]()
+
+    def spy(state: dict[str, Tensor], what: str, groups: slice = stored.ALL) -> Tensor:
+        taken.append(len(state[what][groups]))
+        return own(state, what, groups)
+
+    monkeypatch.setattr(stored, "value", spy)
+    saved = opt.state_dict()
+    assert {*taken} == {1}
+    assert len(taken) >= LAYERS * len(stored.saved_names(treated.state))
+    taken.clear()
+    other = make(model, lr=0.01, solver="newton")
+    other.load_state_dict(copy.deepcopy(saved))
+    step(other, model, 1)
+    assert {*taken} == {1}
