@@ -11,6 +11,8 @@ from waiting import nothing_waits
 CUBLAS = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 """torch warns at the first product of a thread, for which it then makes a CUDA context. Backward passes have threads of
 their own, so that whichever test comes first would fail."""
+PROFILER = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
+"""The same at the first profile."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -18,7 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    everywhere = [CUBLAS] if torch.cuda.is_available() else []
+    everywhere = [CUBLAS, PROFILER] if torch.cuda.is_available() else []
     for item in items:
         for mark in [*everywhere, *(marks() if item.get_closest_marker("interpreted") else [])]:
             item.add_marker(mark)

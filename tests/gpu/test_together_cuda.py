@@ -91,7 +91,6 @@ def test_steady_iterations_wait_for_nothing(iterations):
     assert not iterations.moves.failed
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch, at a process's first
 def test_a_steady_iteration_is_two_launches_and_a_copy(iterations):
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         for t in range(6, 16):

@@ -131,7 +131,7 @@ class Descent:
         for part in parts:
             stack, rule, context = part.stack, part.stack.rule, part.context
             self.health.gate = context.gate
-            if not (rule.needs_inputs or rule.needs_outgrads):
+            if rule.refreshes and not (rule.needs_inputs or rule.needs_outgrads):
                 remember(stack, stack.by_group(part.active))
             part.before = None if all(part.active) else {k: v.clone() for k, v in stack.state.items()}
             if rule is self.rule:
