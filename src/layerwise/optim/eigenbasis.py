@@ -10,11 +10,11 @@ from torch import Tensor
 from layerwise.foundations.errors import NumericalError
 from layerwise.foundations.fused import ema_
 from layerwise.foundations.fused_basis import averaged_quotient_, damped_quotient, squares_ema_
+from layerwise.foundations.fused_damping import factored_damping
 from layerwise.foundations.fused_half_steps import damped_half
 from layerwise.foundations.fused_reference import damped
 from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
-from layerwise.foundations.kronecker import split_damping
 from layerwise.foundations.linalg import guarded_eigh
 from layerwise.foundations.linalg.halves import Half
 from layerwise.layers.half_io import half_chunks, was_half
@@ -326,15 +326,9 @@ class CorrectedEigenvalues(EigenFactors):
         if self.split == "exact" and context.relative:
             mean = s.sum((-2, -1)) / (O * I)
             return None, None, torch.where(mean > 0, damping * mean, 1.0)
-        constant = torch.full_like(s_P[:, 0], damping)
         if self.split == "exact":
-            return None, None, constant
-        mean_P, mean_Q = s_P.sum(-1) / O, s_Q.sum(-1) / I  # padding adds zeros
-        if not context.relative:
-            return *split_damping(damping, self.split, mean_Q, mean_P), constant
-        left, right = damping**0.5 * mean_P, damping**0.5 * mean_Q
-        known = left * right > 0
-        return torch.where(known, left, 0.0), torch.where(known, right, 0.0), torch.where(known, left * right, 1.0)
+            return None, None, torch.full_like(s_P[:, 0], damping)
+        return factored_damping(s_P, s_Q, damping, relative=context.relative, split=self.split, own=(O, I))
 
     def _damped(self, state: State, context: Context) -> Tensor:
         """Scalings with what is added."""
