@@ -54,14 +54,15 @@ class Refreshes:
             if not all(fresh[groups]):
                 stack.state["fresh"][groups] = 1
                 fresh[groups] = [True] * (groups.stop - groups.start)
-        self.processes.share(
-            [
-                (owner, stack.state[name][groups])
-                for groups, owner in zip(due, owners, strict=True)
-                for name in stack.rule.refreshed
-                if name in stack.state
-            ]
-        )
+        if self.processes.count > 1:
+            self.processes.share(
+                [
+                    (owner, stack.state[name][groups])
+                    for groups, owner in zip(due, owners, strict=True)
+                    for name in stack.rule.refreshed
+                    if name in stack.state
+                ]
+            )
 
     def is_due(self, step: int, slot: int) -> bool:
         """Whether a step renews what has this slot."""
