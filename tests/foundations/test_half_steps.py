@@ -108,4 +108,9 @@ def test_a_group_that_is_not_finite_is_alone_with_it():
         assert not bool(before[1].isfinite())
         good = [0, 2]
         assert torch.allclose(found[good], R[good] / 2, rtol=1e-3, atol=1e-4)
+        if bad == torch.inf:  # in between a step without a gradient
+            before.fill_(bad)
+            silent = damped_half(torch.zeros(SHAPE), s, added, before)
+            assert not bool(silent.hi.any())
+            assert bool(silent.scale.isfinite().all())
         check(damped_half(R.clone(), s, added, before), R / 2, before)

@@ -3,6 +3,7 @@
 import copy
 import weakref
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from layerwise.foundations.errors import InputError
 from layerwise.optim import factors
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.engine import Layerwise
+from layerwise.optim.foreseen import Foreseen
 from layerwise.optim.rule import Context, Observation, State
 from layerwise.optim.spread import WAITING, Spread
 from layerwise.optim.stack import Stack
@@ -241,3 +243,14 @@ def test_when_they_are_spread(monkeypatch: pytest.MonkeyPatch):
         assert not run.noted
     with pytest.raises(InputError, match="examples_over=0"):
         lw.optim.EKFAC(nn.Linear(2, 2), examples_over=0)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_small_eigenvalues_in_other_places_are_another_basis():
+    """However large the largest is."""
+    values = torch.tensor([[1.0, 8e-4, 1e-6]])
+    scalings, ones = values.unsqueeze(-1) * torch.ones(1, 3, 2), torch.ones(1, 2)
+    for s_P, taken in ((values, True), (values * (1 + 1e-4), True), (values[:, [0, 2, 1]], False)):
+        stack = SimpleNamespace(state={"s": torch.zeros(1, 3, 2), "s_P": s_P, "s_Q": ones})
+        Foreseen(slice(0, 1), 5, scalings, {"s_P": values, "s_Q": ones}).look(stack)  # type: ignore[arg-type]
+        assert torch.equal(stack.state["s"], scalings if taken else torch.zeros(1, 3, 2))

@@ -13,10 +13,9 @@ from layerwise.foundations.fused_half_steps import scaled_half
 from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
 from layerwise.foundations.kronecker import split_damping
-from layerwise.foundations.linalg import gram
+from layerwise.foundations.linalg import gram, long_sums
 from layerwise.foundations.linalg.half_pairs import product
 from layerwise.foundations.linalg.halves import Half
-from layerwise.foundations.linalg.long_sums import long_between
 from layerwise.optim import stored, symmetric
 from layerwise.optim.averaging import finite_moments, update_mean
 from layerwise.optim.bases import (
@@ -349,7 +348,9 @@ class Factors(UpdateRule):
         largest = context.largest_of(grad)
         if stored.are_packed_pairs(state, "P_root", "Q_root") and grad.dtype == torch.float32:
             (P, P_scale), (Q, Q_scale) = ((state[f"{s}_root"], state[f"{s}_root_scale"]) for s in ("P", "Q"))
-            return long_between(P, P_scale, grad, Q, Q_scale, largest, largest_before(context, grad))
+            if long_sums.takes(P, grad, Q):
+                before = largest_before(context, grad)
+                return long_sums.long_between(P, P_scale, grad, Q, Q_scale, largest, before)
         P, Q = (stored.matrix(state, name) if name in state else None for name in ("P_root", "Q_root"))
         if isinstance(P, Tensor) or isinstance(Q, Tensor):
             D = stored.between(P, grad, None, largest=largest)

@@ -1,4 +1,8 @@
-"""How bases were lately followed, in a checkpoint: a run that goes on takes as many sweeps as without a break."""
+"""How bases were lately followed, in a checkpoint: a run that goes on takes as many sweeps as without a break.
+
+With one exception: what the device said in the last two steps (`solver.LAG`) is known in the checkpoint, where a run
+that is not interrupted would hear of it later. Bases that are renewed at every step may take another number once.
+"""
 
 from collections.abc import Mapping
 

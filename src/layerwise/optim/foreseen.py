@@ -24,8 +24,9 @@ from layerwise.optim.sweeps import recalled
 SCALINGS, TURN = "s_due", "due"
 EIGENVALUES = {"s_P_due": "s_P", "s_Q_due": "s_Q"}
 """Of the basis that the scalings belong to."""
-SAME = 1e-3
-"""Of the largest eigenvalue: a basis whose eigenvalues differ by less, each from the one in its place, is the same."""
+SAME, SLIGHT = 1e-3, 1e-5
+"""Of each eigenvalue, and of the largest: a basis whose eigenvalues differ by less, each from the one in its place, is
+the same."""
 
 
 @dataclass
@@ -41,8 +42,8 @@ class Foreseen:
         """Take them, where the basis is the one that was foreseen."""
         s, same = stack.state["s"][self.groups], torch.ones((), dtype=torch.bool, device=self.scalings.device)
         for name, values in self.eigenvalues.items():
-            off = (stack.state[name][self.groups] - values).abs().amax(-1)
-            same = same & (off <= SAME * values.amax(-1))
+            off = (stack.state[name][self.groups] - values).abs()
+            same = same & (off <= SAME * values + SLIGHT * values.amax(-1, keepdim=True)).all(-1)
         s.copy_(torch.where(same.view(-1, 1, 1), self.scalings, s))
 
 

@@ -18,6 +18,20 @@ from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.linalg import half_pairs, packed, packed_halves, triton_packed, triton_splits
 from layerwise.foundations.linalg.triton_device import MOST_MATRICES, available
 
+MOST_ENTRIES = 2**31 - 2**16
+"""Of an operand: kernels have offsets of 32 bits in a matrix."""
+
+
+def takes(P: Tensor, X: Tensor, Q: Tensor) -> bool:
+    """Whether all operands are small enough.
+
+    >>> H = packed_halves.zeros(1, 2, 16)
+    >>> takes(H, torch.empty(1, 16, 16), H), takes(H, torch.empty(1, 2**16, 2**15, device="meta"), H)
+    (True, False)
+    """
+    sizes = [packed.size(H) ** 2 for H in (P, Q)] + [X.shape[-2] * X.shape[-1]]
+    return 3 * max(sizes) <= MOST_ENTRIES
+
 
 def long_between(
     P: Float16[Tensor, "K 2 T 16 16"],

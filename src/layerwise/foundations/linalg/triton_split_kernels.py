@@ -42,7 +42,8 @@ def final_scale(largest, before, k, ROOM: tl.constexpr, HEADROOM: tl.constexpr):
     bits = tl.load(largest + k)
     scaled = bits.to(tl.float32, bitcast=True) * foreseen
     top = 32768.0 / ROOM
-    fits = (bits == 0) | ((scaled < top) & (scaled >= top / (HEADROOM * HEADROOM)))
+    # Zeros fit any scale that is a number; where the last time was not finite, this one's own is taken.
+    fits = ((bits == 0) & (foreseen == foreseen)) | ((scaled < top) & (scaled >= top / (HEADROOM * HEADROOM)))
     return tl.where(fits, foreseen, power_of_two(bits) / ROOM), fits
 
 
