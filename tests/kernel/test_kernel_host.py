@@ -1,6 +1,7 @@
 """What a kernel asks of the host: operations that do not grow with the outputs, few looks, one look at a model."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -189,3 +190,57 @@ def test_tokens_may_have_any_numbers():
     whole = Standard(OneHot(index, 1000), g)
     close(rows(whole, whole).flatten(2).flatten(0, 1), kernels[0], 1e-14)
     assert _by_token(index.flatten())[1] == 3
+
+
+class Chosen(nn.Module):
+    """As many outputs as a setting says that nobody sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.settings = nn.Linear(4, 6), {"outputs": 3}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[:, : self.settings["outputs"]]
+
+
+def test_a_head_of_another_size_is_looked_at_again():
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(4, 4)
+    assert lw.ntk(model, x).matrix().shape == (12, 12)
+    model[2].weight.data, model[2].bias.data = torch.randn(5, 6), torch.randn(5)
+    assert lw.ntk(model, x).matrix().shape == (20, 20)
+
+
+@pytest.mark.parametrize("ask", [lambda K: K.matrix(), lambda K: K.diag()])
+def test_outputs_that_are_others_than_when_looked_at(ask: Callable[[Any], Tensor]):
+    model, x = Chosen(), torch.randn(4, 4)
+    ask(lw.ntk(model, x))
+    model.settings["outputs"] = 5
+    with pytest.raises(InputError, match="gives 5 outputs for an example, where it gave 3"):
+        ask(lw.ntk(model, x))
+    assert ask(lw.ntk(model, x)).shape[0] == 20
+
+
+def test_a_layer_that_some_batches_leave_out():
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.middle = nn.Linear(3, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            return self.middle(h) if x[0, 0] > 0 else h
+
+    torch.manual_seed(0)
+    model, a, b = Sometimes().double(), torch.rand(4, 3).double(), -torch.rand(4, 3).double()
+    rows = []
+    for x in (b, a):
+        for y in model(x).flatten():
+            grads = torch.autograd.grad(y, list(model.parameters()), retain_graph=True, allow_unused=True)
+            zeros = [torch.zeros_like(p) for p in model.parameters()]
+            rows.append(torch.cat([(z if g is None else g).flatten() for g, z in zip(grads, zeros, strict=True)]))
+    J = torch.stack(rows)
+    K = J @ J.mT
+    for order in ("auto", *ORDERS):
+        torch.testing.assert_close(lw.ntk(model, [b, a], algorithm=order).matrix(), K)
+    torch.testing.assert_close(lw.ntk(model, [b, a], a, algorithm="gram").matrix(), K[:, 16:])
+    torch.testing.assert_close(lw.ntk(model, a, [b, a], algorithm="gram").matrix(), K[16:])

@@ -1,12 +1,15 @@
 """Buffers are taken, compared and put back bit by bit, in a few operations however many there are."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import layerwise as lw
 from layerwise.layers.calling import undisturbed
 from layerwise.layers.snapshot import Snapshot, duplicates
 
@@ -82,3 +85,36 @@ def test_a_buffer_written_to_behind_the_models_back_is_put_back():
     with undisturbed(model):
         held.data.fill_(9.0)
     assert held.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.arange(8.0)[::2],
+        lambda: torch.arange(9.0).view(3, 3)[:, 0],
+        lambda: torch.arange(9.0).view(3, 3).diagonal(),
+        lambda: torch.view_as_complex(torch.arange(8.0).view(4, 2)).imag,
+        lambda: torch.zeros(2**19)[::2],  # large ones alone
+        lambda: torch.zeros(2**18 + 1),
+    ],
+)
+def test_whatever_lies_apart_is_put_back(make: Callable[[], Tensor]):
+    t = make()
+    expected, before = t.clone(), Snapshot([t])
+    before.put_back()
+    t.add_(1)
+    before.put_back()
+    assert torch.equal(t, expected)
+
+
+def test_a_buffer_that_is_one_number_many_times():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("weights", torch.ones(1).expand(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.weights
+
+    assert lw.ntk(Model(), torch.randn(3, 4)).matrix().shape == (12, 12)

@@ -137,3 +137,10 @@ def test_octets_are_those_of_numpy_and_leave_the_stream_where_it_was(count):
     ours, numpys = (np.random.Generator(np.random.SFC64(7)) for _ in range(2))
     assert random_octets(count, ours).tobytes() == numpys.bytes(count)
     assert (ours.standard_normal(3) == numpys.standard_normal(3)).all()
+
+
+def test_many_values_alike_in_single_precision():
+    """As at the start of a run, where all sines are near 1: their powers must not vanish."""
+    A = torch.linalg.qr(torch.randn(900, 450, generator=torch.Generator().manual_seed(0)))[0]
+    assert float(largest_singular_value(A)) == pytest.approx(1.0, abs=1e-5)
+    assert float(largest_singular_value(1e-15 * A)) == pytest.approx(1e-15, rel=1e-5)

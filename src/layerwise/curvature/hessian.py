@@ -26,7 +26,8 @@ from layerwise.layers.parts import find_layer, layers_of
 from layerwise.layers.recorder import Batch, Recorder
 from layerwise.layers.source import Source
 from layerwise.layers.table import LayerTable
-from layerwise.layers.tape import batched_grad, explained
+from layerwise.layers.tape import explained
+from layerwise.layers.vectorised import batched_grad
 
 COLUMNS = 32
 """Products that are made at once."""

@@ -92,8 +92,9 @@ def add_layer(total: Float[Tensor, "NP MP"], layer: LayerPlan, left: Kept, right
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         _add_rows(total, left.flatten(1), right.flatten(1), same)
         return
-    assert isinstance(left, Calls)
-    assert isinstance(right, Calls)
+    if isinstance(left, Tensor) or isinstance(right, Tensor):  # some examples of one side leave the layer out
+        _add_rows(total, _as_rows(left).flatten(1), _as_rows(right).flatten(1), same)
+        return
     P = layer.sizes.vectors
     for i, i2 in _tiles(left, layer):
         first = left.standard(i, i2)
@@ -103,6 +104,13 @@ def add_layer(total: Float[Tensor, "NP MP"], layer: LayerPlan, left: Kept, right
             second = first if same and j == i else right.standard(j, j2)
             part = total[i * P : i2 * P, j * P : j2 * P].view(i2 - i, P, j2 - j, P)
             _add_tile(part, layer, first, second)
+
+
+def _as_rows(side: Kept) -> Float[Tensor, "D N V"]:
+    if isinstance(side, Tensor):
+        return side
+    grads = side.standard(0, side.io.examples).per_example_grads().flatten(2)
+    return grads.permute(2, 1, 0).contiguous()
 
 
 def _add_tile(total: Float[Tensor, "N V M W"], layer: LayerPlan, left: Standard, right: Standard) -> None:

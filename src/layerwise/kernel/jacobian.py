@@ -22,6 +22,7 @@ from layerwise.foundations.random import seed_of
 from layerwise.foundations.types import statistics_dtype
 from layerwise.foundations.vectors import ParamVector, trainable, unwrap
 from layerwise.kernel.examples import Block, Examples, recording_sizes
+from layerwise.kernel.look import recorded_as_seen
 from layerwise.kernel.outputs import Outputs, Selection
 from layerwise.layers.calling import in_own_arithmetic, refuse_train_mode_batch_norm, renormed
 from layerwise.layers.flat_rows import flat_rows
@@ -231,7 +232,7 @@ class Jacobian:
         pieces = []
         self.check_unchanged()
         with self.session():
-            recorded = self.recorder.record(block.batch, self.outputs, batched=P > 1)
+            recorded = recorded_as_seen(self.recorder, block.batch, self.outputs, P)
             step = self.cotangents_at_once(recorded.output_bytes())
             for first in range(0, P, step):
                 last = min(first + step, P)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from layerwise.foundations.asked import sent
+from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.random import stream
 from layerwise.foundations.types import leaves
 from layerwise.kernel.cost import Sizes
@@ -15,7 +16,7 @@ from layerwise.kernel.outputs import Outputs
 from layerwise.layers.batch import Batch
 from layerwise.layers.calling import autocast_of_the_caller
 from layerwise.layers.io import GradientIO, LayerIO, RecordedIO
-from layerwise.layers.recorder import Recorder
+from layerwise.layers.recorder import Recorded, Recorder
 from layerwise.layers.table import LayerSpec, LayerTable
 
 
@@ -40,8 +41,10 @@ class FirstLook:
 def first_look(recorder: Recorder, examples: Examples, outputs: Outputs) -> FirstLook:
     """Run the first examples, and pull a mixture of all functions back.
 
-    What is found is kept with the notes on the model: it decides how a kernel is computed, not what it is. Functions of
-    the outputs may be new ones under an old name.
+    What is found is kept with the notes on the model, and decides how a kernel is computed; how many functions there
+    are is looked at again whenever the model is run (`recorded_as_seen`). Functions of the outputs may be new ones
+    under an old name. A model that has been looked at is not run here: outputs that are not finite are refused when
+    something is computed.
     """
     batch = examples.first(2)
     known = recorder.prepare(batch).more
@@ -52,6 +55,22 @@ def first_look(recorder: Recorder, examples: Examples, outputs: Outputs) -> Firs
     if kind not in known:
         known[kind] = _look(recorder, batch, outputs)
     return known[kind]
+
+
+def recorded_as_seen(recorder: Recorder, batch: Batch, outputs: Outputs, functions: int) -> Recorded:
+    """A batch run and recorded, with as many functions as the first look has seen."""
+    recorded = recorder.record(batch, outputs, batched=functions > 1)
+    found = recorded.terms.f.shape[1:].numel()
+    if found != functions:
+        recorder.prepare(batch).more.clear()
+        raise InputError(
+            describe(
+                f"a model that gives {found} outputs for an example, where it gave {functions} when it was looked at",
+                "as many outputs as then",
+                "call lw.ntk (or lw.jacobian) again: the model will be looked at anew",
+            )
+        )
+    return recorded
 
 
 def _look(recorder: Recorder, batch: Batch, outputs: Outputs) -> FirstLook:

@@ -19,7 +19,7 @@ from layerwise.kernel.assemble import WHOLE, assemble
 from layerwise.kernel.examples import Examples, recording_sizes
 from layerwise.kernel.jacobian import Jacobian, prepare
 from layerwise.kernel.kernel import Kernel, MatrixKernel
-from layerwise.kernel.look import first_look
+from layerwise.kernel.look import first_look, recorded_as_seen
 from layerwise.kernel.outputs import Selection
 from layerwise.kernel.plan import Algorithm, Plan, Request, check_algorithm, make_plan
 from layerwise.layers.calling import in_own_arithmetic
@@ -159,7 +159,7 @@ def squared_norms(J: Jacobian) -> Float[Tensor, "NP"]:
     J.check_unchanged()
     with J.session():
         for block in J._blocks("diagonal of the tangent kernel"):
-            recorded = J.recorder.record(block.batch, J.outputs, batched=J.functions > 1)
+            recorded = recorded_as_seen(J.recorder, block.batch, J.outputs, J.functions)
             step = J.cotangents_at_once(recorded.output_bytes())
             for first in range(0, J.functions, step):
                 last = min(first + step, J.functions)

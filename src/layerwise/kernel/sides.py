@@ -11,6 +11,7 @@ from torch import Tensor
 from layerwise.foundations.cotangents import OutputBasis
 from layerwise.kernel.examples import Block
 from layerwise.kernel.live import Live, at_live, live_positions
+from layerwise.kernel.look import recorded_as_seen
 from layerwise.kernel.outputs import Outputs
 from layerwise.kernel.plan import LayerPlan, Plan
 from layerwise.layers.io import GradientIO, LayerIO, RecordedIO
@@ -57,7 +58,7 @@ def record_side(recorder: Recorder, blocks: Sequence[Block], plan: Plan, outputs
     """Run consecutive blocks of examples, pull every output back, and keep what the plan asks for."""
     keeper = _Keeper(blocks[0].start, blocks[-1].stop, plan)
     for block in blocks:
-        recorded = recorder.record(block.batch, outputs, batched=plan.request.functions > 1)
+        recorded = recorded_as_seen(recorder, block.batch, outputs, plan.request.functions)
         keeper.add(recorded, block)
         del recorded
     return keeper.finish()
@@ -70,6 +71,8 @@ class _Keeper:
         self.start, self.stop, self.plan = start, stop, plan
         self.rows: dict[str, Tensor] = {}
         self.calls: dict[str, list[RecordedIO]] = {}
+        self.starts: dict[str, list[int]] = {}
+        """Where the examples of these calls begin."""
         self.live: dict[str, list[Live]] = {}
 
     def add(self, recorded: Recorded, block: Block) -> None:
@@ -107,6 +110,7 @@ class _Keeper:
                     live[name] = mask | live[name] if name in live else mask
         for name, parts in pending.items():
             self.calls.setdefault(name, []).append(RecordedIO.stack(parts))
+            self.starts.setdefault(name, []).append(block.start - self.start)
         for name, mask in live.items():
             self.live.setdefault(name, []).append(mask)
 
@@ -132,6 +136,21 @@ class _Keeper:
         """All layers, blocks joined."""
         kept: dict[str, Kept] = dict(self.rows)
         for name in list(self.calls):
+            if sum(io.examples for io in self.calls[name]) != self.stop - self.start:
+                kept[name] = self._rows_with_gaps(name)
+                continue
             live = np.concatenate(self.live[name]) if name in self.live else None
             kept[name] = Calls(RecordedIO.join(self.calls.pop(name)), live)
         return Side(self.start, self.stop, kept)
+
+    def _rows_with_gaps(self, name: str) -> Float[Tensor, "D N V"]:
+        """Gradients of each example, zero in blocks that leave the layer out: calls that are joined have no gaps."""
+        spec, request, parts = self.plan.by_name[name].spec, self.plan.request, self.calls.pop(name)
+        shape = (spec.form.numel(), self.stop - self.start, request.functions)
+        rows = torch.zeros(shape, dtype=request.dtype, device=request.device)
+        for io, place in zip(parts, self.starts[name], strict=True):
+            for chunk in io.chunks():
+                grads = chunk.per_example_grads().flatten(2)
+                rows[:, place : place + grads.shape[1]] = grads.permute(2, 1, 0)
+                place += grads.shape[1]
+        return rows

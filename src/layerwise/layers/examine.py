@@ -24,7 +24,8 @@ from layerwise.layers.copies import Copies, Trial, find_copies
 from layerwise.layers.form import Part
 from layerwise.layers.layout import Layout, candidates, holds_alone
 from layerwise.layers.table import LayerTable
-from layerwise.layers.tape import Event, SiteKey, Tape, dense, explained
+from layerwise.layers.tape import Event, SiteKey, Tape, explained
+from layerwise.layers.vectorised import dense
 
 PROBE = 3
 """Examples that the examination uses; it costs a few forwards and backwards on them.
@@ -104,12 +105,15 @@ def _signature(model: nn.Module, table: LayerTable, x: Tree, y: object, example_
         )
         for name, module in model.named_modules()
     )
-    parameters = tuple((name, id(p), p.requires_grad, p.dtype, p.device) for name, p in model.named_parameters())
+    parameters = tuple(
+        (name, id(p), p.requires_grad, p.dtype, p.device, p.shape) for name, p in model.named_parameters()
+    )
+    buffers = tuple((name, b.dtype, b.device, b.shape) for name, b in model.named_buffers())
     tensors = list(leaves(x))
     sizes = [t.shape[0] if t.ndim else None for t in tensors]
     inputs = tuple((t.dtype, t.shape[1:], n == 1, n == sizes[0]) for t, n in zip(tensors, sizes, strict=True))
     target = (y.ndim, y.shape[0] == sizes[0]) if isinstance(y, Tensor) and y.ndim else None
-    return modules, parameters, tuple(table.names()), inputs, target, example_axis, type(model).forward
+    return modules, parameters, buffers, tuple(table.names()), inputs, target, example_axis, type(model).forward
 
 
 _BOOKKEEPING = frozenset(nn.Module().__dict__) - {"training"}

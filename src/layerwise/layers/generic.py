@@ -15,7 +15,7 @@ from torch.func import vjp, vmap
 
 from layerwise.foundations.types import Tree, leaves, map_leaves
 from layerwise.layers.calling import call, example_count, holding, substituted, take
-from layerwise.layers.tape import batched_grad
+from layerwise.layers.vectorised import batched_grad, mixture_of
 
 Arrange = Callable[[Tensor], Tensor]
 """Raw output to standard form ``[N, S, C]``."""
@@ -44,12 +44,14 @@ class ExampleGradients:
         if names:
             self.params = {k: p for k, p in model.named_parameters() if k in names}
             self.way = "graph" if is_random(model) else "vmap"
-        self._checked = False
+        self._checked: set[bool] = set()
+        """Whether of several cotangents, whether of one: a rule may be right for one alone."""
 
     def rows(
         self, x: Tree, f: Float[Tensor, "N S C"], v: Float[Tensor, "V N S C"], arrange: Arrange
     ) -> dict[str, Float[Tensor, "V N ..."]]:
         """``{parameter: [V, N, *shape]}``: gradient of ``v[·, n] · f(x_n)`` for every example n."""
+        several = v.shape[0] > 1
         for way in WAYS[WAYS.index(self.way) :]:
             try:
                 rows = getattr(self, f"_{way}")(x, f, v, arrange)
@@ -57,15 +59,19 @@ class ExampleGradients:
                 if way == "graph":
                     raise
                 continue
-            if self._checked or way == "graph" or self._adds_up(rows, f, v):
-                self.way, self._checked = way, True
+            if (way == self.way and several in self._checked) or way == "graph" or self._adds_up(rows, f, v):
+                self._checked = self._checked | {several} if way == self.way else {several}
+                self.way = way
                 return rows
         raise AssertionError("unreachable")
 
     def _adds_up(self, rows: Mapping[str, Tensor], f: Tensor, v: Tensor) -> bool:
-        truth = self._pull(f, v[:1], retain_graph=True)
+        """By a mixture of all cotangents: rules may be right for the first alone."""
+        mixture = mixture_of(v)
+        truth = self._pull(f, torch.tensordot(mixture, v, 1).unsqueeze(0), retain_graph=True)
         gap = sum(
-            float((rows[k][0].sum(0) - t[0]).double().square().sum()) for k, t in zip(self.params, truth, strict=True)
+            float((torch.tensordot(mixture.to(t.dtype), rows[k].sum(1), 1) - t[0]).double().square().sum())
+            for k, t in zip(self.params, truth, strict=True)
         )
         scale = sum(float(t.double().square().sum()) for t in truth)
         tolerance = {torch.float64: 1e-6, torch.float32: 1e-2}.get(f.dtype, 0.2)

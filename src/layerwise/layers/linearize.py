@@ -18,7 +18,7 @@ from layerwise.foundations.random import stream
 from layerwise.foundations.types import Tree
 from layerwise.foundations.vectors import trainable
 from layerwise.layers.calling import call, substituted
-from layerwise.layers.tape import batched_grad
+from layerwise.layers.vectorised import batched_grad
 
 
 @contextmanager

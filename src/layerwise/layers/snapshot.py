@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from layerwise.foundations.asked import Asked
 
+LARGE = 2**20
+"""Bytes."""
 Kind = tuple[torch.Size, torch.dtype, torch.device]
 
 
@@ -27,11 +29,11 @@ class Snapshot:
         self._groups: list[tuple[list[Tensor], list[Kind], Tensor]] = []
         by_device: dict[torch.device, list[Tensor]] = {}
         for t in tensors:
-            if _is_plain(t):
+            if _is_small(t):
                 by_device.setdefault(t.device, []).append(t)
         for group in by_device.values():
             self._groups.append((group, _kinds(group), _bytes(group)))
-        self._alone = [(t, t.detach().clone()) for t in tensors if not _is_plain(t)]
+        self._alone = [(t, t.detach().clone()) for t in tensors if not _is_small(t)]
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -62,13 +64,18 @@ def _is_plain(t: Tensor) -> bool:
     return type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided and not odd
 
 
+def _is_small(t: Tensor) -> bool:
+    """Whether it goes with the others: a large one is compared in its own memory."""
+    return _is_plain(t) and t.numel() * t.element_size() <= LARGE
+
+
 def _kinds(tensors: Sequence[Tensor]) -> list[Kind]:
     return [(t.shape, t.dtype, t.device) for t in tensors]
 
 
 def _bytes(tensors: Sequence[Tensor]) -> Tensor:
     """All in one; as bytes, so that types mix and NaN equals itself."""
-    return torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in tensors])
+    return torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors])
 
 
 def _restore(tensors: Sequence[Tensor], kinds: Sequence[Kind], before: Tensor) -> None:

@@ -9,7 +9,6 @@ Gradients are taken with respect to gradient *edges*, not tensors: an in-place o
 (``ReLU(inplace=True)``) would silently make the stored tensor stand for something else.
 """
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from layerwise.layers.calling import backward_of_another, in_own_forward, own_ba
 from layerwise.layers.io import CHUNK_BYTES, LayerCall, LayerIO, RecordedIO
 from layerwise.layers.layout import Layout
 from layerwise.layers.table import LayerSpec, LayerTable, Site
+from layerwise.layers.vectorised import batched_grad
 
 SiteKey = tuple[str, str, int]
 """Module name, call site, and how many calls came before: what a layout is kept under."""
@@ -447,51 +447,6 @@ def explained() -> Iterator[None]:
                 "pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
             )
         ) from error
-
-
-def batched_grad(
-    f: Tensor, inputs: Sequence[Any], v: Float[Tensor, "V *out"], retain_graph: bool = False
-) -> list[Tensor | None]:
-    """``[V, *input]`` for each input: vectorised where every operation allows it, else one backward a vector."""
-    if not inputs:
-        return []
-    if v.shape[0] == 1:
-        grads = torch.autograd.grad(f, inputs, v[0], retain_graph=retain_graph, allow_unused=True)
-        return [None if g is None else dense(g).unsqueeze(0) for g in grads]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns where it loops over a batching rule it lacks
-        for vectorised in (_mapped_grad, _batched_grad):
-            try:
-                return vectorised(f, inputs, v)
-            except RuntimeError:  # an operation that it cannot vectorise
-                continue
-    rows = [torch.autograd.grad(f, inputs, row, retain_graph=True, allow_unused=True) for row in v]
-    return [
-        None if column[0] is None else torch.stack([dense(g) for g in column]) for column in zip(*rows, strict=True)
-    ]
-
-
-def _mapped_grad(f: Tensor, inputs: Sequence[Any], v: Float[Tensor, "V *out"]) -> list[Tensor | None]:
-    """By `torch.func.vmap`, which has rules for convolutions and norms: one call each, whatever V is."""
-    reached: list[bool] = []
-
-    def pull(row: Tensor) -> tuple[Tensor, ...]:
-        grads = torch.autograd.grad(f, inputs, row, retain_graph=True, allow_unused=True)
-        reached[:] = [g is not None for g in grads]
-        return tuple(g for g in grads if g is not None)
-
-    found = iter(torch.func.vmap(pull)(v))
-    return [next(found) if there else None for there in reached]
-
-
-def _batched_grad(f: Tensor, inputs: Sequence[Any], v: Float[Tensor, "V *out"]) -> list[Tensor | None]:
-    """By autograd's own, older way, which also runs what a checkpoint runs again; it loops over convolutions."""
-    return list(torch.autograd.grad(f, inputs, v, retain_graph=True, is_grads_batched=True, allow_unused=True))
-
-
-def dense(g: Tensor) -> Tensor:
-    """A gradient without gaps: an embedding may give a sparse one."""
-    return g.to_dense() if g.is_sparse else g
 
 
 def _sources(f: Tensor, events: Sequence[Event]) -> list[GradientEdge]:

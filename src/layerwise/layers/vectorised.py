@@ -1,0 +1,140 @@
+"""`batched_grad`: many vectors pulled back through one graph, each operation called once where it can be.
+
+`torch.func.vmap` has rules for nearly all operations, and a few of these rules are wrong without a word (that of
+`torch.cdist` is, in torch 2.13). So the first time that a kind of graph is met, what comes out is compared with one
+plain backward: pulling back is linear, so that a random mixture of the results is the result of the mixture. A way that
+fails is left for the next.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.foundations.asked import sent
+from layerwise.foundations.random import stream
+
+MOST_KINDS = 4096
+"""Of graphs whose verdict is remembered."""
+TOLERANCE = {torch.float64: (1e-6, 1e-9), torch.complex128: (1e-6, 1e-9), torch.float32: (2e-2, 1e-4)}
+"""Of a gradient's own size, and of the largest: TF32 and other orders of sums differ, a wrong rule by as much as there
+is. Other precisions: as below."""
+COARSE = (1e-1, 1e-2)
+
+_verdicts: dict[object, bool] = {}
+
+
+def batched_grad(
+    f: Tensor, inputs: Sequence[Any], v: Float[Tensor, "V *out"], retain_graph: bool = False
+) -> list[Tensor | None]:
+    """``[V, *input]`` for each input: vectorised where every operation allows it, else one backward a vector.
+
+    >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+    >>> batched_grad(x.square(), [x], torch.eye(2))
+    [tensor([[2., 0.],
+            [0., 4.]])]
+    """
+    if not inputs:
+        return []
+    if v.shape[0] == 1:
+        grads = torch.autograd.grad(f, inputs, v[0], retain_graph=retain_graph, allow_unused=True)
+        return [None if g is None else dense(g).unsqueeze(0) for g in grads]
+    kind = _kind(f)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns where it loops over a batching rule it lacks
+        for vectorised in (_mapped_grad, _batched_grad):
+            if _verdicts.get((vectorised, kind)) is False:
+                continue
+            try:
+                found = vectorised(f, inputs, v)
+            except RuntimeError:  # an operation that it cannot vectorise
+                continue
+            if _is_right(vectorised, kind, f, inputs, v, found):
+                return found
+    rows = [torch.autograd.grad(f, inputs, row, retain_graph=True, allow_unused=True) for row in v]
+    return [
+        None if column[0] is None else torch.stack([dense(g) for g in column]) for column in zip(*rows, strict=True)
+    ]
+
+
+def _mapped_grad(f: Tensor, inputs: Sequence[Any], v: Float[Tensor, "V *out"]) -> list[Tensor | None]:
+    """By `torch.func.vmap`, which has rules for convolutions and norms: one call each, whatever V is."""
+    reached: list[bool] = []
+
+    def pull(row: Tensor) -> tuple[Tensor, ...]:
+        grads = torch.autograd.grad(f, inputs, row, retain_graph=True, allow_unused=True)
+        reached[:] = [g is not None for g in grads]
+        return tuple(g for g in grads if g is not None)
+
+    found = iter(torch.func.vmap(pull)(v))
+    return [next(found) if there else None for there in reached]
+
+
+def _batched_grad(f: Tensor, inputs: Sequence[Any], v: Float[Tensor, "V *out"]) -> list[Tensor | None]:
+    """By autograd's own, older way, which also runs what a checkpoint runs again; it loops over convolutions."""
+    return list(torch.autograd.grad(f, inputs, v, retain_graph=True, is_grads_batched=True, allow_unused=True))
+
+
+def dense(g: Tensor) -> Tensor:
+    """A gradient without gaps: an embedding may give a sparse one."""
+    return g.to_dense() if g.is_sparse else g
+
+
+# --- whether it is right -------------------------------------------------------------------------------------------
+
+
+def _kind(f: Tensor) -> object:
+    """The operations of a graph, each once, and what they compute on and in."""
+    found, left = set(), [f.grad_fn]
+    seen = {f.grad_fn}
+    while left:
+        node = left.pop()
+        if node is not None:
+            found.add(type(node))
+            new = [child for child, _ in node.next_functions if child not in seen]
+            seen.update(new)
+            left.extend(new)
+    return frozenset(found), f.device.type, f.dtype
+
+
+def _is_right(
+    way: object, kind: object, f: Tensor, inputs: Sequence[Any], v: Tensor, found: Sequence[Tensor | None]
+) -> bool:
+    """By what is known of this kind of graph, else by a mixture; the host waits for that, once."""
+    if (way, kind) not in _verdicts:
+        right = _adds_up(f, inputs, v, found)
+        if right is None:  # nothing can be said of what is not finite
+            return True
+        if len(_verdicts) >= MOST_KINDS:
+            _verdicts.clear()
+        _verdicts[way, kind] = right
+    return _verdicts[way, kind]
+
+
+def mixture_of(v: Float[Tensor, "V *out"]) -> Float[Tensor, "V"]:
+    """Random numbers, one a vector, the same at every call.
+
+    >>> mixture_of(torch.ones(3, 2)).shape
+    torch.Size([3])
+    """
+    return sent(torch.randn(v.shape[0], generator=stream(0, "mixture"), dtype=torch.float64), v.device).to(v.dtype)
+
+
+def _adds_up(f: Tensor, inputs: Sequence[Any], v: Tensor, found: Sequence[Tensor | None]) -> bool | None:
+    mixture = mixture_of(v)
+    mixed = torch.tensordot(mixture, v, 1)
+    plain = torch.autograd.grad(f, inputs, mixed, retain_graph=True, allow_unused=True)
+    if any((g is None) != (G is None) for g, G in zip(plain, found, strict=True)):
+        return False
+    pairs = [(dense(g), G) for g, G in zip(plain, found, strict=True) if g is not None and G is not None]
+    if not pairs:
+        return True
+    sizes = torch.stack([g.norm() for g, _ in pairs]).abs()
+    off = torch.stack([(torch.tensordot(mixture.to(G.dtype), dense(G), 1) - g).norm() for g, G in pairs]).abs()
+    if not bool((sizes.isfinite() & off.isfinite()).all()):
+        return None
+    own, largest = TOLERANCE.get(f.dtype, COARSE)
+    return bool((off <= own * sizes + largest * sizes.max()).all())
