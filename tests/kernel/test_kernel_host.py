@@ -15,8 +15,11 @@ from layerwise.foundations.errors import InputError
 from layerwise.kernel.contraction import ORDERS, _by_place, _by_token, rows
 from layerwise.kernel.cost import Sizes, cost
 from layerwise.kernel.plan import with_positions
+from layerwise.layers.calling import substituted
+from layerwise.layers.copies import Copies
 from layerwise.layers.one_hot import OneHot
 from layerwise.layers.standard import Standard
+from layerwise.layers.vectorised import batched_grad
 from layerwise.testing import oracles
 
 pytestmark = pytest.mark.usefixtures("untyped")
@@ -244,3 +247,17 @@ def test_a_layer_that_some_batches_leave_out():
         torch.testing.assert_close(lw.ntk(model, [b, a], algorithm=order).matrix(), K)
     torch.testing.assert_close(lw.ntk(model, [b, a], a, algorithm="gram").matrix(), K[:, 16:])
     torch.testing.assert_close(lw.ntk(model, a, [b, a], algorithm="gram").matrix(), K[16:])
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_copies_of_a_bias(n: int):
+    """torch takes another kernel for a bias of one example, which refuses further axes."""
+    model, copies, x = nn.Linear(4, 6), Copies({"bias": 1}), torch.randn(n, 6, 4)
+    made = copies.make(model, n)
+    with substituted(model, made):
+        f = model(x)
+    torch.testing.assert_close(f, model(x))
+    v = torch.randn(3, *f.shape)
+    (grads,) = batched_grad(f, list(made.values()), v)
+    assert grads is not None
+    torch.testing.assert_close(copies.rows(grads, (6,)), v.sum(2))

@@ -26,15 +26,22 @@ class Copies:
     axes: Mapping[str, int] = field(default_factory=dict)
 
     def make(self, model: nn.Module, examples: int) -> dict[str, Tensor]:
-        """The copies, as leaves that share the parameter's memory."""
+        """The copies, as leaves that share the parameter's memory; of one example the parameter as it is.
+
+        Further axes of size 1 change which kernels torch takes: a linear map refuses a bias of ``[1, 1, O]``.
+        """
         if not self.axes:
             return {}
         parameters = dict(model.named_parameters())
+        if examples == 1:
+            return {name: parameters[name].detach().requires_grad_() for name in self.axes}
         return {name: spread(parameters[name], self.axes[name], examples) for name in self.axes}
 
     @staticmethod
     def rows(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """``[V, N, *shape]`` from the gradients of the copies."""
+        """``[V, N, *shape]`` from the gradients of the copies; of one example they may have no axis for it."""
+        if grad.shape[1:] == shape:
+            return grad.unsqueeze(1)
         return grad.reshape(*grad.shape[:2], *shape)
 
 
