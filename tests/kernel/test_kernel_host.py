@@ -8,9 +8,9 @@ import pytest
 import torch
 from kernel_tools import close, gaussian, refused
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerwise as lw
+from counting import Operations
 from layerwise.foundations.errors import InputError
 from layerwise.kernel.contraction import ORDERS, _by_place, _by_token, rows
 from layerwise.kernel.cost import Sizes, cost
@@ -27,19 +27,9 @@ LOOKS = ("_local_scalar_dense", "nonzero", "_unique2", "is_nonzero")
 """Operations that wait for a GPU."""
 
 
-class _Operations(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[operation.overloadpacket.__name__] += 1
-        return operation(*args, **(kwargs or {}))
-
-
 def _operations(model: nn.Module, x: Tensor, **options: Any) -> Counter[str]:
     lw.ntk(model, x, **options).matrix()  # once, to look at the model
-    with _Operations() as operations:
+    with Operations() as operations:
         lw.ntk(model, x, **options).matrix()
     return operations.seen
 

@@ -1,27 +1,15 @@
 """Buffers are taken, compared and put back bit by bit, in a few operations however many there are."""
 
-from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerwise as lw
+from counting import Operations
 from layerwise.layers.calling import undisturbed
 from layerwise.layers.snapshot import Snapshot, duplicates
-
-
-class _Operations(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[operation.overloadpacket.__name__] += 1
-        return operation(*args, **(kwargs or {}))
 
 
 def _tensors() -> list[Tensor]:
@@ -72,7 +60,7 @@ def test_operations_do_not_grow_with_the_number_of_buffers():
     found = []
     for layers in (2, 6):
         model = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(layers))).eval()
-        with _Operations() as operations, undisturbed(model):
+        with Operations() as operations, undisturbed(model):
             pass
         found.append({name: operations.seen[name] for name in ("clone", "eq", "ne", "any", "all", "cat")})
     assert found[0] == found[1]
