@@ -18,6 +18,7 @@ from layerwise.optim.refreshes import Refreshes, remember
 from layerwise.optim.rule import Context, Health, Observation, State, UpdateRule
 from layerwise.optim.spread import Spread
 from layerwise.optim.stack import Stack
+from layerwise.optim.statistics import Statistics, take_all_in, take_due
 
 
 @dataclass
@@ -69,6 +70,7 @@ class Descent:
     collector: Collector
     refreshes: Refreshes
     spread: Spread = field(default_factory=Spread)
+    statistics: Statistics = field(default_factory=Statistics)
     _places: dict[torch.device, dict] = field(default_factory=dict)
 
     # --- gradients -----------------------------------------------------------------------------------------
@@ -133,15 +135,18 @@ class Descent:
             self.health.gate = context.gate
             if rule.refreshes and not (rule.needs_inputs or rule.needs_outgrads):
                 remember(stack, stack.by_group(part.active))
-            part.before = None if all(part.active) else {k: v.clone() for k, v in stack.state.items()}
             if rule is self.rule:
                 part.observed = self.collector.observation(stack, seen, self.refreshes.processes)
             if part.observed is not None:
-                rule.observe(stack.state, part.observed, stack.group["factor_decay"], self.health)
+                take_all_in(stack, self.health)
+            part.before = None if all(part.active) else {k: v.clone() for k, v in stack.state.items()}
+            if part.observed is not None:
+                self.statistics.take(stack, part.observed, context, self.health, whole=part.before is None)
                 remember(stack, part.observed.known)
             if by_gradient:
                 self.learn_gradient(part)
             if rule.refreshes:
+                take_due(stack, context.step, part.active, self.refreshes.is_due, self.health)
                 self.refreshes.run(stack, context, waits)
             if rule.keeps_recorded:
                 part.observed = self.spread.run(stack, part.observed, context, stack.by_group(part.active))

@@ -168,6 +168,10 @@ class CorrectedEigenvalues(EigenFactors):
         """And scalings."""
         return {**super().init(shape), "s": shape.zeros(shape.outputs, shape.inputs)}
 
+    def factors_wait(self, state: State) -> bool:
+        """Steps read eigenvalues of the last refresh."""
+        return True
+
     def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:
         """Basis, and the factors' own eigenvalues as scalings until better ones come."""
         context.memory.pop("rotated", None)

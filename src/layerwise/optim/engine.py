@@ -36,6 +36,7 @@ from layerwise.optim.saving import Saving
 from layerwise.optim.solver import SOLVERS
 from layerwise.optim.spread import Spread
 from layerwise.optim.stack import Stack
+from layerwise.optim.statistics import Statistics, take_all_in
 
 LOOK_EVERY = 100
 """Steps after which the model's parameters are listed anew."""
@@ -72,6 +73,9 @@ class Layerwise(Saving):
         factor_every: steps between statistics.
         refresh_every: steps between decompositions; layers take turns, so that no step is slow.
         factor_decay: ρ of the statistics' running mean.
+        statistics_over: steps over which a batch's statistics are taken in, at most `factor_every`: each layer's before
+            its next decomposition, with the same result, so that no step is slow; rows are kept until then. 1: at once.
+            None: on a GPU as many as there are between statistics, where labels are drawn or rows kept anyway; else 1.
         estimator: "empirical" (the loss's own gradients), "sampled" or "exact" (labels of the model; need
             `likelihood`).
         likelihood: "categorical", "gaussian", "bernoulli" or an object of `lw.likelihoods`.
@@ -115,6 +119,7 @@ class Layerwise(Saving):
         factor_every: int = 1,
         refresh_every: int = 1,
         factor_decay: float = 0.95,
+        statistics_over: int | None = None,
         estimator: str | None = None,
         likelihood: str | Likelihood | None = None,
         samples: int = 1,
@@ -147,6 +152,7 @@ class Layerwise(Saving):
             positive("factor_every", factor_every),
             positive("refresh_every", refresh_every),
         )
+        self.statistics_over = None if statistics_over is None else positive("statistics_over", statistics_over)
         self.sharing = known("sharing", sharing, ("expand", "reduce"))
         self._health = Health()
         self._scale = LossScale(loss_average, accumulate, grad_scaler)
@@ -247,11 +253,24 @@ class Layerwise(Saving):
             take_up(stack, self._loaded)
             stacks.append(stack)
         refreshes = Refreshes(self.refresh_every, self._damping, self.processes, self._health)
-        refreshes.give_turns(stacks, self._waits)
+        labels = self.rule.needs_outgrads and self._settings["estimator"] != "empirical"
+        refreshes.give_turns(stacks, self._waits, labels)
         on_gpu = not self._waits and self.param_groups[0]["params"][0].device.type == "cuda"
         spread = Spread.of(self.rule, self.factor_every, on_gpu, self.processes.count)
+        alone = self.processes.count == 1 and not self._damping.adaptive
+        by_itself = on_gpu and (labels or spread.over > 1)
+        statistics = Statistics.of(self.statistics_over, self.factor_every, by_itself, alone)
         self._descent = Descent(
-            stacks, self.rule, self._health, self._damping, self._clip, self._graft, self._collector, refreshes, spread
+            stacks,
+            self.rule,
+            self._health,
+            self._damping,
+            self._clip,
+            self._graft,
+            self._collector,
+            refreshes,
+            spread,
+            statistics,
         )
         self._recorded = RecordedStep(self._descent, self._record)
         return stacks
@@ -441,6 +460,8 @@ class Layerwise(Saving):
 
     def health(self) -> Health:
         """Refreshes, what was skipped or fell back, condition numbers and damping by layer."""
+        for stack in self._stacks or []:
+            take_all_in(stack, self._health)
         self._health.settle()
         for stack in self._stacks or []:
             measure(stack, self._context(stack, 1), self._health)

@@ -1,19 +1,17 @@
-"""Squares of per-example gradients in a basis, EKFAC's scalings, for all layers of a stack at once.
+"""Squares of per-example gradients in a basis, EKFAC's scalings, for all layers of a stack.
 
 Of half precision, as the layers computed: errors of single products average out over examples.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
-from jaxtyping import BFloat16, Float
+from jaxtyping import BFloat16, Float, Float32
 from torch import Tensor
 
+from layerwise.optim.example_orders import Order, Sizes
 from layerwise.optim.rows import has_plain_rows
 from layerwise.optim.rule import Recorded
-
-MOST_BYTES = 2**31
-"""Of what is made of some layers at a time."""
 
 
 def alike(recorded: Sequence[Sequence[Recorded]]) -> bool:
@@ -30,75 +28,104 @@ def alike(recorded: Sequence[Sequence[Recorded]]) -> bool:
 @torch.no_grad()
 def squares_of_stack(
     recorded: Sequence[Sequence[Recorded]], P: tuple[Tensor, Tensor], Q: tuple[Tensor, Tensor]
-) -> Float[Tensor, "K O I"]:
+) -> Float32[Tensor, "K O I"]:
     """``Σ_n (U_Pᵀ (Σ_s g aᵀ) U_Q)²`` of layers that are `alike`; a basis may be wider than they are.
 
     P and Q are bases times a number for each group, and these numbers.
     """
     layers, (U_P, scale_P), (U_Q, scale_Q) = [call for (call,) in recorded], P, Q
-    O, I = U_P.shape[-1], U_Q.shape[-1]
-    found = [
-        _squares(_outgrads(layers[some], O), _inputs(layers[some], I), U_P[some].bfloat16(), U_Q[some].bfloat16())
-        for some in _shares(layers, O, I)
-    ]
-    by = (layers[0].factor / scale_P / scale_Q).square().view(-1, 1, 1)
-    # the transposed layout of some ways would be refused by the running means
-    return (found[0].contiguous() if len(found) == 1 else torch.cat(found)).mul_(by)
-
-
-def _shares(layers: Sequence[Recorded], O: int, I: int) -> Iterator[slice]:
-    """Neighbours whose tensors fit into the memory: rows and gradients, each twice."""
-    call = layers[0].io.calls[0]
-    rows, examples = call.x.numel() // call.x.shape[-1], layers[0].io.examples
-    count = max(1, MOST_BYTES // (4 * (rows * (O + I) + examples * O * I)))
-    return (slice(start, start + count) for start in range(0, len(layers), count))
-
-
-def _inputs(layers: Sequence[Recorded], width: int) -> BFloat16[Tensor, "k N S I"]:
-    """Inputs, ones where there is a bias, and zeros up to the width: tensor cores want widths of 8 or more."""
-    rows = [_rows(layer.io.calls[0].inputs(layer.io.examples, layer.io.calls[0].x.dtype)) for layer in layers]
-    own = rows[0].shape[-1]
-    found = rows[0].new_empty(len(rows), *rows[0].shape[:-1], width, dtype=torch.bfloat16)
-    for place, x in zip(found, rows, strict=True):
-        place[..., :own].copy_(x)  # rounds on its way
-    found[..., own:] = 0
-    if layers[0].io.spec.form.bias is not None:
-        found[..., own] = 1
+    sizes, examples = Sizes.of(layers[0], U_P, U_Q), layers[0].io.examples
+    order, by = sizes.order, layers[0].factor / scale_P / scale_Q
+    found = torch.empty(len(layers), sizes.O, sizes.I, dtype=torch.float32, device=U_P.device)
+    for some in sizes.shares(len(layers), examples):
+        bases, total = (_rounded(U_P[some, : sizes.p], by[some]), U_Q[some].bfloat16()), found[some]
+        for part in sizes.parts(examples):
+            rows = [_rows(layer, part) for layer in layers[some]]
+            g, a = (_stacked(side) for side in zip(*rows, strict=True))
+            squares = squares_of_rows(g, a, *bases, sizes, order, total if not part.start else torch.empty_like(total))
+            if part.start:
+                total.add_(squares)
     return found
 
 
-def _outgrads(layers: Sequence[Recorded], width: int) -> BFloat16[Tensor, "k N S O"]:
-    rows = []
-    for layer in layers:
-        dy = layer.io.calls[0].dy
-        assert dy is not None
-        rows.append(_rows(layer.io.calls[0].outgrads(layer.io.examples, dy.dtype)[0]))
-    g = torch.stack(rows).bfloat16()
-    return g if g.shape[-1] == width else torch.nn.functional.pad(g, (0, width - g.shape[-1]))
+def _rounded(U: Float[Tensor, "k p O"], by: Float[Tensor, "k"]) -> BFloat16[Tensor, "k p O"]:
+    """A basis times a number for each group, which is free here and would be a pass over all squares afterwards."""
+    return torch.mul(U, by.view(-1, 1, 1), out=torch.empty(U.shape, dtype=torch.bfloat16, device=U.device))
 
 
-def _rows(X: object) -> Float[Tensor, "N S n"]:
-    assert isinstance(X, Tensor)
-    return X.squeeze(2)
+def _rows(layer: Recorded, part: slice) -> tuple[Float[Tensor, "n s p"], Float[Tensor, "n s q"]]:
+    """Output gradients and inputs of some examples, as they are."""
+    io = layer.io
+    if part.stop - part.start < io.examples:
+        io = io.narrow(part.start, part.stop)
+    call = io.calls[0]
+    assert call.dy is not None
+    a = call.inputs(io.examples, call.x.dtype)
+    assert isinstance(a, Tensor)
+    return call.outgrads(io.examples, call.dy.dtype)[0].squeeze(2), a.squeeze(2)
 
 
-def _squares(g: Tensor, a: Tensor, U_P: Tensor, U_Q: Tensor) -> Float[Tensor, "k O I"]:
-    """Each side is turned where that is cheaper: rows before, or the gradients of examples after.
+def _stacked(rows: Sequence[Float[Tensor, "n s w"]]) -> BFloat16[Tensor, "k n s w"]:
+    """Of one layer that is in bfloat16 already, no copy."""
+    return (rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(list(rows))).bfloat16()
 
-    Rows of g cost S O² an example, its gradient O² I (and a transposed copy); rows of a cost S I², the gradient O I².
-    """
-    k, n, s, o = g.shape
-    i = a.shape[-1]
-    left_first, right_first = s <= 2 * i, s <= o
-    if left_first:
-        g = (g.flatten(1, 2) @ U_P).view(k, n, s, o)
-    if right_first:
-        a = (a.flatten(1, 2) @ U_Q).view(k, n, s, i)
-    grads = g.mT @ a
-    if not right_first:
-        grads = (grads.flatten(1, 2) @ U_Q).view(k, n, o, i)
-    if not left_first:
-        grads = (grads.mT.reshape(k, n * i, o) @ U_P).view(k, n, i, o)
+
+def squares_of_rows(
+    g: BFloat16[Tensor, "k n s p"],
+    a: BFloat16[Tensor, "k n s q"],
+    U_P: BFloat16[Tensor, "k p O"],
+    U_Q: BFloat16[Tensor, "k I I"],
+    sizes: Sizes,
+    order: Order,
+    out: Float32[Tensor, "k O I"],
+) -> Float32[Tensor, "k O I"]:
+    """In one of the orders; nothing of the size of rows or gradients is copied for it."""
+    k, n = g.shape[:2]
+    if order.left:
+        g = (g.flatten(1, 2) @ U_P).view(k, n, sizes.s, sizes.O)
+    if order.right:
+        a = _turned_inputs(a, U_Q, sizes.bias)
+    if all(order) and sizes.s == 1:  # the square of g aᵀ is that of g times that of a
+        return torch.bmm(g.squeeze(2).float().square().mT, a.squeeze(2).float().square(), out=out)
+    grads = _gradients(g.flatten(0, 1), a.flatten(0, 1), sizes, order)
+    if not order.left:
+        grads = U_P.mT @ grads.view(sizes.p, k, -1).transpose(0, 1)
+    if not order.right:
+        grads = grads.view(k, -1, sizes.columns) @ U_Q[:, : sizes.columns]
+    grads = grads.view(k, n, sizes.O, sizes.I) if order.left else grads.view(k, sizes.O, n, sizes.I)
     # a norm adds squares up as it reads them: nothing of the size of all gradients is made in float32
-    squares = torch.linalg.vector_norm(grads, dim=1, dtype=torch.float32).square()
-    return squares if left_first else squares.mT
+    return torch.linalg.vector_norm(grads, dim=1 if order.left else 2, dtype=torch.float32, out=out).square_()
+
+
+def _turned_inputs(
+    a: BFloat16[Tensor, "k n s q"], U_Q: BFloat16[Tensor, "k I I"], bias: bool
+) -> BFloat16[Tensor, "k n s I"]:
+    """The bias's row of the basis, which ones would be multiplied by, is added."""
+    k, n, s, q = a.shape
+    rows, U = a.flatten(1, 2), U_Q[:, :q]
+    if not bias:
+        turned = rows @ U
+    elif k == 1:  # by the product as it writes; several products begin with a copy of the row for each result
+        turned = torch.addmm(U_Q[0, q], rows[0], U[0])
+    else:
+        turned = torch.baddbmm(U_Q[:, q : q + 1], rows, U)
+    return turned.view(k, n, s, -1)
+
+
+def _gradients(
+    g: BFloat16[Tensor, "m s o"], a: BFloat16[Tensor, "m s i"], sizes: Sizes, order: Order
+) -> BFloat16[Tensor, "_ _ columns"]:
+    """``Σ_s g aᵀ`` of m examples, with a column for the bias if a has not been turned yet.
+
+    ``[m, o, columns]``, where the rows of a layer's examples are one matrix, to be turned from the right; or, if the
+    left side is to be turned, ``[o, m, columns]``, where their columns are one.
+    """
+    (m, _, o), own = g.shape, a.shape[-1]
+    columns = sizes.I if order.right else sizes.columns
+    grads = g.new_empty((m, o, columns) if order.left else (o, m, columns))
+    by_example = grads if order.left else grads.transpose(0, 1)
+    torch.bmm(g.mT, a, out=by_example[..., :own])
+    if own < columns:
+        by_example[..., own:] = 0
+        by_example[..., own] = g.sum(1)
+    return grads

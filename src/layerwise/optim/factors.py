@@ -197,6 +197,10 @@ class Factors(UpdateRule):
             elif side in state and moment is not None:
                 update_mean(state[side], state[f"{side}_count"], moment, decay, seen.seen, health)
 
+    def factors_wait(self, state: State) -> bool:
+        """Where roots are kept; beside a basis, every step reads how large factors are."""
+        return "U_P" not in state and "U_Q" not in state
+
     def observe_gradient(self, state: State, grad: Float[Tensor, "K O I"], decay: float, health: Health) -> None:
         """Second moments of the gradient itself."""
         made = {"P": self.left == "gradient", "Q": self.right == "gradient"}

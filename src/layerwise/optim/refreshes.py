@@ -12,7 +12,7 @@ from layerwise.optim.damping import Damping
 from layerwise.optim.graphs import Graphs
 from layerwise.optim.rule import Context, Health
 from layerwise.optim.stack import Stack
-from layerwise.optim.turns import balanced, decomposition_cost, one_by_one
+from layerwise.optim.turns import LAUNCHES, MORE_ROUNDS, Work, balanced, decomposition_cost, one_by_one
 
 
 @dataclass
@@ -25,14 +25,25 @@ class Refreshes:
     health: Health
     graphs: Graphs = field(default_factory=Graphs)
 
-    def give_turns(self, stacks: Sequence[Stack], waits: bool) -> None:
-        """When each part of a stack is refreshed; where nobody waits for the device, in few batches of equal work."""
+    def give_turns(self, stacks: Sequence[Stack], waits: bool, labels: bool = False) -> None:
+        """When each part of a stack is refreshed; where nobody waits for the device, in few batches of equal work.
+
+        With `labels` of the model's own, factors of output gradients may be hard to follow (`refined`).
+        """
         layers = [[groups for _, groups in stack.slices()] for stack in stacks]
         if waits:
             turns = [one_by_one(number, of_stack, self.every) for number, of_stack in enumerate(layers)]
         else:
-            costs = [decomposition_cost(stack.shape, *stack.rule.sides(stack.shape)) for stack in stacks]
-            turns = balanced(list(zip(layers, costs, strict=True)), self.every)
+            sides = [stack.rule.sides(stack.shape) for stack in stacks]
+            works = [
+                Work(
+                    of_stack,
+                    decomposition_cost(stack.shape, *has),
+                    MORE_ROUNDS * decomposition_cost(stack.shape, has[0], False) if labels else 0.0,
+                )
+                for stack, of_stack, has in zip(stacks, layers, sides, strict=True)
+            ]
+            turns = balanced(works, self.every, LAUNCHES)
         for stack, found in zip(stacks, turns, strict=True):
             stack.memory["turns"] = found
 

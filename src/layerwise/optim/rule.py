@@ -258,6 +258,11 @@ class UpdateRule(ABC):
         """Take the gradient's own statistics in, before the direction is made. Nothing by default."""
         return
 
+    def factors_wait(self, state: State) -> bool:
+        """Whether `observe` may come later for some layers, just before their refresh: it works in place on any part of
+        the state, and nothing but a refresh reads what it changes. Not inherited. See `layerwise.optim.statistics`."""
+        return False
+
     def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:
         """Recompute decompositions of some groups; dear. Nothing by default."""
         return

@@ -14,8 +14,9 @@ from layerwise.optim.descent import Descent
 from layerwise.optim.followed import followed
 from layerwise.optim.foreseen import foreseen
 from layerwise.optim.observe import Collector
-from layerwise.optim.rule import UpdateRule
+from layerwise.optim.rule import Health, UpdateRule
 from layerwise.optim.stack import Stack
+from layerwise.optim.statistics import take_all_in
 
 
 class Saving(torch.optim.Optimizer):
@@ -27,6 +28,7 @@ class Saving(torch.optim.Optimizer):
     factor_every: int
     steps_taken: int
     _damping: Damping
+    _health: Health
     _stacks: list[Stack] | None
     _loaded: dict[str, dict[str, Tensor]]
     """State of layers until there are stacks."""
@@ -72,6 +74,7 @@ class Saving(torch.optim.Optimizer):
             return self._loaded
         found: dict[str, dict[str, Tensor]] = {}
         for stack in self._stacks:
+            take_all_in(stack, self._health)
             found.update(stack.saved())
             ahead = foreseen(stack, self._descent.refreshes, self.steps_taken)
             for layer, beside in [*followed(stack).items(), *ahead.items()]:

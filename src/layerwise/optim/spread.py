@@ -8,7 +8,7 @@ saved in between: see `foreseen`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -42,11 +42,22 @@ class Share:
     seen: Observation
     context: Context
     """Of the step that took the batch."""
+    versions: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.versions = self._versions()
 
     def look(self, stack: Stack) -> None:
-        """In the present basis, whenever the batch was."""
+        """In the present basis, whenever the batch was; not, if somebody has written over its tensors since."""
+        if self._versions() != self.versions:
+            return
         state: dict[str, Tensor] = {name: X[self.groups] for name, X in stack.state.items()}
         stack.rule.look_at_examples(state, self.seen, self.context)
+
+    def _versions(self) -> list[int]:
+        """How often inputs and output gradients have been written to, as far as torch knows."""
+        calls = [call for layer in self.seen.recorded for recorded in layer for call in recorded.io.calls]
+        return [X._version for call in calls for X in (call.x, call.dy) if X is not None]
 
 
 @dataclass(frozen=True)

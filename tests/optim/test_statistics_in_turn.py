@@ -1,0 +1,181 @@
+"""Statistics taken in layer by layer: every refresh sees the factors it would have seen, and nothing is kept longer."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layerwise as lw
+from layerwise.foundations.errors import InputError
+from layerwise.optim import observe, refreshes, rows
+from layerwise.optim.engine import Layerwise
+from layerwise.optim.statistics import AWAITED, Statistics
+
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16: torch goes on
+
+WIDTH, BATCH, DEPTH = 16, 12, 3
+MEMBERS: dict[str, Callable[..., Layerwise]] = {
+    "KFAC": lw.optim.KFAC,
+    "EKFAC": lw.optim.EKFAC,
+    "EKFAC running": lambda model, **options: lw.optim.EKFAC(model, scaling="running", **options),
+    "K-FAC in a basis": lambda model, **options: lw.optim.KFAC(model, damping_split="exact", **options),
+}
+
+
+class Net(nn.Module):
+    """Layers of one size behind one of another, whose input is the user's own; rows of such a one do not wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH // 2, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 2 * WIDTH)
+        self.hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+        self.hidden = h
+        return self.head(h)
+
+
+@pytest.fixture(autouse=True)
+def rows_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, and layers take turns as large ones do."""
+    monkeypatch.setattr(observe, "waits_for_step", rows.has_plain_rows)
+    monkeypatch.setattr(refreshes, "LAUNCHES", 0.0)
+
+
+class Run:
+    """A training run; batches are named by their number."""
+
+    def __init__(self, over: int | None, member: str = "KFAC", **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = Net()
+        options = {"factor_every": 4, "refresh_every": 4, "likelihood": "categorical", "lr": 0.02} | options
+        self.opt = MEMBERS[member](self.model, statistics_over=over, **options)
+        self.taken = 0
+
+    def steps(self, count: int, without: str = "") -> "Run":
+        for _ in range(count):
+            generator = torch.Generator().manual_seed(self.taken)
+            x, y = torch.randn(BATCH, WIDTH // 2, generator=generator), torch.arange(BATCH) % WIDTH
+            self.opt.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                f = self.model(x)
+            nn.functional.cross_entropy(f.float(), y).backward()
+            for name, p in self.model.named_parameters():
+                if without and name.startswith(without):
+                    p.grad = None
+            self.opt.step()
+            self.taken += 1
+        return self
+
+    def weights(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.model.parameters()]
+
+    def waiting(self) -> int:
+        return sum(len(stack.memory.get(AWAITED, [])) for stack in self.opt._stacks or [])
+
+
+def assert_same(found: Run, expected: Run) -> None:
+    for a, b in zip(found.weights(), expected.weights(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)  # the order of sums in products of other batches
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("member", MEMBERS)
+def test_the_same_steps_as_at_once(member: str, waits: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: waits))
+    found = Run(4, member, record=False).steps(6)
+    assert found.waiting() > 0
+    assert_same(found.steps(5), Run(1, member, record=False).steps(11))
+
+
+@pytest.mark.parametrize(("factors", "decompositions", "over"), [(4, 6, 3), (6, 4, 6), (4, 1, 4)])
+def test_whatever_the_schedule(factors: int, decompositions: int, over: int):
+    schedule = {"factor_every": factors, "refresh_every": decompositions}
+    assert_same(Run(over, **schedule).steps(14), Run(1, **schedule).steps(14))
+
+
+def test_a_checkpoint_has_all_of_its_batch():
+    found, expected = Run(4).steps(6), Run(1).steps(6)
+    assert found.waiting() > 0
+    saved, wanted = found.opt.state_dict(), expected.opt.state_dict()
+    for a, b in zip(saved["state"].values(), wanted["state"].values(), strict=True):
+        for layer in b:
+            for name, X in b[layer].items():
+                torch.testing.assert_close(a[layer][name], X)
+    resumed = Run(4)
+    resumed.model.load_state_dict(found.model.state_dict())
+    resumed.opt.load_state_dict(saved)
+    resumed.taken = 6
+    resumed.steps(5)
+    assert_same(resumed, expected.steps(5))
+    assert_same(found.steps(5), expected)
+
+
+def test_a_report_changes_nothing():
+    found = Run(4).steps(6)
+    expected = Run(1).steps(6)
+    assert found.opt.health().condition == pytest.approx(expected.opt.health().condition)
+    assert found.waiting() == 0
+    assert_same(found.steps(5), expected.steps(5))
+
+
+@pytest.mark.parametrize("steps", [(5, 1, 5), (4, 1, 6)])  # without a gradient after the batch, and at its step
+def test_layers_without_a_gradient(steps: tuple[int, int, int]):
+    runs = [Run(over).steps(steps[0]).steps(steps[1], without="blocks.1").steps(steps[2]) for over in (4, 1)]
+    assert_same(*runs)
+
+
+def test_rows_are_let_go_after_their_turn():
+    run = Run(4).steps(5)
+    kept = [
+        weakref.ref(layer.x)
+        for stack in run.opt._stacks or []
+        for share in stack.memory.get(AWAITED, [])
+        for layer in share.seen.outgrads.layers
+    ]
+    assert kept
+    assert all(x() is not None for x in kept)
+    run.steps(3)
+    assert all(x() is None for x in kept)
+
+
+def test_rows_that_somebody_writes_over_are_left_out_and_counted():
+    run = Run(4).steps(5)
+    head = next(stack for stack in run.opt._stacks or [] if stack.specs[0].name == "head")
+    if not head.memory.get(AWAITED):
+        head = next(stack for stack in run.opt._stacks or [] if stack.memory.get(AWAITED))
+    share, before = head.memory[AWAITED][0], head.state["Q"].clone()
+    share.seen.inputs.layers[0].x.zero_()  # as `hidden[done] = 0` would
+    assert run.opt.health().skipped_statistics == len(share.seen.known)
+    groups = share.turn.groups
+    torch.testing.assert_close(head.state["Q"][groups], before[groups], rtol=0, atol=0)
+
+
+def test_who_does_not_wait():
+    assert Statistics.of(None, 10, by_itself=True, alone=True).over == 10
+    assert Statistics.of(None, 10, by_itself=False, alone=True).over == 1
+    assert Statistics.of(3, 10, by_itself=False, alone=True).over == 3
+    assert Statistics.of(30, 10, by_itself=False, alone=True).over == 10
+    assert Statistics.of(3, 10, by_itself=True, alone=False).over == 1
+    assert Run(None).steps(5).waiting() == 0  # on a CPU, unless asked
+    with pytest.raises(InputError, match="statistics_over=0"):
+        Run(0)
+
+
+def test_a_rule_of_another_kind_does_not_wait():
+    """`LocoProp` inherits from the factors' rule and reads them in its own way; roots beside a basis at every step."""
+    torch.manual_seed(0)
+    options = {"factor_every": 4, "refresh_every": 4, "statistics_over": 4}
+    for make in (lw.optim.LocoProp, lambda model, **given: Layerwise(model, power=0.5, solver="newton", **given)):
+        run = Run(4)
+        run.model = Net()
+        run.opt = make(run.model, **options)
+        assert run.steps(5).waiting() == 0
