@@ -1,0 +1,55 @@
+"""Statistics taken in layer by layer on a GPU: by default where labels are drawn, with the same steps as at once."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layerwise as lw
+from layerwise.foundations.linalg import triton_products
+from layerwise.optim import refreshes
+from layerwise.optim.statistics import AWAITED
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and triton_products.available(torch.device("cuda"))),
+        reason="needs triton and a GPU of capability 8.0; run `make test-gpu` on one",
+    ),
+]
+WIDTH, LAYERS, EVERY = 128, 6, 4
+
+
+def run(member: str, record: bool, **options) -> tuple[list[Tensor], int]:
+    """Weights after two batches and a half, and how many shares of the last one wait."""
+    torch.manual_seed(0)
+    hidden = [part for _ in range(LAYERS) for part in (nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    model = nn.Sequential(nn.Linear(32, WIDTH), *hidden, nn.Linear(WIDTH, 16)).cuda()
+    options = {"factor_every": EVERY, "refresh_every": EVERY, "likelihood": "categorical"} | options
+    opt = getattr(lw.optim, member)(model, lr=0.02, record=record, **options)
+    for step in range(3 * EVERY + 2):
+        g = torch.Generator("cuda").manual_seed(step)
+        x, y = torch.randn(64, 32, device="cuda", generator=g), torch.arange(64, device="cuda") % 16
+        opt.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            f = model(x)
+        nn.functional.cross_entropy(f.float(), y).backward()
+        opt.step()
+    waiting = sum(len(stack.memory.get(AWAITED, [])) for stack in opt._stacks)
+    assert opt.health().skipped_statistics == 0
+    return [p.detach().clone() for p in model.parameters()], waiting
+
+
+@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.parametrize("member", ["KFAC", "EKFAC"])
+def test_the_same_steps_as_at_once(member: str, record: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(refreshes, "LAUNCHES", 0.0)  # turns as of large layers
+    found, waiting = run(member, record)
+    expected, none = run(member, record, statistics_over=1)
+    assert waiting > 0
+    assert none == 0
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_not_by_itself_where_labels_are_the_batch_s():
+    assert run("KFAC", False, estimator="empirical")[1] == 0
