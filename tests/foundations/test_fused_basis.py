@@ -16,6 +16,8 @@ pytestmark = pytest.mark.interpreted
 TINY = torch.finfo(torch.float32).tiny
 HALF = 8e-3 if INTERPRETED else 4e-3  # the interpreter cuts bfloat16 off, where a GPU rounds
 SHAPES = [(4, 3, 5), (4, 17, 40), (4, 8, 32), (4, 1, 1)]
+MEANS = {torch.float32: 2e-6, torch.bfloat16: HALF}
+"""Types in which means are kept, and how far they are rounded."""
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +48,11 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
     torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("means", MEANS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_squares_ema(shape: tuple[int, int, int], dtype: torch.dtype):
-    s, R = strided(*shape).square(), strided(*shape, seed=1).to(dtype)
+def test_squares_ema(shape: tuple[int, int, int], dtype: torch.dtype, means: torch.dtype):
+    s, R = strided(*shape).square().to(means), strided(*shape, seed=1).to(dtype)
     weight = torch.tensor([0.25, 1.0, 0.0, 0.7])
     w = weight.double().view(-1, 1, 1)
     expected = s.double() + w * (3 * R.double().square() - s.double())
@@ -57,25 +60,41 @@ def test_squares_ema(shape: tuple[int, int, int], dtype: torch.dtype):
     kept = s[2].clone()
     assert squares_ema_(s, R, weight, 3) is s
     assert torch.equal(s[2], kept)
-    close(s, expected)
+    close(s, expected, MEANS[means])
 
 
+@pytest.mark.parametrize("means", MEANS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 3e19])
-def test_squares_that_are_not_finite_leave_their_own_entry(bad: float):
+def test_squares_that_are_not_finite_leave_their_own_entry(bad: float, means: torch.dtype):
     for weight in (0.5, 1.0):
-        s, R = torch.ones(2, 3, 4), torch.full((2, 3, 4), 2.0)
+        s, R = torch.ones(2, 3, 4, dtype=means), torch.full((2, 3, 4), 2.0)
         R[1, 2, 3] = bad
         squares_ema_(s, R, torch.full((2,), weight))
-        expected = torch.full((2, 3, 4), 1 + 3 * weight)
+        expected = torch.full((2, 3, 4), 1 + 3 * weight, dtype=means)
         expected[1, 2, 3] = 1.0
         assert torch.equal(s, expected)
 
 
+def test_a_mean_in_bfloat16_is_nearest_and_stays_finite():
+    """A square that is larger than all of bfloat16 gives the largest of them, from which a mean can go down again."""
+    s = torch.ones(1, 1, 2, dtype=torch.bfloat16)
+    squares_ema_(s, torch.tensor([[[3.4e38**0.5, (1 + 2.0**-7) ** 0.5]]]), torch.ones(1))
+    largest = torch.finfo(torch.bfloat16).max
+    assert s[0, 0, 0] == largest
+    if not INTERPRETED:  # where bfloat16 is cut off
+        assert s[0, 0, 1] == 1 + 2.0**-7
+        ties = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8])
+        assert fused.ema_(s[0], ties[None], torch.ones(1)).tolist() == [[1.0, 1 + 2.0**-6]]
+    s.fill_(largest)
+    assert squares_ema_(s, torch.zeros(1, 1, 2), torch.full((1,), 0.5)).tolist() == [[[largest / 2] * 2]]
+
+
+@pytest.mark.parametrize("means", MEANS)
 @pytest.mark.parametrize("with_factors", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_damped_quotient(shape: tuple[int, int, int], with_factors: bool):
+def test_damped_quotient(shape: tuple[int, int, int], with_factors: bool, means: torch.dtype):
     K, O, I = shape
-    R, s = strided(*shape), strided(*shape, seed=1).square() + 0.1
+    R, s = strided(*shape), (strided(*shape, seed=1).square() + 0.1).to(means)
     s_P, s_Q = randn(K, O, seed=2).square(), randn(I, K, seed=3).square().mT
     left, right, constant = (randn(K, seed=seed).abs() for seed in (4, 5, 6))
     added = constant.double().view(-1, 1, 1)
@@ -94,12 +113,16 @@ def test_damped_quotient(shape: tuple[int, int, int], with_factors: bool):
     close(R, expected)
 
 
+@pytest.mark.parametrize("dtype", MEANS)
 @pytest.mark.parametrize("with_factors", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_averages_and_quotients_in_one_pass(shape: tuple[int, int, int], with_factors: bool):
-    """The same as one after the other; squares that are not finite, and a weight of zero, leave means alone."""
+def test_averages_and_quotients_in_one_pass(shape: tuple[int, int, int], with_factors: bool, dtype: torch.dtype):
+    """The same as one after the other; squares that are not finite, and a weight of zero, leave means alone.
+
+    Also where means are rounded: quotients are by what is kept.
+    """
     K, O, I = shape
-    R, s = strided(*shape), strided(*shape, seed=1).square() + 0.1
+    R, s = strided(*shape), (strided(*shape, seed=1).square() + 0.1).to(dtype)
     R[0, 0, 0], R[1, 0, 0], R[2, -1, -1] = 3e19, torch.inf, torch.nan
     weight, scale = torch.tensor([0.25, 1.0, 0.0, 0.7]), torch.tensor([2.0, 4.0, 8.0, 0.5])
     held = Scaled(R * scale.view(-1, 1, 1), (scale,))

@@ -62,10 +62,14 @@ def check(half: Half, expected: Tensor, before: Tensor) -> None:
     assert bool((error <= 3e-4 * expected.flatten(1).norm(dim=1)).all())
 
 
-@pytest.mark.parametrize("course", COURSES)
+@pytest.mark.parametrize(
+    ("course", "dtype"),
+    [*((course, torch.float32) for course in COURSES), *((c, torch.bfloat16) for c in ("growing", "shrinking"))],
+)
 @pytest.mark.parametrize("kind", ["quotient", "with factors", "averaged"])
-def test_quotients_as_steps_go_on(course: str, kind: str):
-    s, before, one = randn(*SHAPE, seed=1).square() + 0.1, torch.zeros(K), torch.ones(K)
+def test_quotients_as_steps_go_on(course: str, kind: str, dtype: torch.dtype):
+    """By means as they are kept, whether or not a step is computed again."""
+    s, before, one = (randn(*SHAPE, seed=1).square() + 0.1).to(dtype), torch.zeros(K), torch.ones(K)
     s_P, s_Q = randn(K, SHAPE[1], seed=2).square(), randn(K, SHAPE[2], seed=3).square()
     added = (s_P, s_Q, 0.5 * one, 2 * one, 0.1 * one) if kind == "with factors" else (None, None, None, None, one)
     weight = torch.tensor([0.25, 0.0, 1.0])

@@ -13,7 +13,7 @@ import layerwise as lw
 from interpreter import only_interpreted
 from layerwise.foundations import fused, fused_launch
 from layerwise.foundations.linalg import packed, packed_halves, triton_joins, triton_packed
-from layerwise.optim import stack, stored, symmetric
+from layerwise.optim import scalings, stack, stored, symmetric
 from layerwise.optim.engine import Layerwise
 
 pytestmark = [pytest.mark.usefixtures("untyped"), pytest.mark.interpreted, only_interpreted]
@@ -22,6 +22,7 @@ MEMBERS: dict[str, Any] = {
         m, lr=0.01, refresh_every=1, solver="newton", clip=1e-5, momentum=0.9, nesterov=True
     ),
     "half": lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=1, solver="newton", precision="half", weight_decay=0.1),
+    "EKFAC": lambda m: lw.optim.EKFAC(m, lr=0.01, refresh_every=1, solver="newton", scaling="running"),
     "Adam": lambda m: lw.optim.Adam(m, lr=0.01, weight_decay=0.1),
     "SGD": lambda m: lw.optim.SGD(m, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
 }
@@ -32,6 +33,7 @@ MEMBERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", MEMBERS)
 def test_kernels_take_the_same_steps(name: str, dtype: torch.dtype, edit: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Layerwise, "_waits", property(lambda self: False))
+    monkeypatch.setattr(scalings, "available", lambda device: True)
     found = []
     for kernels in (False, True):
         if kernels:
@@ -40,8 +42,8 @@ def test_kernels_take_the_same_steps(name: str, dtype: torch.dtype, edit: Any, m
             monkeypatch.setattr(fused_launch, "TILE", {"ROWS": 16, "COLUMNS": 32, "num_warps": 1})
         model = zoo()
         if dtype != torch.float32:
-            if name in ("newton", "half"):
-                pytest.skip("the K-FAC cases are compared in float32 alone")
+            if name in ("newton", "half", "EKFAC"):
+                pytest.skip("rules with factors are compared in float32 alone")
             model = model.half()
         start = flat(model).float()
         opt = MEMBERS[name](model)
@@ -58,7 +60,8 @@ def test_kernels_take_the_same_steps(name: str, dtype: torch.dtype, edit: Any, m
                 opt.step()
         found.append(flat(model).float())
     way = float((found[0] - start).norm())
-    assert float((found[1] - found[0]).norm()) < (2e-3 if dtype == torch.float32 else 0.1) * way
+    bound = 8e-3 if name == "EKFAC" else 2e-3  # the interpreter cuts bfloat16 off, where torch rounds
+    assert float((found[1] - found[0]).norm()) < (bound if dtype == torch.float32 else 0.1) * way
 
 
 @pytest.mark.parametrize("name", ["KFAC", "EKFAC running", "Shampoo", "SOAP"])

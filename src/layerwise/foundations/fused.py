@@ -93,7 +93,8 @@ def ema_(
 
         mean ← mean + weight·(new/divisor − mean)
 
-    A weight of 0 leaves its mean unchanged even if `new` is not finite; a weight of 1 replaces it.
+    A weight of 0 leaves its mean unchanged even if `new` is not finite; a weight of 1 replaces it. A mean of half
+    precision is rounded when it is written.
 
     >>> ema_(torch.ones(2, 2), torch.tensor([[4.0], [torch.nan]]), torch.tensor([0.5, 0.0]), 2.0).tolist()
     [[1.5, 0.5], [1.0, 1.0]]
@@ -101,7 +102,7 @@ def ema_(
     check_means(mean, new)
     if mean.numel() and new.numel():
         stacks = (mean, new) if mean.ndim == 3 else (mean.unsqueeze(1), new.unsqueeze(1))
-        way_of(stacks[0], others=(new,)).ema_(*stacks, weight, divisor)
+        way_of(stacks[0], others=(new,), half=True).ema_(*stacks, weight, divisor)
     return mean
 
 

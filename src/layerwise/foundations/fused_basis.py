@@ -1,4 +1,7 @@
-"""What a step does entry by entry in an eigenbasis, in one pass each; the rules are those of `fused`."""
+"""What a step does entry by entry in an eigenbasis, in one pass each; the rules are those of `fused`.
+
+Means s may be of half precision: they are read, and rounded when they are written.
+"""
 
 import torch
 from jaxtyping import Float
@@ -30,7 +33,7 @@ def squares_ema_(
     R, scales = fused.parts(R)
     check_alike(s, {"R": R})
     if s.numel():
-        fused.way_of(s, others=(R,)).squares_ema_(s, R, scales, weight, factor)
+        fused.way_of(s, others=(R,), half=True).squares_ema_(s, R, scales, weight, factor)
     return s
 
 
@@ -98,7 +101,7 @@ def _quotient(
     out = _room(R, out)
     check_alike(s, {"R": R, "out": out})
     if s.numel():
-        fused.way_of(s, others=(R, out)).damped_quotient(R, scales, s, *added, out, *found, *average)
+        fused.way_of(s, others=(R, out), half=True).damped_quotient(R, scales, s, *added, out, *found, *average)
     elif found[1] is not None:
         found[1].zero_()
     return out

@@ -25,10 +25,11 @@ def squares_ema_kernel(s, R, scales, weight, factor, entries, s_k, R_k, SCALES: 
         at, inside = block(entries, BLOCK)
         r = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
         x = factor * (r * r)
-        former = tl.load(s + k * s_k + at, mask=inside, other=0.0)
+        former = tl.load(s + k * s_k + at, mask=inside, other=0.0).to(tl.float32)
         new = tl.where(w == 1.0, x, former + w * (x - former))
         # What is left is written as it was: a mask of its own for every entry would make narrow stores.
-        tl.store(s + k * s_k + at, tl.where(x < float("inf"), new, former), mask=inside)
+        new = tl.where(x < float("inf"), new, former)
+        tl.store(s + k * s_k + at, stored(new, s.dtype.element_ty), mask=inside)
 
 
 @_jit
@@ -61,12 +62,14 @@ def damped_quotient_kernel(
     at = rows * width + columns
     added = divisor(s_P, s_Q, left, right, constant, k, rows, columns, rows_total, width, tiny, HAS_FACTORS)
     r = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
-    mean = tl.load(s + k * s_k + at, mask=inside, other=1.0)
+    mean = tl.load(s + k * s_k + at, mask=inside, other=1.0).to(tl.float32)
     if HAS_WEIGHT:  # as `squares_ema_kernel` does
         w = tl.load(weight + k)
         x = tl.where(w != 0.0, factor * (r * r), float("inf"))
         mean = tl.where(x < float("inf"), tl.where(w == 1.0, x, mean + w * (x - mean)), mean)
-        tl.store(s + k * s_k + at, mean, mask=inside)
+        kept = stored(mean, s.dtype.element_ty)
+        tl.store(s + k * s_k + at, kept, mask=inside)
+        mean = kept.to(tl.float32)  # a quotient that is computed again has no other
     y = tl.div_rn(r, mean + added)
     written = y
     if ROOM > 0:
@@ -97,7 +100,7 @@ def quotient_again_kernel(
         at = rows * width + columns
         added = divisor(s_P, s_Q, left, right, constant, k, rows, columns, rows_total, width, tiny, HAS_FACTORS)
         r = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
-        y = tl.div_rn(r, tl.load(s + k * s_k + at, mask=inside, other=1.0) + added)
+        y = tl.div_rn(r, tl.load(s + k * s_k + at, mask=inside, other=1.0).to(tl.float32) + added)
         tl.store(out + k * out_k + at, stored(by * y, out.dtype.element_ty), mask=inside)
 
 

@@ -51,7 +51,7 @@ def damped_half(
     """
     X, scales = fused.parts(R)
     check_alike(s, {"R": X})
-    if fused.way_of(s, others=(X,)) is not fused_launch:
+    if fused.way_of(s, others=(X,), half=True) is not fused_launch:
         rest = {"out": X, "largest": before, "along": along}
         if weight is None:
             return with_room(damped_quotient(R, s, *added, **rest), before)

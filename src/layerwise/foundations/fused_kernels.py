@@ -62,10 +62,19 @@ def unscaled(x, scales, k, SCALES: tl.constexpr):
 
 @_jit
 @no_type_check
+def cut(x, most):
+    """What is larger than most is cut off; NaN and infinity stay."""
+    return tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -most), most), x)
+
+
+@_jit
+@no_type_check
 def stored(x, KIND: tl.constexpr):
-    """x as it is stored. What is too large for float16 is cut off there; NaN and infinity stay."""
+    """x as it is stored; what is finite stays so in a half."""
     if tl.float16 == KIND:
-        x = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -65504.0), 65504.0), x)
+        x = cut(x, 65504.0)
+    if tl.bfloat16 == KIND:
+        x = cut(x, 3.3895313892515355e38)
     return x.to(KIND)
 
 
@@ -158,8 +167,9 @@ def ema_kernel(
         by = tl.load(divisor_at + k) if HAS_DIVISOR else divisor
         x = tl.where(known, x / by, 0.0)
         here = mean + k * mean_k + rows * width + columns
-        former = tl.load(here, mask=inside, other=0.0)
-        tl.store(here, tl.where(w == 1.0, x, former + w * (x - former)), mask=inside)
+        former = tl.load(here, mask=inside, other=0.0).to(tl.float32)
+        moved = tl.where(w == 1.0, x, former + w * (x - former))
+        tl.store(here, stored(moved, mean.dtype.element_ty), mask=inside)
 
 
 @_jit

@@ -43,8 +43,7 @@ def finish_(
     gate: Gate,
 ) -> None:
     """`fused.finish_`."""
-    dtype = torch.promote_types(D.dtype, torch.float32)
-    update = over(D.to(dtype), scales) * factor
+    update = over(widened(D), scales) * factor
     if momentum is not None:
         buffer = update + mu * momentum
         momentum.copy_(chosen(gate, buffer, momentum))
@@ -62,12 +61,13 @@ def _descend_(W: Tensor, update: Tensor, keep: Tensor | int | float, lr: Tensor 
 
 def ema_(mean: Tensor, new: Tensor, weight: Tensor, divisor: Tensor | int | float) -> None:
     """`fused.ema_`, with mean and new as stacks of matrices."""
-    x = torch.zeros_like(mean)
+    former = widened(mean)
+    x = torch.zeros_like(former)
     divisor = per_group(divisor, new) if isinstance(divisor, Tensor) else divisor
-    x[:, : new.shape[1], : new.shape[2]] = new.to(mean.dtype) / divisor
+    x[:, : new.shape[1], : new.shape[2]] = new.to(former.dtype) / divisor
     w = per_group(weight, mean)
-    moved = torch.where(w == 1, x, mean + w * (x - mean))
-    mean.copy_(torch.where(w == 0, mean, moved))
+    moved = torch.where(w == 1, x, former + w * (x - former))
+    mean.copy_(cut(torch.where(w == 0, former, moved), mean.dtype))
 
 
 def finite_entries(X: Tensor) -> Tensor:
@@ -136,11 +136,16 @@ def unscale(X: Tensor, scales: Sequence[Tensor], out: Tensor) -> None:
 
 
 def cut(X: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is too large for float16 is cut off, where that is the type; NaN and infinity stay."""
-    if dtype != torch.float16:
+    """What is too large for a half is cut off, where that is the type; NaN and infinity stay."""
+    if dtype.itemsize > 2:
         return X
     most = torch.finfo(dtype).max
     return torch.where(torch.isfinite(X), X.clamp(-most, most), X)
+
+
+def widened(X: Tensor) -> Tensor:
+    """As it is computed with: a half in float32."""
+    return X.to(torch.promote_types(X.dtype, torch.float32))
 
 
 def largest_of(X: Tensor, largest: Tensor | None) -> None:
@@ -163,9 +168,10 @@ def dot(X: Tensor, scales: Sequence[Tensor], Y: Tensor) -> Tensor:
 
 def squares_ema_(s: Tensor, R: Tensor, scales: Sequence[Tensor], weight: Tensor, factor: int | float) -> None:
     """`fused_basis.squares_ema_`."""
-    w, x = per_group(weight, s), factor * over(R.to(s.dtype), scales).square()
-    moved = torch.where(w == 1, x, s + w * (x - s))
-    s.copy_(torch.where((w != 0) & torch.isfinite(x), moved, s))
+    former = widened(s)
+    w, x = per_group(weight, s), factor * over(R.to(former.dtype), scales).square()
+    moved = torch.where(w == 1, x, former + w * (x - former))
+    s.copy_(cut(torch.where((w != 0) & torch.isfinite(x), moved, former), s.dtype))
 
 
 def damped(
@@ -175,7 +181,7 @@ def damped(
     added = per_group(constant, s)
     if left is not None and right is not None and s_P is not None and s_Q is not None:
         added = s_P.unsqueeze(-1) * per_group(right, s) + per_group(left, s) * s_Q.unsqueeze(-2) + added
-    return s + added.clamp_min(torch.finfo(s.dtype).tiny)
+    return widened(s) + added.clamp_min(torch.finfo(s.dtype).tiny)
 
 
 def damped_quotient(
@@ -196,7 +202,7 @@ def damped_quotient(
     """`fused_basis.damped_quotient`, and with a weight `fused_basis.averaged_quotient_`."""
     if weight is not None:
         squares_ema_(s, R, scales, weight, factor)
-    R = over(R.to(s.dtype), scales)
+    R = over(R.to(torch.promote_types(s.dtype, torch.float32)), scales)
     Y = R / damped(s, s_P, s_Q, left, right, constant)
     largest_of(Y, largest)
     product_of(Y, R, along)
@@ -213,7 +219,7 @@ def scaled(
     along: Tensor | None,
 ) -> None:
     """`fused_basis.scaled`."""
-    R = over(R.to(torch.promote_types(R.dtype, torch.float32)), scales)
+    R = over(widened(R), scales)
     Y = R if a is None else R * a.unsqueeze(-1)
     Y = Y if b is None else Y * b.unsqueeze(-2)
     largest_of(Y, largest)

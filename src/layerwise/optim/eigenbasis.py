@@ -20,7 +20,7 @@ from layerwise.foundations.linalg.halves import Half
 from layerwise.layers.half_io import half_chunks, was_half
 from layerwise.layers.one_hot import OneHot
 from layerwise.layers.standard import Standard
-from layerwise.optim import stored, symmetric
+from layerwise.optim import scalings, stored, symmetric
 from layerwise.optim.bases import (
     BASIS,
     in_halves,
@@ -166,7 +166,9 @@ class CorrectedEigenvalues(EigenFactors):
 
     def init(self, shape: Shape) -> State:
         """And scalings."""
-        return {**super().init(shape), "s": shape.zeros(shape.outputs, shape.inputs)}
+        by_products = self._newton(1.0, shape)
+        dtype = scalings.kept_dtype(shape, self.scaling, self.scaling_decay) if by_products else shape.dtype
+        return {**super().init(shape), "s": shape.zeros(shape.outputs, shape.inputs, dtype=dtype)}
 
     def factors_wait(self, state: State) -> bool:
         """Steps read eigenvalues of the last refresh."""
@@ -199,27 +201,33 @@ class CorrectedEigenvalues(EigenFactors):
 
         Behind a gate the gradient is known to be finite: there only single squares that overflow are left out.
         """
-        if context.gate is not None and state["s"].dtype == torch.float32:
+        if self._by_passes(state, context):
             squares_ema_(state["s"], R, self._weight(state, context), context.examples)
             return
         assert isinstance(R, Tensor)
         squares = context.examples * R.square()
         good = torch.isfinite(squares.flatten(1).sum(1)).view(-1, 1, 1)
         good = good if context.gate is None else good & context.gate
-        state["s"].copy_(torch.where(good, torch.lerp(squares, state["s"], self.scaling_decay), state["s"]))
+        former = state["s"].to(squares.dtype)
+        state["s"].copy_(torch.where(good, torch.lerp(squares, former, self.scaling_decay), former))
 
     def _weight(self, state: State, context: Context) -> Tensor:
         """Of the new squares behind a gate: none in a step that is left out."""
         assert context.gate is not None
-        return (context.gate.to(state["s"]) * (1 - self.scaling_decay)).expand(len(state["s"]))
+        return (context.gate.to(state["s_P"]) * (1 - self.scaling_decay)).expand(len(state["s"]))
+
+    @staticmethod
+    def _by_passes(state: State, context: Context) -> bool:
+        """Whether steps that nobody waits for are made by the passes of `fused_basis`: not in float64."""
+        return context.gate is not None and scalings.computed_dtype(state) == torch.float32
 
     def _in_one_pass(self, state: State, context: Context) -> bool:
         """Whether running scalings wait for the step that divides by them, which then reads R and s once.
 
         Not where what damping adds depends on the new scalings, nor for a member with a step of its own.
         """
-        apart = context.gate is None or state["s"].dtype != torch.float32
-        return not apart and not (self.split == "exact" and context.relative) and self._own_step
+        waits_for_all = self.split == "exact" and context.relative
+        return self._by_passes(state, context) and not waits_for_all and self._own_step
 
     @property
     def _own_step(self) -> bool:
@@ -253,7 +261,7 @@ class CorrectedEigenvalues(EigenFactors):
 
     def _squares_of_layer(self, state: State, groups: slice, calls: list[Recorded], context: Context) -> Tensor:
         """Of one layer, summed over its backwards; in half precision where a GPU's layer computed in it."""
-        s, total = state["s"][groups], None
+        s, total, dtype = state["s"][groups], None, scalings.computed_dtype(state)
         half = self._by_halves(s.device, calls)
         basis = self._own_basis(state, groups, None if half else context.shape) if calls else {}
         if half:
@@ -264,9 +272,9 @@ class CorrectedEigenvalues(EigenFactors):
                 found = (
                     chunk.rotated_squared_sum(basis.get("U_Q"), basis["U_P"]) if half else self._squares(basis, chunk)
                 )
-                squares = factor**2 * found.to(s)
+                squares = factor**2 * found.to(dtype)
                 total = squares if total is None else total.add_(squares)
-        return torch.zeros_like(s) if total is None else total.contiguous()
+        return torch.zeros_like(s, dtype=dtype) if total is None else total.contiguous()
 
     def _by_halves(self, device: torch.device, calls: list[Recorded]) -> bool:
         """Not with a basis on channels, which has products of its own."""
@@ -328,7 +336,7 @@ class CorrectedEigenvalues(EigenFactors):
         s, s_P, s_Q, damping = state["s"], state["s_P"], state["s_Q"], context.damping
         O, I = s.shape[-2:] if context.shape is None else (context.shape.own_outputs, context.shape.own_inputs)
         if self.split == "exact" and context.relative:
-            mean = s.sum((-2, -1)) / (O * I)
+            mean = s.sum((-2, -1), dtype=s_P.dtype) / (O * I)
             return None, None, torch.where(mean > 0, damping * mean, 1.0)
         if self.split == "exact":
             return None, None, torch.full_like(s_P[:, 0], damping)

@@ -22,7 +22,7 @@ class EKFAC(Layerwise):
         momentum: of the preconditioned direction.
         weight_decay: decoupled.
         scaling: "batch" or "running".
-        scaling_decay: ρ of the running scalings.
+        scaling_decay: ρ of the running scalings; beyond 0.8 a GPU keeps them in float32, else in bfloat16.
         damping_split: "trace" or "equal" (factored: ``s + λ + √λ(π s_P + s_Q/π)``), or "exact" (``s + λ``).
         sua: convolutions take activations at different kernel offsets to be uncorrelated: U_Q is a basis of the
             channels, alike at each offset, the bias a block of its own; s keeps a number for every weight. Cheaper;

@@ -85,7 +85,7 @@ def _ahead(stack: Stack, share: Share, refreshes: Refreshes, step: int) -> Fores
 def _portable(stack: Stack, ahead: Foreseen, groups: slice) -> State:
     """Of one layer, without padding."""
     kept = {SCALINGS: ahead.scalings} | {saved: ahead.eigenvalues[name] for saved, name in EIGENVALUES.items()}
-    found = {name: stored.own(name, X[groups], stack.shape).clone() for name, X in kept.items()}
+    found = {name: stored.widened(stored.own(name, X[groups], stack.shape)).clone() for name, X in kept.items()}
     return found | {TURN: torch.full((groups.stop - groups.start,), ahead.step)}
 
 

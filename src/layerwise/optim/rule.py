@@ -62,9 +62,9 @@ class Shape:
         """c: ``I = c · taps``, and one more for a bias."""
         return (self.own_inputs - self.bias) // self.taps
 
-    def zeros(self, *axes: int) -> Tensor:
-        """``[K, *axes]`` of zeros."""
-        return torch.zeros(self.groups, *axes, dtype=self.dtype, device=self.device)
+    def zeros(self, *axes: int, dtype: torch.dtype | None = None) -> Tensor:
+        """``[K, *axes]`` of zeros; of the stack's own type if none is given."""
+        return torch.zeros(self.groups, *axes, dtype=dtype or self.dtype, device=self.device)
 
     def eye(self, size: int) -> Tensor:
         """K identities."""

@@ -3,7 +3,8 @@
 A matrix that is kept as a pair has the state ``name`` ``[K, 2, n, n]`` (hi, lo) and beside it ``name_scale`` ``[K]``.
 That of a basis (``U_P``, ``U_Q``) is always the same, see `orthogonal`: products with it rely on that. Inverses may be
 packed, ``[K, 2, T, 16, 16]`` (`packed_halves`), and are then unpacked whenever they are asked for; factors may be, see
-`symmetric`. What is saved is float32 without padding, so that a checkpoint does not depend on the device.
+`symmetric`; scalings may be bfloat16, see `scalings`. What is saved is float32 without padding, so that a checkpoint
+does not depend on the device.
 """
 
 import re
@@ -73,7 +74,12 @@ def value(state: State, name: str, groups: slice = ALL) -> Tensor:
     found = matrix(state, name, groups)
     if isinstance(found, Half):
         return found.hi.float() / found.scale[:, None, None]
-    return found.value() if isinstance(found, HalfPair) else symmetric.whole(found)
+    return found.value() if isinstance(found, HalfPair) else widened(symmetric.whole(found))
+
+
+def widened(X: Tensor) -> Tensor:
+    """Scalings in float32 where they are kept in bfloat16; all else as it is."""
+    return X.float() if X.dtype == torch.bfloat16 else X
 
 
 def rough(state: State, name: str) -> tuple[Tensor, Tensor]:

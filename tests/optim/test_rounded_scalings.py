@@ -1,0 +1,279 @@
+"""EKFAC's scalings in bfloat16: when they are kept so, how precise steps are, and what is saved. On a CPU by force."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from optim_tools import flat
+from test_padding import made, tensors, train
+from torch import Tensor
+
+import layerwise as lw
+from layerwise.foundations.fused_unscaled import unscaled
+from layerwise.optim import eigenbasis, scalings, stack, stored
+from layerwise.optim.eigenbasis import CorrectedEigenvalues
+from layerwise.optim.engine import Layerwise
+from layerwise.optim.rotated_adam import RotatedAdam
+from layerwise.optim.rule import Context, Health, Shape, State
+from layerwise.optim.spread import WAITING
+
+pytestmark = pytest.mark.usefixtures("untyped")
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+CPU, BOTH = torch.device("cpu"), slice(0, 2)
+LIMIT, DAMPING, EXAMPLES, EVERY = 1e-2, 1e-3, 8, 4
+OPEN, SHUT = torch.tensor(True), torch.tensor(False)
+
+
+@pytest.fixture(autouse=True)
+def _rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the kernels run."""
+    monkeypatch.setattr(scalings, "available", lambda device: True)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# --- when ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({}, torch.bfloat16),
+        ({"scaling": "batch", "scaling_decay": 0.999}, torch.bfloat16),  # which has no average
+        ({"scaling": "running"}, torch.bfloat16),
+        ({"scaling": "running", "scaling_decay": 0.8}, torch.bfloat16),
+        ({"scaling": "running", "scaling_decay": 0.9}, torch.float32),
+        ({"scaling": "none"}, torch.float32),
+        ({"sua": True}, torch.float32),
+    ],
+)
+def test_when_scalings_are_rounded(options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    rule, shape = CorrectedEigenvalues(**options), Shape(2, 3, 4, torch.float32, CPU)
+    assert rule.init(shape)["s"].dtype == torch.float32  # by eigh
+    rule.use_solver("newton")
+    state = rule.init(shape)
+    assert state["s"].dtype == dtype
+    assert {X.dtype for name, X in state.items() if name != "s"} <= {torch.float32, torch.float16}
+    assert rule.init(Shape(2, 3, 4, torch.float64, CPU))["s"].dtype == torch.float64
+    monkeypatch.undo()
+    assert rule.init(shape)["s"].dtype == torch.float32
+
+
+def test_moments_of_soap_are_not_rounded():
+    rule = RotatedAdam()
+    rule.use_solver("newton")
+    assert rule.init(Shape(2, 3, 4, torch.float32, CPU))["V"].dtype == torch.float32
+
+
+# --- precision -------------------------------------------------------------------------------------------------
+
+
+def factor(n: int, seed: int) -> tuple[Tensor, Tensor]:
+    """A factor of condition 1e6 with its root."""
+    U, values = torch.linalg.qr(randn(2, n, n, seed=seed))[0], torch.logspace(0, -6, n, dtype=torch.float64)
+    return (U * values) @ U.mT, (U * values.sqrt()) @ U.mT
+
+
+def rule_and_state(device: str, **options: Any) -> tuple[CorrectedEigenvalues, State, Shape, tuple[Tensor, Tensor]]:
+    """A rule with a fresh basis, and the roots of its factors."""
+    rule, shape = CorrectedEigenvalues(**options), Shape(2, 48, 64, torch.float32, torch.device(device))
+    rule.use_solver("newton")
+    state = rule.init(shape)
+    (P, left), (Q, right) = factor(48, 1), factor(64, 2)
+    state["P"].copy_(P)
+    state["Q"].copy_(Q)
+    rule.refresh(state, BOTH, context_of(shape, 100), Health())
+    return rule, state, shape, (left, right)
+
+
+def context_of(shape: Shape, step: int, G: Tensor | None = None, gate: Tensor | None = None, **options: Any) -> Context:
+    largest = None if G is None else G.abs().amax((1, 2))
+    options = {"shape": shape, "gate": gate, "gradient": G, "largest": largest, "examples": EXAMPLES} | options
+    return Context(step, 0.0, DAMPING, True, {}, **options)
+
+
+def damped(split: str, s: Tensor, state: State) -> Tensor:
+    """In float64."""
+    if split == "exact":
+        return s + DAMPING * s.mean((-2, -1), keepdim=True)
+    s_P, s_Q = state["s_P"].double().cpu().unsqueeze(-1), state["s_Q"].double().cpu().unsqueeze(-2)
+    left, right = (DAMPING**0.5 * values.mean((-2, -1), keepdim=True) for values in (s_P, s_Q))
+    return s + left * s_Q + s_P * right + left * right
+
+
+def errors(device: str, gate: Tensor | None, same: bool, steps: int, **options: Any) -> Iterator[float]:
+    """Of the directions of one step after another, beside the rule in float64 in the same basis.
+
+    Gradients are like those of the factors' own distribution, new at every step or always the same.
+    """
+    rule, state, shape, (left, right) = rule_and_state(device, scaling="running", **options)
+    U, V = (stored.value(state, f"U_{side}").double().cpu() for side in ("P", "Q"))
+    s, memory = state["s_P"].double().cpu().unsqueeze(-1) * state["s_Q"].double().cpu().unsqueeze(-2), {}
+    gate = None if gate is None else gate.to(device)
+    for step in range(steps):
+        G = (left @ randn(2, 48, 64, seed=10 + (0 if same else step)) @ right / EXAMPLES**0.5).float().to(device)
+        context = context_of(shape, 101 + step, G, gate, memory=memory)
+        rule.rescale(state, None, G, context)
+        D = unscaled(rule.scaled_direction(state, G, context, Health(gate=gate))).double().cpu()
+        R = U.mT @ G.double().cpu() @ V
+        s = s.lerp(EXAMPLES * R.square(), 1 - rule.scaling_decay)
+        expected = U @ (R / damped(rule.split, s, state)) @ V.mT
+        yield float(((D - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)).max())
+    assert state["s"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("split", ["exact", "trace"])
+@pytest.mark.parametrize("gate", [None, OPEN], ids=["waits", "gated"])
+def test_directions_are_precise(gate: Tensor | None, split: str, device: str):
+    assert max(errors(device, gate, False, 20, split=split)) < LIMIT / 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("decay", [0.75, scalings.MOST_DECAY])
+def test_an_average_does_not_come_to_rest_far_from_what_it_averages(decay: float, device: str):
+    """The same gradient at every step: what is new shrinks, and is soon less than the last bit."""
+    assert max(errors(device, OPEN, True, 60, scaling_decay=decay)) < LIMIT
+
+
+def test_a_longer_average_would(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scalings, "MOST_DECAY", 1.0)
+    assert max(errors("cpu", OPEN, True, 60, scaling_decay=0.95)) > LIMIT
+
+
+def test_sums_over_rounded_scalings_are_not_rounded():
+    """What damping adds, the quadratic model and the health report: as of the same scalings in float32."""
+    rule, state, shape, _ = rule_and_state("cpu", split="exact")
+    wide, D, context = {**state, "s": state["s"].float()}, randn(2, 48, 64).float(), context_of(shape, 101)
+    assert rule._weight(state, context_of(shape, 101, gate=OPEN)).dtype == torch.float32
+    for found, expected in zip(rule._added(state, context), rule._added(wide, context), strict=True):
+        assert found is expected or torch.equal(found, expected)  # type: ignore[arg-type]
+    assert torch.equal(rule.quadratic(state, D), rule.quadratic(wide, D))  # type: ignore[arg-type]
+    for found, expected in zip(
+        rule.conditions(state, context) or (), rule.conditions(wide, context) or (), strict=True
+    ):
+        assert torch.equal(found, expected)
+    assert torch.equal(rule.direction(state, D, context, Health()), rule.direction(wide, D, context, Health()))
+
+
+def test_what_is_left_out_leaves_the_bits():
+    """A step whose gate is shut, and where the host is asked a group that is not finite."""
+    for gate in (SHUT, None):
+        rule, state, shape, _ = rule_and_state("cpu", scaling="running", split="trace")
+        G, before = randn(2, 48, 64).float(), state["s"].clone()
+        G[1, 3, 5] = torch.nan
+        context = context_of(shape, 101, G, gate)
+        rule.rescale(state, None, G, context)
+        rule.scaled_direction(state, G, context, Health(gate=gate))
+        assert torch.equal(state["s"][1], before[1])
+        assert torch.equal(state["s"][0], before[0]) == (gate is SHUT)
+
+
+# --- in training -------------------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "running": {"scaling": "running"},
+    "batch": {},
+    "in turn": {"factor_every": EVERY, "examples_over": EVERY},
+}
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded, and nobody waits."""
+    monkeypatch.setattr(stack, "PAD_TO", {"cpu": 16})
+    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: False))
+
+
+def begun(name: str) -> tuple[Any, Layerwise]:
+    model = made("words")
+    options = {"lr": 0.005, "solver": "newton", "refresh_every": EVERY} | OPTIONS[name]
+    return model, lw.optim.EKFAC(model, **options)
+
+
+def scalings_of(opt: Layerwise) -> list[Tensor]:
+    return [stack.state["s"] for stack in opt._stacks or () if "s" in stack.state]
+
+
+@pytest.mark.parametrize("name", ["running", "batch"])
+@pytest.mark.parametrize("waits", [False, True])
+def test_they_are_those_of_float32_rounded(name: str, waits: bool, monkeypatch: pytest.MonkeyPatch):
+    """At the first step, where both have seen the same: rounded once, after all examples have been added up.
+
+    Running ones are rounded twice, when a refresh begins them and with the first gradient.
+    """
+    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: waits))
+    found, sums, average = [], set(), eigenbasis.ema_
+
+    def noting(mean: Tensor, new: Tensor, *rest: Any) -> Tensor:
+        sums.add(new.dtype)
+        return average(mean, new, *rest)
+
+    monkeypatch.setattr(eigenbasis, "ema_", noting)
+    for on in (True, False):
+        monkeypatch.setattr(scalings, "available", lambda device, on=on: on)
+        model, opt = begun(name)
+        train("words", opt, model, 0, 1)
+        found.append(scalings_of(opt))
+    for rounded, plain in zip(*found, strict=True):
+        assert (rounded.dtype, plain.dtype) == (torch.bfloat16, torch.float32)
+        assert plain.any()
+        if name == "batch":
+            assert sums == {torch.float32}
+            assert torch.equal(rounded, plain.bfloat16())
+        else:
+            torch.testing.assert_close(rounded.float(), plain, rtol=2.0**-7, atol=0.0)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_resumed_run_takes_the_same_steps(name: str):
+    """Bit for bit, also where examples wait for their turn."""
+    model, opt = begun(name)
+    train("words", opt, model, 0, EVERY + 1)
+    assert all(s.dtype == torch.bfloat16 for s in scalings_of(opt))
+    assert any(stack.memory.get(WAITING) for stack in opt._stacks or ()) == (name == "in turn")
+    saved = copy.deepcopy(opt.state_dict())
+    other_model, other = begun(name)
+    other_model.load_state_dict(model.state_dict())
+    other.load_state_dict(saved)
+    for each, its in ((opt, model), (other, other_model)):
+        train("words", each, its, EVERY + 1, 3 * EVERY)
+    assert torch.equal(flat(model), flat(other_model))
+    assert all(torch.equal(x, y) for x, y in zip(scalings_of(opt), scalings_of(other), strict=True))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_checkpoints_do_not_tell(name: str, monkeypatch: pytest.MonkeyPatch):
+    """They hold float32: from bfloat16 to float32 and back nothing is lost, the other way each is rounded once."""
+    model, opt = begun(name)
+    train("words", opt, model, 0, EVERY + 2)
+    saved = {key: X for key, X in tensors(opt).items() if key.endswith((".s", ".s_due"))}
+    assert any(key.endswith(".s_due") for key in saved) == (name == "in turn")
+    assert {X.dtype for X in saved.values()} == {torch.float32}
+
+    def passed_on(state: dict[str, Any], on: bool) -> Layerwise:
+        monkeypatch.setattr(scalings, "available", lambda device: on)
+        other = begun(name)[1]
+        other.load_state_dict(copy.deepcopy(state))
+        other._stacks = other._build()
+        assert {s.dtype for s in scalings_of(other)} == {torch.bfloat16 if on else torch.float32}
+        return other
+
+    plain = passed_on(opt.state_dict(), on=False)
+    back = passed_on(plain.state_dict(), on=True)
+    for other in (plain, back):
+        found = tensors(other)
+        assert all(torch.equal(found[key], X) for key, X in saved.items())
+    state = copy.deepcopy(opt.state_dict())
+    for of_param in state["state"].values():
+        for of_layer in of_param.values():
+            for key in {"s", "s_due"} & set(of_layer):
+                of_layer[key] *= 1.001
+    found = tensors(passed_on(state, on=True))
+    assert all(torch.equal(found[key], (1.001 * X).bfloat16().float()) for key, X in saved.items())
