@@ -290,7 +290,10 @@ def test_one_pass_is_both(gate: Tensor, monkeypatch: pytest.MonkeyPatch):
 
 MEMBERS: dict[str, Any] = {
     "SOAP": lambda m: lw.optim.SOAP(m, lr=0.003, refresh_every=1, solver="newton", weight_decay=0.1),
-    "SOAP with momentum": lambda m: lw.optim.SOAP(m, lr=0.003, refresh_every=1, solver="newton", momentum=0.9),
+    # eps: entries that are rounding alone are steps of ±lr without it, other ones with other numbers of threads
+    "SOAP with momentum": lambda m: lw.optim.SOAP(
+        m, lr=0.003, refresh_every=1, solver="newton", momentum=0.9, eps=1e-5
+    ),
     "EKFAC": lambda m: lw.optim.EKFAC(m, lr=0.003, refresh_every=1, solver="newton", scaling="running"),
     "EKFAC, a norm": lambda m: lw.optim.EKFAC(m, lr=0.01, refresh_every=1, solver="newton", clip=("norm", 0.5)),
     "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.003, refresh_every=1, solver="newton"),
