@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.foundations.errors import InputError
-from layerwise.optim import factors
+from layerwise.optim import factors, spread
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.foreseen import Foreseen
@@ -122,6 +122,31 @@ def test_a_state_that_is_saved_in_between(monkeypatch: pytest.MonkeyPatch):
     for each in (run, other):
         each.steps(4)
     assert torch.equal(flat(run.model), flat(other.model))
+
+
+def test_examples_that_somebody_writes_over_are_neither_saved_nor_looked_at(monkeypatch: pytest.MonkeyPatch):
+    run = Run(monkeypatch)
+    run.steps(EVERY + 1)
+    stack = next(stack for stack in run.stacks if stack.memory.get(WAITING))
+    share, before = stack.memory[WAITING][0], stack.state["s"].clone()
+    share.seen.recorded[0][0].io.calls[0].dy.mul_(100)
+    saved = {name: kept for of in run.opt.state_dict()["state"].values() for name, kept in of.items()}
+    for spec, groups in stack.slices():
+        if groups.start >= share.groups.start and groups.stop <= share.groups.stop:
+            assert "s_due" not in saved[spec.name]
+    share.look(stack)
+    assert torch.equal(stack.state["s"], before)
+
+
+def test_examples_of_layers_that_are_no_longer_trained_are_let_go(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(spread, "LATE", 3)
+    run = Run(monkeypatch)
+    run.steps(EVERY + 1)
+    assert run.waiting()
+    context = replace(run.noted[id(run.stacks[0])][1], step=run.taken + 20)
+    for stack in run.stacks:
+        run.opt._descent.spread.run(stack, None, context, [False] * stack.groups)
+    assert not run.waiting()
 
 
 def resumed(run: Run, patch: pytest.MonkeyPatch, **options: Any) -> Run:

@@ -127,10 +127,30 @@ def test_a_report_changes_nothing():
     assert_same(found.steps(5), expected.steps(5))
 
 
-@pytest.mark.parametrize("steps", [(5, 1, 5), (4, 1, 6)])  # without a gradient after the batch, and at its step
-def test_layers_without_a_gradient(steps: tuple[int, int, int]):
-    runs = [Run(over).steps(steps[0]).steps(steps[1], without="blocks.1").steps(steps[2]) for over in (4, 1)]
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("before", [4, 5, 6, 7])  # at the step of a batch, and after it
+def test_layers_without_a_gradient(before: int, waits: bool, monkeypatch: pytest.MonkeyPatch):
+    """Beside others in their turn."""
+    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: waits))
+    runs = [Run(over, record=False).steps(before).steps(1, without="blocks.1").steps(10 - before) for over in (4, 1)]
     assert_same(*runs)
+
+
+def test_rows_of_layers_that_are_dropped_are_let_go():
+    run = Run(4).steps(5)
+    assert run.waiting() > 0
+    run.opt.factor_every = 1000  # no batch comes
+    run.steps(4, without="blocks")
+    assert run.waiting() == 0
+
+
+def test_rows_of_a_side_without_a_factor_do_not_wait():
+    run = Run(4, max_factor=24).steps(5)  # of the head's 32 outputs
+    shares = [share for stack in run.opt._stacks or [] for share in stack.memory.get(AWAITED, [])]
+    heads = [share for share in shares if share.seen.outgrads is None]
+    assert len(heads) == 1
+    assert heads[0].seen.inputs is not None
+    assert_same(run.steps(5), Run(1, max_factor=24).steps(10))
 
 
 def test_rows_are_let_go_after_their_turn():
@@ -157,6 +177,9 @@ def test_rows_that_somebody_writes_over_are_left_out_and_counted():
     assert run.opt.health().skipped_statistics == len(share.seen.known)
     groups = share.turn.groups
     torch.testing.assert_close(head.state["Q"][groups], before[groups], rtol=0, atol=0)
+    run.steps(4)
+    assert not head.memory.get(AWAITED)  # from then on at once
+    assert not torch.equal(head.state["Q"][groups], before[groups])
 
 
 def test_who_does_not_wait():

@@ -1,12 +1,15 @@
 """Turns: everyone once in every round, rounds alike, the same for the same stacks."""
 
+import statistics
 from itertools import accumulate, pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerwise.optim.turns import LAUNCHES, MORE_ROUNDS, Turn, Work, balanced, one_by_one
+from layerwise.optim.rule import Shape
+from layerwise.optim.turns import LAUNCHES, MORE_ROUNDS, Turn, Work, balanced, decomposition_cost, one_by_one
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=12)
 """Groups of each layer of a stack."""
@@ -53,34 +56,42 @@ def test_steps_are_alike(stacks: list[tuple[list[int], float]], every: int):
 
 def transformer(width: int = 768, labels: bool = False) -> list[Work]:
     """Attention, its projection and two layers behind it, with biases, twelve of each."""
-    single, d = [slice(k, k + 1) for k in range(12)], width
-    sizes = ((3 * d, d + 1), (d, d + 1), (4 * d, d + 1), (d, 4 * d + 1))
-    return [Work(single, float(O**3 + I**3), MORE_ROUNDS * labels * O**3) for O, I in sizes]
+    single, d, found = [slice(k, k + 1) for k in range(12)], width, []
+    for O, I in ((3 * d, d + 16), (d, d + 16), (4 * d, d + 16), (d, 4 * d + 16)):
+        shape = Shape(12, O, I, torch.float32, torch.device("cpu"))
+        hard = MORE_ROUNDS * decomposition_cost(shape, left=True, right=False) if labels else 0.0
+        found.append(Work(single, decomposition_cost(shape, left=True, right=True), hard))
+    return found
+
+
+def unevenness(turns: list[list[Turn]], costs: list[float], stacks: list[Work]) -> float:
+    """Slowest over median step, where all else of a step takes twice what a refresh does."""
+    base = 2 * sum(stack.total for stack in stacks) / 10
+    steps = [base + load for load in loads(turns, costs, 10)]
+    return max(steps) / statistics.median(steps)
 
 
 def test_a_transformer_of_twelve_layers():
-    """No step has more than 1.05 shares."""
     stacks = transformer()
     turns = balanced(stacks, 10, LAUNCHES)
-    found = loads(turns, [stack.cost for stack in stacks], 10)
-    assert max(found) <= 1.05 * sum(found) / 10
+    assert unevenness(turns, [stack.cost for stack in stacks], stacks) <= 1.1
     assert sum(len(of_stack) for of_stack in turns) <= 12  # not 48 layers
 
 
 def test_the_factors_of_one_kind_of_layer_may_take_three_rounds():
-    """Those of queries, keys and values do. All in two steps of ten, these would have twice an equal share."""
+    """Those of queries, keys and values do. All in two steps of ten, these would take 1.5 times as long as others."""
     stacks = transformer(labels=True)
-    turns = balanced(stacks, 10, LAUNCHES)
-    found = loads(turns, [stack.cost + (stack.more if number == 0 else 0) for number, stack in enumerate(stacks)], 10)
-    assert max(found) <= 1.2 * sum(found) / 10
+    hard = [stack.cost + (stack.more if number == 0 else 0) for number, stack in enumerate(stacks)]
+    turns, other = balanced(stacks, 10, LAUNCHES), balanced(transformer(), 10, LAUNCHES)
+    assert unevenness(turns, hard, stacks) <= 1.2
+    assert unevenness(turns, [stack.cost for stack in stacks], stacks) <= 1.2
+    assert unevenness(other, hard, stacks) > 1.4
     assert sum(len(of_stack) for of_stack in turns) <= 20
-    expected = loads(turns, [stack.cost for stack in stacks], 10)
-    assert max(expected) <= 1.2 * sum(expected) / 10
 
 
 def test_small_layers_stay_in_few_batches():
     """Where launches are what a batch costs."""
-    assert sum(len(of_stack) for of_stack in balanced(transformer(96, labels=True), 10, LAUNCHES)) <= 4
+    assert sum(len(of_stack) for of_stack in balanced(transformer(96, labels=True), 10, LAUNCHES)) <= 6
 
 
 @settings(max_examples=30, deadline=None)
@@ -99,7 +110,7 @@ def test_one_step_a_round_takes_all():
 
 
 def test_what_costs_nothing_still_has_its_turn():
-    assert balanced([Work([slice(0, 2), slice(2, 3)], 0.0)], 4) == [[Turn(slice(0, 3), 0)]]
+    assert balanced([Work([slice(0, 2), slice(2, 3)], 0.0)], 4) == [[Turn(slice(0, 3), 3)]]
 
 
 def test_no_stacks():

@@ -49,7 +49,7 @@ class Event:
     live: bool = True
     """Whether a gradient may come."""
     lent: bool = False
-    """Whether x was made outside the graph, by the user."""
+    """Whether somebody may write over x: see `_lent`."""
     waiting: int = 0
     """Layers that still need the gradient."""
     grad: Tensor | None = field(default=None, repr=False)
@@ -66,6 +66,10 @@ class Event:
 
 _PATCHES: "weakref.WeakKeyDictionary[nn.Module, dict[int, Callable[..., None]]]" = weakref.WeakKeyDictionary()
 """Modules whose forward is their rule's own at present, with what each open tape records by."""
+
+
+GRAPHED = ("GraphedBackward", "CompiledFunctionBackward")
+"""What makes outputs of `torch.cuda.make_graphed_callables`, and of compiled functions, which may be graphs."""
 
 
 def _unpatch(module: nn.Module, tape: "Tape") -> None:
@@ -230,7 +234,7 @@ class Tape:
         live = out.requires_grad
         edge = get_gradient_edge(out) if live and not self.listens else None
         raw, order = x.detach(), len(self.events)
-        lent = (x if x._base is None else x._base).is_leaf  # one that has a gradient of its own, too
+        lent = _lent(x if x._base is None else x._base)
         event = Event(site, len(before), order, raw, raw._version, edge, out.shape, out.dtype, live, lent)
         self.events.append(event)
         before.append(event)
@@ -416,6 +420,11 @@ class Tape:
                         "replace the in-place operation (x += y, relu_(x), …) by one that makes a new tensor",
                     )
                 )
+
+
+def _lent(x: Tensor) -> bool:
+    """Whether x is the user's own (one that has a gradient of its own, too), or of a CUDA graph that is replayed."""
+    return x.is_leaf or (x.grad_fn is not None and x.grad_fn.name() in GRAPHED)
 
 
 def _notify(tape: "weakref.ref[Tape]", event: "weakref.ref[Event]") -> Callable[[Tensor], None]:

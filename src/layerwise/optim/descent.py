@@ -137,19 +137,25 @@ class Descent:
                 remember(stack, stack.by_group(part.active))
             if rule is self.rule:
                 part.observed = self.collector.observation(stack, seen, self.refreshes.processes)
-            if part.observed is not None:
-                take_all_in(stack, self.health)
+            self._take_waiting(part)
             part.before = None if all(part.active) else {k: v.clone() for k, v in stack.state.items()}
             if part.observed is not None:
                 self.statistics.take(stack, part.observed, context, self.health, whole=part.before is None)
+                take_due(stack, context.step, self.refreshes.is_due, self.health)
                 remember(stack, part.observed.known)
             if by_gradient:
                 self.learn_gradient(part)
             if rule.refreshes:
-                take_due(stack, context.step, part.active, self.refreshes.is_due, self.health)
                 self.refreshes.run(stack, context, waits)
             if rule.keeps_recorded:
                 part.observed = self.spread.run(stack, part.observed, context, stack.by_group(part.active))
+
+    def _take_waiting(self, part: Part) -> None:
+        """Statistics of an earlier batch: no part of this step, so that layers without a gradient keep them too."""
+        if part.observed is not None:
+            take_all_in(part.stack, self.health)
+        else:
+            take_due(part.stack, part.context.step, self.refreshes.is_due, self.health)
 
     def learn_gradient(self, part: Part) -> None:
         """The gradient's own statistics, where this step takes some."""

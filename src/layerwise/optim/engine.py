@@ -76,6 +76,7 @@ class Layerwise(Saving):
         statistics_over: steps over which a batch's statistics are taken in, at most `factor_every`: each layer's before
             its next decomposition, with the same result, so that no step is slow; rows are kept until then. 1: at once.
             None: on a GPU as many as there are between statistics, where labels are drawn or rows kept anyway; else 1.
+            Where CUDA graphs of your own write over activations or gradients (`torch.cuda.make_graphed_callables`), 1.
         estimator: "empirical" (the loss's own gradients), "sampled" or "exact" (labels of the model; need
             `likelihood`).
         likelihood: "categorical", "gaussian", "bernoulli" or an object of `lw.likelihoods`.

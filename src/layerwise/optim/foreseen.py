@@ -53,6 +53,8 @@ def foreseen(stack: Stack, refreshes: Refreshes, step: int) -> dict[str, State]:
     """After a step: what is saved of layers whose examples wait, by name."""
     found: dict[str, State] = {}
     for share in stack.memory.get(WAITING, []):
+        if isinstance(share, Share) and not share.intact:
+            continue
         ahead = share if isinstance(share, Foreseen) else _ahead(stack, share, refreshes, step)
         start = share.groups.start
         for spec, groups in stack.slices():

@@ -165,7 +165,7 @@ class Health:
     skipped_steps: int = 0
     """Steps left out because a gradient was not finite."""
     skipped_statistics: int = 0
-    """Observations left out because they were not finite."""
+    """Observations left out because they were not finite, or written over while they waited (`statistics`)."""
     refreshes: int = 0
     fallbacks: int = 0
     """Decompositions that failed and kept the last good one."""

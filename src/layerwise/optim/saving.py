@@ -95,6 +95,8 @@ class Saving(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         layers = [of_layer for of_param in state_dict["state"].values() for of_layer in of_param.items()]
         self._loaded = {name: {k: t.clone() for k, t in saved.items()} for name, saved in layers}
+        for stack in self._stacks or []:
+            stack.memory.clear()  # rows and examples of the run that is left
         self._stacks = None
         self._collector.forget()
         engine = state_dict["engine"]

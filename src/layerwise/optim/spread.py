@@ -19,6 +19,8 @@ from layerwise.optim.stack import Stack
 
 WAITING = "examples"
 """Where a stack's memory has the shares that are not looked at yet."""
+LATE = 100
+"""Steps after which examples of layers that are no longer trained are let go."""
 
 
 class Waiting(Protocol):
@@ -49,13 +51,18 @@ class Share:
 
     def look(self, stack: Stack) -> None:
         """In the present basis, whenever the batch was; not, if somebody has written over its tensors since."""
-        if self._versions() != self.versions:
+        if not self.intact:
             return
         state: dict[str, Tensor] = {name: X[self.groups] for name, X in stack.state.items()}
         stack.rule.look_at_examples(state, self.seen, self.context)
 
+    @property
+    def intact(self) -> bool:
+        """Whether nobody has written over its tensors, as far as torch knows."""
+        return self._versions() == self.versions
+
     def _versions(self) -> list[int]:
-        """How often inputs and output gradients have been written to, as far as torch knows."""
+        """How often inputs and output gradients have been written to."""
         calls = [call for layer in self.seen.recorded for recorded in layer for call in recorded.io.calls]
         return [X._version for call in calls for X in (call.x, call.dy) if X is not None]
 
@@ -86,7 +93,7 @@ class Spread:
         """Look at examples whose turn it is, after those of a new batch have got theirs; returns what the step is to
         look at itself.
 
-        Layers that are not active keep their state at this step, so that theirs wait for another.
+        Layers that are not active keep their state at this step, so that theirs wait for another, `LATE` at most.
         """
         if seen is not None:
             finish(stack)
@@ -96,7 +103,9 @@ class Spread:
         waiting: list[Waiting] = stack.memory.get(WAITING, [])
         if waiting:
             due = [share.step <= context.step and all(active[share.groups]) for share in waiting]
-            stack.memory[WAITING] = [share for share, now in zip(waiting, due, strict=True) if not now]
+            stack.memory[WAITING] = [
+                share for share, now in zip(waiting, due, strict=True) if not now and context.step < share.step + LATE
+            ]
             for share, now in zip(waiting, due, strict=True):
                 if now:
                     share.look(stack)

@@ -7,7 +7,7 @@ alike; the price is the memory of the rows. Whatever else looks at factors (a ch
 before.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,11 +20,11 @@ from layerwise.optim.rule import Context, Health, Observation
 from layerwise.optim.stack import Stack
 from layerwise.optim.turns import Turn
 
-AWAITED = "statistics"
-"""Where a stack's memory has the shares that are not taken in yet."""
+AWAITED, WRITTEN_OVER = "statistics", "rows written over"
+"""Where a stack's memory has the shares that are not taken in yet; and that some could not be."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowsShare:
     """Some layers of a stack, with their rows of a batch."""
 
@@ -45,14 +45,19 @@ class RowsShare:
         return cls(turn, step, part, decay, gate, _versions(part))
 
     def take_in(self, stack: Stack, health: Health) -> None:
-        """As at the step of the batch; not, and counted, if somebody has written over the rows since."""
+        """As at the step of the batch. Not, and counted, if somebody has written over the rows since: those of such a
+        stack no longer wait.
+        """
         if _versions(self.seen) != self.versions:
             health.skipped_statistics += len(self.seen.known)
+            stack.memory[WRITTEN_OVER] = True
             return
         state = {name: X[self.turn.groups] for name, X in stack.state.items()}
         present, health.gate = health.gate, self.gate
-        stack.rule.observe(state, self.seen, self.decay, health)
-        health.gate = present
+        try:
+            stack.rule.observe(state, self.seen, self.decay, health)
+        finally:
+            health.gate = present
 
 
 @dataclass(frozen=True)
@@ -79,30 +84,23 @@ class Statistics:
             stack.rule.observe(stack.state, seen, decay, health)
             return
         gate = None if context.gate is None else context.gate.clone()  # a recorded step writes over it
+        seen = replace(  # rows of a side that is too large for a factor are of no use to anybody
+            seen,
+            inputs=seen.inputs if "Q" in stack.state else None,
+            outgrads=seen.outgrads if "P" in stack.state else None,
+        )
         stack.memory[AWAITED] = [
             RowsShare.of(turn, context.step + turn.slot % self.over, seen, decay, gate)
             for turn in stack.memory["turns"]
         ]
 
 
-def take_due(
-    stack: Stack, step: int, active: Sequence[bool], refreshed: Callable[[int, int], bool], health: Health
-) -> None:
-    """Shares whose turn it is, and those of layers that this step refreshes (`refreshed`, by step and slot).
-
-    Layers that are not active keep their state at this step, so that theirs wait for another.
-    """
+def take_due(stack: Stack, step: int, refreshed: Callable[[int, int], bool], health: Health) -> None:
+    """Shares whose turn it is, and those of layers that this step refreshes (`refreshed`, by step and slot)."""
     waiting: list[RowsShare] = stack.memory.get(AWAITED, [])
-    if not waiting:
-        return
-    by_group, later = stack.by_group(active), []
-    for share in waiting:
-        due = share.step <= step or refreshed(step, share.turn.slot)
-        if due and all(by_group[share.turn.groups]):
-            share.take_in(stack, health)
-        else:
-            later.append(share)
-    stack.memory[AWAITED] = later
+    for share in [share for share in waiting if share.step <= step or refreshed(step, share.turn.slot)]:
+        waiting.remove(share)
+        share.take_in(stack, health)
 
 
 @torch.no_grad()
@@ -118,7 +116,7 @@ def _can_wait(stack: Stack, seen: Observation) -> bool:
     rule, any_rows = stack.rule, seen.inputs is not None or seen.outgrads is not None
     only_rows = any_rows and seen.A is None and seen.G is None and seen.seen is None
     allows = "factors_wait" in vars(type(rule)) and rule.factors_wait(stack.state)
-    return only_rows and allows and all(freshness(stack))
+    return only_rows and allows and all(freshness(stack)) and WRITTEN_OVER not in stack.memory
 
 
 def _some(rows: RowsOfStack | None, layers: slice) -> RowsOfStack | None:
