@@ -1,6 +1,7 @@
 """Rows that wait for the step, by torch on the CPU: the same means as from moments made in the backward."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -91,8 +92,10 @@ class Residual(nn.Module):
         return self.head(self.linears[1](x) if self.shared else x)
 
 
-def train(model: nn.Module, steps: int = 3, batches: int = 1, **options) -> tuple[lw.optim.Layerwise, list[Tensor]]:
-    opt = lw.optim.KFAC(model, lr=0.01, overrides={"head": {"update": "fallback"}}, accumulate=batches, **options)
+def train(
+    model: nn.Module, steps: int = 3, batches: int = 1, member: Any = lw.optim.KFAC, **options: Any
+) -> tuple[lw.optim.Layerwise, list[Tensor]]:
+    opt = member(model, lr=0.01, overrides={"head": {"update": "fallback"}}, accumulate=batches, **options)
     x = torch.empty(6, 8)
     for step in range(steps):
         opt.zero_grad()
@@ -147,6 +150,19 @@ def test_training_with_rows_that_wait(waiting: dict[str, int]):
         _, expected = train(plain)
     assert waiting["kept"] == 3
     assert_close(found, expected)
+
+
+def test_examples_are_recorded_as_before_where_rows_are_kept_again(waiting: dict[str, int]):
+    """EKFAC's; the first batch tells what of a call is always the same."""
+    models = [Residual() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    _, found = train(models[0], member=lw.optim.EKFAC)
+    assert waiting["again"] == 6
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Collector, "add_rows", lambda *_: False)
+        _, expected = train(models[1], member=lw.optim.EKFAC)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("case", ["accumulate", "shared", "reduce"])

@@ -96,7 +96,7 @@ class Capture:
         self.notes: Notes | None = None
         self.observe: Callable[[LayerSpec, Recorded], bool | None] | None = None
         """Gets what a layer did; answers False for a layer that it never wants."""
-        self.observe_rows: Callable[[LayerSpec, Tensor, Tensor, int, float], bool] | None = None
+        self.observe_rows: Callable[[LayerSpec, Tensor, Tensor, int, float, tuple[int, int]], bool] | None = None
         """Asked first, with the input and the output's gradient of a layer that was called once; False: not taken."""
         self.seen = Seen()
         self._open: list[tuple[Tape | None, Tree, ExitStack, bool]] = []
@@ -183,7 +183,7 @@ class Capture:
         def arrived(event: Event, g: Tensor) -> None:
             g, specs = g.detach() if g.requires_grad else g, remaining.pop(id(event), none)
             plain = len(specs) == 1 and not event.lent and len(tape.calls_of(specs[0])) == 1
-            if plain and take is not None and take(specs[0], event.x, g, examples, factor):
+            if plain and take is not None and take(specs[0], event.x, g, examples, factor, batch):
                 return
             event.grad = g.unsqueeze(0)
             for spec in specs:

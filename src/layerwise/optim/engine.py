@@ -197,7 +197,7 @@ class Layerwise(Saving):
                 taken[spec.name] = group is not None and owner.rule_for(spec, group) is owner.rule
             return taken.get(spec.name, False)
 
-        found.takes, found.forget = takes, taken.clear
+        found.takes, found.ask_again = takes, taken.clear
         return found
 
     def _make_capture(self, example_axis: int | None, seed: int) -> Capture | None:

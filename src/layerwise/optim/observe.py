@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -11,8 +11,9 @@ from torch import Tensor
 from layerwise.distributed.processes import Processes
 from layerwise.foundations.linalg import gram
 from layerwise.layers.form import Form
-from layerwise.layers.io import RecordedIO
-from layerwise.layers.table import LayerSpec
+from layerwise.layers.io import LayerCall, RecordedIO
+from layerwise.layers.layout import Layout
+from layerwise.layers.table import LayerSpec, Site
 from layerwise.optim.rows import Rows, plain_linear, together, waits_for_step
 from layerwise.optim.rule import Observation, Recorded, UpdateRule
 from layerwise.optim.stack import Stack
@@ -41,6 +42,15 @@ class Sums:
         self.inputs = self.outgrads = None
 
 
+class Kept(NamedTuple):
+    """How a layer looked whose rows were kept as they came, and what of its call is always the same."""
+
+    look: tuple[Any, ...]
+    site: Site
+    layout: Layout
+    chunk_bytes: int
+
+
 class Collector:
     """Adds up what a step's forwards and backwards give."""
 
@@ -48,26 +58,37 @@ class Collector:
         self.rule, self.sharing = rule, sharing
         self.takes: Callable[[LayerSpec], bool] = lambda spec: True
         """Which layers the rule treats: others, such as a head with the fallback's update, need no statistics."""
-        self.forget: Callable[[], None] = lambda: None
+        self.ask_again: Callable[[], None] = lambda: None
         """To be called when that may have changed."""
         self._sums: dict[str, Sums] = {}
-        self._kept: dict[str, tuple[Any, ...]] = {}
-        """How layers looked whose rows were kept as they came."""
+        self._kept: dict[str, Kept] = {}
 
-    def add_rows(self, spec: LayerSpec, x: Tensor, g: Tensor, examples: int, factor: float) -> bool:
+    def forget(self) -> None:
+        """The model or its groups may have changed."""
+        self.ask_again()
+        self._kept.clear()
+
+    def add_rows(
+        self, spec: LayerSpec, x: Tensor, g: Tensor, examples: int, factor: float, batch: tuple[int, int]
+    ) -> bool:
         """The same as `add` for one call of a linear layer that looks as it did when its rows were last kept.
 
         Returns whether it does. Most of what hooks cost is what they build and ask for, layer by layer: here little.
         """
         name = spec.name
-        if self._kept.get(name) != (x.shape, x.dtype, g.shape, g.dtype, x.device, examples):
+        kept = self._kept.get(name)
+        if kept is None or kept.look != (x.shape, x.dtype, g.shape, g.dtype, x.device, examples):
             return False
         if name in self._sums or not self.takes(spec):
             return False
-        rule, half = self.rule, g.dtype
+        rule, half, recorded = self.rule, g.dtype, list[Recorded]()
+        if rule.keeps_recorded:
+            call = LayerCall(kept.site, x, g.unsqueeze(0), kept.layout)
+            recorded.append(Recorded(RecordedIO(spec, (call,), examples, chunk_bytes=kept.chunk_bytes), factor, batch))
         inputs = Rows(x, half, 1.0, spec.form.bias is not None) if rule.needs_inputs else None
         outgrads = Rows(g, half, factor**2) if rule.needs_outgrads else None
-        self._sums[name] = Sums(None, 0 if inputs is None else len(inputs), None, examples, [], inputs, outgrads)
+        rows = 0 if inputs is None else len(inputs)
+        self._sums[name] = Sums(None, rows, None, examples, recorded, inputs, outgrads)
         return True
 
     def add(self, spec: LayerSpec, call: Recorded) -> bool:
@@ -118,9 +139,10 @@ class Collector:
         if rule.needs_outgrads:
             sums.outgrads = Rows.of_outgrads(io, factor)
         call = io.calls[0]
-        if plain_linear(call) and not rule.keeps_recorded and call.dy is not None:
+        if plain_linear(call) and call.dy is not None:
             x, g = call.x, call.dy[0]
-            self._kept[io.spec.name] = (x.shape, x.dtype, g.shape, g.dtype, x.device, io.examples)
+            look = (x.shape, x.dtype, g.shape, g.dtype, x.device, io.examples)
+            self._kept[io.spec.name] = Kept(look, call.site, call.layout, io.chunk_bytes)
         return True
 
     def _add_reduced(self, sums: Sums, io: RecordedIO, factor: float, first: bool) -> None:
