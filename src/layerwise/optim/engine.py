@@ -253,6 +253,12 @@ class Layerwise(Saving):
             recall(stack, self._loaded)
             take_up(stack, self._loaded)
             stacks.append(stack)
+        self._descent = self._make_descent(stacks)
+        self._recorded = RecordedStep(self._descent, self._record)
+        return stacks
+
+    def _make_descent(self, stacks: list[Stack]) -> Descent:
+        """With turns for what is dear; where nobody waits for the device, no step of a cycle has it all."""
         refreshes = Refreshes(self.refresh_every, self._damping, self.processes, self._health)
         labels = self.rule.needs_outgrads and self._settings["estimator"] != "empirical"
         refreshes.give_turns(stacks, self._waits, labels)
@@ -261,20 +267,8 @@ class Layerwise(Saving):
         alone = self.processes.count == 1 and not self._damping.adaptive
         by_itself = on_gpu and (labels or spread.over > 1)
         statistics = Statistics.of(self.statistics_over, self.factor_every, by_itself, alone)
-        self._descent = Descent(
-            stacks,
-            self.rule,
-            self._health,
-            self._damping,
-            self._clip,
-            self._graft,
-            self._collector,
-            refreshes,
-            spread,
-            statistics,
-        )
-        self._recorded = RecordedStep(self._descent, self._record)
-        return stacks
+        how = (self._damping, self._clip, self._graft, self._collector)
+        return Descent(stacks, self.rule, self._health, *how, refreshes, spread, statistics)
 
     def rule_for(self, spec: LayerSpec, group: Mapping[str, Any]) -> UpdateRule:
         """The rule that a layer gets: the optimizer's own, or the fallback's."""
