@@ -29,7 +29,7 @@ def loads(turns: list[list[Turn]], costs: list[float], every: int) -> list[float
     return found
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(STACKS, st.integers(1, 20))
 def test_every_group_has_one_turn_and_layers_stay_whole(stacks: list[tuple[list[int], float]], every: int):
     turns = balanced([Work(layers_of(sizes), cost) for sizes, cost in stacks], every)
@@ -42,7 +42,7 @@ def test_every_group_has_one_turn_and_layers_stay_whole(stacks: list[tuple[list[
         assert all(0 <= turn.slot < every for turn in of_stack)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(STACKS, st.integers(1, 20))
 def test_steps_are_alike(stacks: list[tuple[list[int], float]], every: int):
     """The fullest step has an equal share and a batch more at most: a layer, or neighbours of 1½ shares and a layer."""
@@ -94,7 +94,7 @@ def test_small_layers_stay_in_few_batches():
     assert sum(len(of_stack) for of_stack in balanced(transformer(96, labels=True), 10, LAUNCHES)) <= 6
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(STACKS, st.integers(1, 20))
 def test_the_same_stacks_get_the_same_turns(stacks: list[tuple[list[int], float]], every: int):
     given_stacks = [
