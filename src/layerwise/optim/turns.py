@@ -69,6 +69,8 @@ def balanced(stacks: Sequence[Work], every: int, launches: float = 0.0) -> list[
     """
     share = sum(stack.total for stack in stacks) / every
     price = PRICE * share + launches
+    if share * every < launches:  # nothing is gained by a further batch
+        return _Placed.of(stacks, (1,) * len(stacks), every, price).turns
     starts = {tuple(_pieces(stack, share / fine) for stack in stacks) for fine in FINE}
     found = [_Placed.of(stacks, pieces, every, price) for pieces in sorted(starts)]
     if max(every * sum(placed.pieces) for placed in found) <= SEARCHED:
