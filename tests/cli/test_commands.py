@@ -33,8 +33,8 @@ def test_run_prints_claims_and_path(capsys):
     out, err = capsys.readouterr()
     assert "Claims of toy-descent, preset smoke: 2 of 2 as expected" in out
     assert "as expected (held)" in out
-    assert "as expected (refuted)" in out
-    assert "Known to be wrong: The sign was printed wrongly." in out
+    assert "as expected (failed)" in out
+    assert "A misprint of the paper: The sign was printed wrongly." in out
     path = files(Path("runs"))[0]
     assert f"records: {path} (4 new, 0 kept from before)" in out
     assert "4 of 4" in err  # plain lines of progress, with the time left
@@ -358,7 +358,7 @@ def test_exit_codes_of_check(monkeypatch, toy, capsys, claims, code):
 
 def test_an_error_that_does_not_show_is_not_as_expected(monkeypatch, toy):
     main(SMOKE)
-    with_claims(monkeypatch, toy, claim("a", 1e9, expected="refuted", erratum="misprint"))
+    with_claims(monkeypatch, toy, claim("a", 1e9, expected="fails", why="misprint"))
     assert main(["check"]) == 1
 
 

@@ -85,14 +85,14 @@ def test_mean_of_what_is_not_finite_is_not_held():
 
 
 def test_a_known_error_that_shows_is_expected():
-    wrong = claim(expected="refuted", erratum="misprint")
+    wrong = claim(expected="fails", why="misprint")
     assert judge(wrong, records(2.0)).as_expected is True
     assert judge(wrong, records(0.5)).as_expected is False
     assert judge(wrong, []).as_expected is None
 
 
 def test_nan_refutes_nothing():
-    verdict = judge(claim(expected="refuted", erratum="misprint"), records(math.nan))
+    verdict = judge(claim(expected="fails", why="misprint"), records(math.nan))
     assert verdict.status == "not held"
     assert verdict.as_expected is False
     assert "NaN refutes nothing" in verdict.detail
@@ -117,9 +117,14 @@ def test_infinities_of_both_signs_have_no_mean():
         ({"test": "mean"}, "at least 2"),
         ({"seeds": 0}, "at least 1"),
         ({"share": 0.0}, "(0, 1]"),
-        ({"expected": "refuted"}, "erratum"),
-        ({"expected": "false"}, "'refuted'"),
+        ({"expected": "fails"}, "why"),
+        ({"expected": "false"}, "'fails'"),
         ({"statement": ""}, "statement"),
+        ({"origin": "papper"}, "'paper'"),
+        ({"origin": "paper"}, "where the paper says so"),
+        ({"origin": "misprint", "source": "eq. (1)"}, 'expected="fails"'),
+        ({"why": "because"}, "move a remark to note="),
+        ({"span": (1, 0)}, "largest possible"),
     ],
 )
 def test_bad_declarations(changes, words):
@@ -137,3 +142,43 @@ def test_a_quantity_that_fails_names_the_claim():
 def test_by_seed_leaves_out_what_has_not_run():
     rows = [*records(0.1), {"cell": "a", "seed": 1, "values": {}}, {"cell": "b", "seed": 2, "values": {"x": 1.0}}]
     assert by_seed(rows, "a", "x") == {0: 0.1}
+
+
+def test_diverged_seeds_are_counted_apart():
+    apart = claim(seeds=3, quantity=lambda rows: {0: 0.5, 1: None, 2: 0.7})
+    verdict = judge(apart, records(0.5, 1.0, 0.7))
+    assert (verdict.status, verdict.n, verdict.diverged) == ("held", 2, (1,))
+    assert "seed 1 diverged and is counted apart" in verdict.detail
+    assert judge(claim(seeds=3, quantity=lambda rows: {0: 2.0, 1: None, 2: 0.7}), records(1.0)).status == "not held"
+
+
+def test_where_all_seeds_diverged_nothing_is_said():
+    verdict = judge(claim(seeds=2, quantity=lambda rows: {0: None, 1: None}), records(1.0))
+    assert (verdict.status, verdict.as_expected, verdict.diverged) == ("not enough runs", None, (0, 1))
+
+
+def test_few_seeds_show_values_and_many_an_interval():
+    assert judge(claim(), records(0.1, 0.2, 0.3, 0.4)).interval is None
+    assert judge(claim(), records(0.1, 0.2, 0.3, 0.4, 0.5)).interval is not None
+    assert judge(claim(test="mean", seeds=2), records(0.1, 0.2)).interval is not None
+
+
+def test_an_interval_holds_only_possible_values():
+    values = records(0.001, 0.002, 0.001, 0.02, 0.001)
+    free, cut = judge(claim(), values).interval, judge(claim(span=(0, 1)), values).interval
+    assert free is not None
+    assert cut is not None
+    assert free[0] < 0
+    assert cut == (0.0, free[1])
+
+
+def test_a_span_that_values_leave_does_not_hide_them():
+    verdict = judge(claim(span=(0, 1)), records(-3.0, -3.1, -2.9, -3.0, -3.0))
+    assert verdict.interval is not None
+    assert verdict.interval[0] < -3
+
+
+def test_a_share_comes_with_its_interval():
+    verdict = judge(claim(test="share", share=0.5), records(0.1, 0.1, 9.0, 0.1))
+    assert (verdict.held, verdict.n) == (3, 4)
+    assert verdict.share == pytest.approx((0.19412, 0.99369), abs=1e-4)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from layerwise.experiments.intervals import mean_interval, student_probability, student_quantile
+from layerwise.experiments.intervals import mean_interval, share_interval, student_probability, student_quantile
 
 scipy_stats = pytest.importorskip("scipy.stats", reason="needs SciPy: pip install 'layerwise[scipy]'")
 
@@ -31,3 +31,9 @@ def test_interval_is_that_of_the_mean():
 @pytest.mark.parametrize("values", [[], [1.0], [1.0, math.nan], [math.inf, 1.0]])
 def test_no_interval(values):
     assert mean_interval(values) is None
+
+
+@pytest.mark.parametrize(("held", "n"), [(0, 1), (1, 1), (0, 5), (3, 5), (5, 5), (29, 30), (40, 200)])
+def test_interval_of_a_share(held, n):
+    expected = scipy_stats.binomtest(held, n).proportion_ci(method="exact")
+    assert share_interval(held, n) == pytest.approx((expected.low, expected.high), abs=1e-9)

@@ -169,7 +169,7 @@ def failed(found):
 
 def test_declared_refuted_is_what_fails():
     claims = EXPERIMENT.claims(EXPERIMENT.preset("paper"))
-    assert {claim.name.split("/", 1)[1] for claim in claims if claim.expected == "refuted"} == REFUTED
+    assert {claim.name.split("/", 1)[1] for claim in claims if claim.expected == "fails"} == REFUTED
 
 
 def test_claims_hold_on_what_was_expected():

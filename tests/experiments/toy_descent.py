@@ -75,8 +75,10 @@ def claims(config: Config) -> list[Claim]:
             relation=">",
             target=1.0,
             seeds=2,
-            expected="refuted",
-            erratum="The sign was printed wrongly.",
+            origin="misprint",
+            expected="fails",
+            why="The sign was printed wrongly.",
+            source="Section 1",
         ),
     ]
 

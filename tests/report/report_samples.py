@@ -70,8 +70,9 @@ def _claims(config: Config) -> list[Claim]:
             relation=">=",
             target=0.5,
             seeds=2,
-            expected="refuted",
-            erratum="At the rate of KFAC, NGD with the exact Fisher matrix ties with it: both have one direction in G.",
+            origin="paper",
+            expected="fails",
+            why="At the rate of KFAC, NGD with the exact Fisher matrix ties with it: both have one direction in G.",
             source="Caption of Figure 1",
         ),
         Claim(

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from layerwise.experiments.claims import HELD, NOT_ENOUGH, Verdict
+from layerwise.experiments.claims import FEW, HELD, NOT_ENOUGH, ORIGINS, Claim, Verdict
 from layerwise.experiments.records import to_plain
 from layerwise.experiments.results import Result
 
@@ -59,36 +59,56 @@ def claims_table(result: Result) -> None:
         print(f"No claims are made of {result.experiment.name}, preset {result.preset}; see the other presets.")
         return
     rows = [
-        [claim.name, claim.condition(), _mean(verdict), _range(verdict), f"{verdict.n}", outcome(verdict)]
+        [claim.name, ORIGINS[claim.origin], claim.condition(), measured(claim, verdict), outcome(verdict)]
         for claim, verdict in zip(result.claims, result.verdicts, strict=True)
     ]
     name = f"{result.experiment.name}, preset {result.preset}"
-    header = ["claim", "wanted", "mean [95 % interval]", "smallest, largest", "seeds", "verdict"]
+    header = ["claim", "who says it", "wanted", "measured", "verdict"]
     table(header, rows, f"Claims of {name}: {result.state()}")
     for claim, verdict in zip(result.claims, result.verdicts, strict=True):
         if verdict.as_expected is not True:
             print(f"  {claim.name}: {claim.statement} {verdict.detail}.")
-        elif claim.expected == "refuted":
-            print(f"  {claim.name}: {claim.statement} Known to be wrong: {claim.erratum}")
+        elif claim.expected == "fails":
+            print(f"  {claim.name}: {claim.statement} {KNOWN[claim.origin]}: {claim.why}")
+
+
+KNOWN = {
+    "paper": "The paper claims it, and it fails",
+    "misprint": "A misprint of the paper",
+    "ours": "We expected it, and it fails",
+}
 
 
 def outcome(verdict: Verdict) -> str:
     """The verdict in words, with whether it was expected."""
     if verdict.status == NOT_ENOUGH:
-        return f"not enough runs ({verdict.n} of {verdict.needed})"
-    held = "held" if verdict.status == HELD else "refuted"
+        return f"not enough runs ({verdict.n + len(verdict.diverged)} of {verdict.needed})"
+    held = "held" if verdict.status == HELD else "failed"
     return f"{'as expected' if verdict.as_expected else 'NOT as expected'} ({held})"
 
 
-def _mean(verdict: Verdict) -> str:
-    if verdict.mean is None:
-        return "NaN" if verdict.n else "-"
-    interval = "" if verdict.interval is None else f" [{verdict.interval[0]:.3g}, {verdict.interval[1]:.3g}]"
-    return f"{verdict.mean:.4g}{interval}"
+def measured(claim: Claim, verdict: Verdict) -> str:
+    """The values of a few seeds, or the mean of many with its interval; for a share, how many hold, with its own."""
+    parts = []
+    if verdict.n == 0:
+        parts.append("-")
+    elif verdict.share is not None:
+        low, high = verdict.share
+        parts.append(f"{verdict.held} of {verdict.n} seeds ({100 * low:.0f} to {100 * high:.0f} %): {_range(verdict)}")
+    elif verdict.n < FEW and claim.test != "mean":
+        parts.append(", ".join(f"{value:.4g}" for value in verdict.values.values()))
+    elif verdict.mean is not None:
+        edges = "" if verdict.interval is None else " [{:.3g}, {:.3g}]".format(*verdict.interval)
+        parts.append(f"{verdict.n} seeds: mean {verdict.mean:.4g}{edges}, {_range(verdict)}")
+    else:
+        parts.append(f"{verdict.n} seeds: NaN")
+    if verdict.diverged:
+        parts.append(f"{len(verdict.diverged)} diverged")
+    return "; ".join(parts)
 
 
 def _range(verdict: Verdict) -> str:
-    return "-" if verdict.low is None else f"{verdict.low:.3g}, {verdict.high:.3g}"
+    return "NaN" if verdict.low is None else f"{verdict.low:.3g} to {verdict.high:.3g}"
 
 
 def claims_json(result: Result) -> dict[str, Any]:
@@ -100,7 +120,7 @@ def claims_json(result: Result) -> dict[str, Any]:
         "records": len(result.records),
         "claims": [
             {"statement": claim.statement, "source": claim.source, "wanted": claim.condition()}
-            | {"expected": claim.expected, "erratum": claim.erratum}
+            | {"origin": claim.origin, "expected": claim.expected, "why": claim.why, "note": claim.note}
             | verdict.as_dict()
             for claim, verdict in zip(result.claims, result.verdicts, strict=True)
         ],

@@ -57,7 +57,7 @@ def agreement(
     """Simulated means are near the theory, and as near as chance allows.
 
     The first claim has the tolerance of thirty trials, times √(30/seeds) for fewer. The others need thirty: at most a
-    tenth of the points beyond two standard errors (with `note` as erratum), none beyond four.
+    tenth of the points beyond two standard errors (with `note`), none beyond four.
     """
     wider = max(1.0, TRIALS / seeds) ** 0.5
 
@@ -83,7 +83,7 @@ def agreement(
                 quantity=of_all(lambda points: sum(point.score > 2 for point in points) / len(points)),
                 relation="<=",
                 target=0.1,
-                erratum=note,
+                note=note,
                 seeds=seeds,
                 source=source,
             ),
@@ -100,9 +100,7 @@ def agreement(
     return found
 
 
-def in_groups(
-    cell: str, names: Sequence[str], *, seeds: int, source: str, erratum: str = "", expected: str = "held"
-) -> list[Claim]:
+def in_groups(cell: str, names: Sequence[str], *, seeds: int, source: str, why: str = "") -> list[Claim]:
     """The two claims about standard errors once more, for every thirty trials on their own instead of all at once."""
     groups = seeds // TRIALS
 
@@ -118,8 +116,8 @@ def in_groups(
             quantity=over_trials(cell, lambda found: _share_beyond(scores(found), 2)),
             relation="<=",
             target=0.1,
-            expected=expected,
-            erratum=erratum,
+            expected="fails" if why else "held",
+            why=why,
             seeds=seeds,
             source=source,
         ),

@@ -1,4 +1,4 @@
-"""Claims: a statement of a paper, the quantity that decides it, and a verdict that never hides how much was run."""
+"""Claims: a statement, who makes it, the quantity that decides it, and a verdict that says how much was run."""
 
 import math
 import statistics
@@ -6,13 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from layerwise.experiments.intervals import mean_interval
+from layerwise.experiments.intervals import mean_interval, share_interval
 from layerwise.foundations.errors import InputError, describe, nearest
 
 RELATIONS = ("<=", ">=", "<", ">", "within")
 TESTS = ("every seed", "mean", "share")
 HELD, NOT_HELD, NOT_ENOUGH = "held", "not held", "not enough runs"
-EXPECTED = ("held", "refuted")
+EXPECTED = ("held", "fails")
+ORIGINS = {
+    "paper": "the paper claims",
+    "misprint": "the paper prints an error",
+    "ours": "we expected",
+}
+"""Who makes a claim, in words."""
+EVERYTHING = (-math.inf, math.inf)
+FEW = 5
+"""Below this many seeds the values themselves are shown: an interval of so few says more than they do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,35 +30,46 @@ class Claim:
 
     `quantity` gives one number a seed (a mapping from seed to number); the claim holds if every seed (or, with
     ``test="mean"``, the whole 95 % interval of the mean; ``test="share"``, at least the share `share` of the seeds)
-    stands in `relation` to `target`. NaN stands in no relation to anything; ±∞ compares as usual.
+    stands in `relation` to `target`. NaN stands in no relation to anything; ±∞ compares as usual. A seed whose
+    quantity is None has diverged: it is counted apart, and the others decide.
     """
 
     name: str
     statement: str
-    quantity: Callable[[Sequence["Mapping"]], Mapping[int, float | int]]
-    """From the records of the experiment to one number a seed; seeds that lack a run are left out."""
+    quantity: Callable[[Sequence["Mapping"]], Mapping[int, float | int | None]]
+    """From the records of the experiment to one number a seed, None where the seed diverged and the claim is only
+    about runs that did not; seeds that lack a run are left out."""
     relation: str
     target: float | int | tuple[float | int, float | int]
     seeds: int = 1
     """Seeds that must have run before anything is said."""
     test: str = "every seed"
+    origin: str = "ours"
+    """Who says it: "paper" (its authors do, in `source`; the number that decides it may be ours), "misprint" (what the
+    paper prints there is wrong), "ours" (we expected it; the paper says no such thing)."""
     expected: str = "held"
-    """"held", or "refuted" for a known error of the paper (then say so in `erratum`)."""
-    erratum: str = ""
+    """"held", or "fails" for a statement that is known to fail: then `why` says why."""
+    why: str = ""
+    """For ``expected="fails"``: why it fails; for a misprint, what is right."""
+    note: str = ""
+    """How the statement became numbers: which reading, and if a threshold was changed, from what and why."""
     source: str = ""
     """Where the paper says so, such as "Figure 1" or "Lemma 3.7"."""
     share: float | int = 1.0
     """For ``test="share"``: the part of the seeds that must hold, in (0, 1]."""
+    span: tuple[float | int, float | int] = EVERYTHING
+    """The least and largest value that the quantity can take; an interval of its mean is cut to it."""
 
     def __post_init__(self) -> None:
         def refuse(given: str, expected: str, do: str) -> None:
             raise InputError(describe(f"claim {self.name!r} with {given}", expected, do))
 
         if not self.name or not self.statement:
-            refuse(f"statement={self.statement!r}", "a name and a statement", "say what the paper says")
-        for field, known in (("relation", RELATIONS), ("test", TESTS), ("expected", EXPECTED)):
-            if (given := getattr(self, field)) not in known:
-                refuse(f"{field}={given!r}", f"one of {', '.join(map(repr, known))}", nearest(given, known))
+            refuse(f"statement={self.statement!r}", "a name and a statement", "say what is claimed")
+        known = {"relation": RELATIONS, "test": TESTS, "expected": EXPECTED, "origin": tuple(ORIGINS)}
+        for field, allowed in known.items():
+            if (given := getattr(self, field)) not in allowed:
+                refuse(f"{field}={given!r}", f"one of {', '.join(map(repr, allowed))}", nearest(given, allowed))
         if (self.relation == "within") != isinstance(self.target, tuple):
             refuse(
                 f"relation={self.relation!r} and target={self.target!r}",
@@ -63,8 +83,18 @@ class Claim:
             refuse(f"seeds={self.seeds}", f"at least {least} for test={self.test!r}", f"pass seeds={least} or more")
         if not 0 < self.share <= 1:
             refuse(f"share={self.share}", "a number in (0, 1]", "pass e.g. share=0.8")
-        if self.expected == "refuted" and not self.erratum:
-            refuse('expected="refuted" and no erratum', "what is wrong in the paper", "explain it in erratum=")
+        if not self.span[0] < self.span[1]:
+            refuse(f"span={self.span}", "the least and the largest possible value", "pass e.g. span=(0, 1)")
+        if (self.expected == "fails") != bool(self.why):
+            refuse(
+                f"expected={self.expected!r} and why={self.why!r}",
+                'a reason for expected="fails", and none otherwise',
+                "say in why= what is wrong with the statement, or move a remark to note=",
+            )
+        if self.origin == "misprint" and self.expected != "fails":
+            refuse('origin="misprint" and expected="held"', 'expected="fails"', 'say origin="paper" if it holds')
+        if self.origin != "ours" and not self.source:
+            refuse(f"origin={self.origin!r} and no source", "where the paper says so", 'pass e.g. source="Figure 1"')
 
     def _bounds(self) -> tuple[float | int, ...]:
         return self.target if isinstance(self.target, tuple) else (self.target,)
@@ -103,13 +133,20 @@ class Verdict:
     """Whether the status is the one declared; None while there are not enough runs."""
     n: int
     """Seeds that gave a number."""
+    held: int
+    """Those of them that stand in the claim's relation to its target."""
+    diverged: tuple[int, ...]
+    """Seeds that diverged; they are counted apart and decide nothing."""
     needed: int
     low: float | None
     """The smallest over the seeds, NaN left out; with `mean` and `high`, None if there is none."""
     mean: float | None
     high: float | None
     interval: tuple[float, float] | None
-    """The 95 % interval of the mean (Student's t), from two finite seeds on."""
+    """The 95 % interval of the mean (Student's t, cut to the values that are possible); None below `FEW` seeds, where
+    the values are shown instead, unless the claim is about the mean."""
+    share: tuple[float, float] | None
+    """For a claim about a share of seeds: the 95 % interval of that share (Clopper and Pearson)."""
     values: Mapping[int, float]
     """The quantity of each seed."""
     detail: str
@@ -130,37 +167,44 @@ def judge(claim: Claim, records: Sequence[Mapping]) -> Verdict:
     >>> judge(few, records[:1]).status, judge(few, records).status
     ('not enough runs', 'held')
     """
-    values = _quantity(claim, records) if records else {}
+    found = _quantity(claim, records) if records else {}
+    values = {seed: value for seed, value in found.items() if value is not None}
+    diverged = tuple(seed for seed, value in found.items() if value is None)
     ordered = list(values.values())
     numbers = [x for x in ordered if not math.isnan(x)]
-    interval = mean_interval(ordered)
-    decided = HELD if _holds(claim, ordered, interval) else NOT_HELD
-    status = decided if len(values) >= claim.seeds else NOT_ENOUGH
+    interval = mean_interval(ordered, span=claim.span)
+    held = sum(claim.holds_for(value) for value in ordered)
+    decided = HELD if _holds(claim, held, len(ordered), interval) else NOT_HELD
+    status = decided if len(found) >= claim.seeds and ordered else NOT_ENOUGH
     undefined = len(ordered) - len(numbers)
     return Verdict(
         claim=claim.name,
         status=status,
         as_expected=_as_expected(claim, status, undefined),
         n=len(values),
+        held=held,
+        diverged=diverged,
         needed=claim.seeds,
         low=min(numbers, default=None),
         mean=_mean(numbers),
         high=max(numbers, default=None),
-        interval=interval,
+        interval=interval if claim.test == "mean" or len(ordered) >= FEW else None,
+        share=share_interval(held, len(ordered)) if claim.test == "share" and ordered else None,
         values=values,
-        detail=_detail(claim, status, values),
+        detail=_detail(claim, status, values, diverged),
     )
 
 
-def _quantity(claim: Claim, records: Sequence[Mapping]) -> dict[int, float]:
+def _quantity(claim: Claim, records: Sequence[Mapping]) -> dict[int, float | None]:
     try:
-        values = {int(seed): float(value) for seed, value in claim.quantity(records).items()}
+        found = claim.quantity(records).items()
+        values = {int(seed): None if value is None else float(value) for seed, value in found}
     except Exception as error:
         raise InputError(
             describe(
                 f"claim {claim.name!r}, whose quantity failed on {len(records)} records "
                 f"({type(error).__name__}: {error})",
-                "one number a seed; seeds that lack a run left out",
+                "one number a seed, or None for one that diverged; seeds that lack a run left out",
                 "correct the quantity of the claim",
             )
         ) from error
@@ -183,11 +227,10 @@ def _mean(values: Sequence[float]) -> float | None:
         return math.nan
 
 
-def _holds(claim: Claim, values: Sequence[float], interval: tuple[float, float] | None) -> bool:
+def _holds(claim: Claim, held: int, n: int, interval: tuple[float, float] | None) -> bool:
     if claim.test == "mean":
         return interval is not None and all(claim.holds_for(edge) for edge in interval)
-    held = sum(claim.holds_for(value) for value in values)
-    return held == len(values) if claim.test == "every seed" else held >= claim.share * len(values) - 1e-9
+    return held == n if claim.test == "every seed" else held >= claim.share * n - 1e-9
 
 
 def _as_expected(claim: Claim, status: str, undefined: int) -> bool | None:
@@ -197,21 +240,29 @@ def _as_expected(claim: Claim, status: str, undefined: int) -> bool | None:
     return status == HELD if claim.expected == "held" else status == NOT_HELD and not undefined
 
 
-def _detail(claim: Claim, status: str, values: Mapping[int, float]) -> str:
+def _detail(claim: Claim, status: str, values: Mapping[int, float], diverged: Sequence[int]) -> str:
+    apart = f"seed {_seeds(diverged)} diverged and {'are' if len(diverged) > 1 else 'is'} counted apart"
     if status == NOT_ENOUGH:
-        return f"{len(values)} of {claim.seeds} seeds have run"
+        parts = [f"{len(values) + len(diverged)} of {claim.seeds} seeds have run"]
+        return "; ".join([*parts, apart] if diverged else parts)
     failed = [seed for seed, value in values.items() if not claim.holds_for(value)]
     parts = [f"{len(values) - len(failed)} of {len(values)} seeds {claim.condition().split(' for ')[0]}"]
     if failed:
-        parts.append("not seed " + ", ".join(map(str, failed[:10])) + (", …" if len(failed) > 10 else ""))
+        parts.append(f"not seed {_seeds(failed)}")
+    if diverged:
+        parts.append(apart)
     for seed, value in values.items():
         if not math.isfinite(value):
             parts.append(f"seed {seed} gave {value}, which counts as {'not ' * (seed in failed)}held")
     if claim.test == "mean" and mean_interval(list(values.values())) is None:
         parts.append("no interval, because a value is not finite")
-    if claim.expected == "refuted":
-        parts.append("expected to be refuted" + (", but NaN refutes nothing" if _has_nan(values) else ""))
+    if claim.expected == "fails":
+        parts.append("known to fail" + (", but NaN refutes nothing" if _has_nan(values) else ""))
     return "; ".join(parts)
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    return ", ".join(map(str, seeds[:10])) + (", …" if len(seeds) > 10 else "")
 
 
 def _has_nan(values: Mapping[int, float]) -> bool:

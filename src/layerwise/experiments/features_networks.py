@@ -133,7 +133,7 @@ def _short_claims(config: Config, cell: str) -> list[Claim]:
 
 
 def _claims(config: Config, cell: str) -> list[Claim]:
-    common = {"seeds": config.seeds, "source": SOURCE, "erratum": AFTER}
+    common = {"seeds": config.seeds, "source": SOURCE, "note": AFTER}
     found = [
         bound(cell, f"{name}/dist", "<=", FOUND, f"{MEMBERS[name].label} finds the features.", **common)
         for name in ("kfac", "ekfac")

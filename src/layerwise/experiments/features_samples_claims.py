@@ -55,7 +55,7 @@ def _claim(cell: str, name: str, statement: str, quantity: Callable, relation: s
         relation=relation,
         target=target,
         seeds=seeds,
-        erratum=CHOSEN if cell != BOUNDARY or name == "near-theory" else "",
+        note=CHOSEN if cell != BOUNDARY or name == "near-theory" else "",
         source="Lemmas 3.10 and 3.12" if cell == BOUNDARY else "beyond the paper",
     )
 
@@ -77,7 +77,7 @@ def _ratio(config: Config, first: str, second: str, condition: float, refuted: s
 
     name = f"{first}-before-{second}"
     claim = _claim(STEPS, name, statement, combined(STEPS, keys, quantity), "<", 1.0, config.seeds)
-    return [replace(claim, expected="refuted", erratum=refuted) if refuted else claim]
+    return [replace(claim, expected="fails", why=refuted, note="") if refuted else claim]
 
 
 def _ends(config: Config, name: str) -> list[str]:
@@ -100,7 +100,7 @@ def _at_least(config: Config, name: str) -> Claim:
     )
     quantity = combined(STEPS, _ends(config, name), lambda first, last: ratio(min(last, config.beyond), first))
     claim = _claim(STEPS, f"{name}-factor", statement, quantity, ">=", target, config.seeds)
-    return replace(claim, erratum=CHOSEN + CENSORED)
+    return replace(claim, note=CHOSEN + CENSORED)
 
 
 def _more_than_kfac(config: Config, name: str) -> Claim:
@@ -114,7 +114,7 @@ def _more_than_kfac(config: Config, name: str) -> Claim:
 
     keys = [*_ends(config, name), "kfac/factor"]
     claim = _claim(STEPS, f"{name}-beyond-kfac", statement, combined(STEPS, keys, quantity), ">=", 1.5, config.seeds)
-    return replace(claim, erratum=BETWEEN_CHOSEN)
+    return replace(claim, note=BETWEEN_CHOSEN)
 
 
 def _lead(config: Config) -> list[Claim]:
@@ -138,7 +138,7 @@ def _near_the_data(config: Config) -> Claim:
 
 
 def _exponents(config: Config) -> list[Claim]:
-    common = {"seeds": config.seeds, "erratum": CHOSEN, "source": "beyond the paper"}
+    common = {"seeds": config.seeds, "note": CHOSEN, "source": "beyond the paper"}
     late = "From κ = 100 on SGD's need grows nearly linearly in κ: the exponent, where it was found."
     growth = "KFAC's need grows as a small power of κ: the exponent."
     found = {

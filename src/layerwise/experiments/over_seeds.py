@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from layerwise.experiments.claims import Claim, by_seed
+from layerwise.experiments.claims import EVERYTHING, Claim, by_seed
 from layerwise.experiments.experiment import Record
 from layerwise.experiments.figures import Curve
 
@@ -52,6 +52,32 @@ def bars(records: Sequence[Record], cell: str, names: Mapping[str, str]) -> list
     return found
 
 
+def unless_diverged(
+    cell: str, at: str, quantity: Callable[[Sequence[Mapping]], Mapping[int, float | int | None]]
+) -> Callable[[Sequence[Mapping]], dict[int, float | int | None]]:
+    """A claim's quantity over the seeds that did not diverge: the others are None, and are counted apart.
+
+    Args:
+        cell: the cell of both.
+        at: the value that holds the iteration at which the seed diverged, negative for one that did not.
+        quantity: what is claimed of the others.
+
+    >>> rows = [{"cell": "a", "seed": s, "values": {"sgd/diverged_at": d, "x": 1.0}} for s, d in ((0, -1), (1, 7))]
+    >>> unless_diverged("a", "sgd/diverged_at", value("a", "x"))(rows)
+    {0: 1.0, 1: None}
+    """
+
+    def found(records: Sequence[Mapping]) -> dict[int, float | int | None]:
+        diverged = {seed for seed, iteration in by_seed(records, cell, at).items() if iteration >= 0}
+        return {seed: None if seed in diverged else x for seed, x in quantity(records).items()}
+
+    return found
+
+
+SPANS = {"dist": (0, 1), "loss": (0, math.inf), "transfer": (0, math.inf), "correlation": (0, 1)}
+"""The values that a quantity can take, by the last part of its name."""
+
+
 def value(cell: str, name: str) -> Callable[[Sequence[Mapping]], dict[int, Any]]:
     """A claim's quantity: one value of one cell."""
     return lambda records: by_seed(records, cell, name)
@@ -90,5 +116,5 @@ def bound(
         quantity=value(cell, name),
         relation=relation,
         target=target,
-        **others,
+        **{"span": SPANS.get(name.rpartition("/")[2].partition("@")[0], EVERYTHING)} | others,
     )

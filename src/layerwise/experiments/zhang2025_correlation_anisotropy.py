@@ -108,8 +108,8 @@ def claims(config: Config) -> list[Claim]:
             _difference("kfac@0.98", "sgd@0.98"),
             ">=",
             0.0,
-            expected="refuted",
-            erratum=TOO_FAR,
+            expected="fails",
+            why=TOO_FAR,
         ),
         claim(
             "damping-helps",

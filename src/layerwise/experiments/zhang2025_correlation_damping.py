@@ -109,8 +109,7 @@ def claims(config: Config) -> list[Claim]:
                 ["sgd", "kfac"],
                 seeds=config.seeds,
                 source="Lemmas 3.10 and 3.12",
-                expected="refuted",
-                erratum=GROUPS,
+                why=GROUPS,
             )
             if config.seeds >= 3 * TRIALS
             else []

@@ -113,7 +113,7 @@ def _claim(config: Config, cell: str, name: str, statement: str, columns: Sequen
         name=f"{cell}/{name}",
         statement=statement,
         quantity=combined(cell, columns, function),
-        **{"seeds": config.seeds, "test": test, "erratum": AFTER, "source": "Appendix D"} | others,
+        **{"seeds": config.seeds, "test": test, "note": AFTER, "source": "Appendix D"} | others,
     )
 
 

@@ -92,7 +92,7 @@ def claims(config: Config) -> list[Claim]:
     if config.steps < 40:
         return []
     test = "mean" if config.seeds >= 5 else "every seed"
-    common = {"seeds": config.seeds, "erratum": AFTER, "source": "Appendix D", "test": test}
+    common = {"seeds": config.seeds, "note": AFTER, "source": "Appendix D", "test": test}
     found = [
         bound(
             CELL,

@@ -199,7 +199,7 @@ def _trace(seeds: int) -> list[Claim]:
     for name, loss, dist, transfer in (("sgd", 0.5, 0.7, 10), ("amgd", 0.5, 0.7, 10), ("adam", 0.12, 0.5, 5)):
         label = LABELS[name]
         lowered = f"{label} lowers the training loss (from about 30)."
-        often = {"test": "share", "share": 0.5, "erratum": NEAR_THE_EDGE} if name == "sgd" else {}
+        often = {"test": "share", "share": 0.5, "note": NEAR_THE_EDGE} if name == "sgd" else {}
         found += [
             bound("trace", f"{name}/loss", "<=", loss, lowered, seeds=seeds, source="Figure 1", **often),
             of(f"{name}/dist", ">=", dist, f"{label} does not find the representation."),
@@ -228,7 +228,7 @@ def _as_printed(seeds: int) -> list[Claim]:
             source="Figure 1",
             test="share",
             share=0.75,
-            erratum=SLOW_HEAD,
+            note=SLOW_HEAD,
         ),
         of("adam/dist", ">=", 0.5, "Adam does not find the representation."),
         of("adam/loss", "<=", 500, "Adam lowers the training loss (from about 2e5)."),
@@ -244,8 +244,8 @@ def _as_printed(seeds: int) -> list[Claim]:
             relation="<",
             target=1.0,
             seeds=seeds,
-            expected="refuted",
-            erratum=(
+            expected="fails",
+            why=(
                 "Seen on the first seeds tried, but not a law: DFW's distance shrinks by 1 − η λ_min(F⋆ᵀF⋆) a step, "
                 "KFAC's by 1 − η. Where the smallest eigenvalue exceeds one, DFW is ahead until noise decides."
             ),
@@ -285,8 +285,8 @@ def _natural(scale: str, seeds: int) -> list[Claim]:
             relation=">=",
             target=2.0,
             seeds=seeds,
-            expected="refuted",
-            erratum=(
+            expected="fails",
+            why=(
                 "The joint Fisher is singular, with nullity k²; solved in closed form, exact natural gradient moves G "
                 "as KFAC does and ties with it at the same rate. It was run at 1e-4, where (1 − 1e-4)^1000 = 0.90."
             ),

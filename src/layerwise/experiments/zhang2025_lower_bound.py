@@ -153,7 +153,7 @@ def claims(config: Config) -> list[Claim]:
         "The proof divides by a norm above one, which shrinks the left side; the conclusion holds all the same."
     )
     statement = "Each step obeys c₂⁺ ≥ c₂ (1 − ηl c₁²), as the proof says on its way."
-    found.append(bound(CELL, worst, ">=", -1e-9, statement, expected="refuted", erratum=reversed_step, **common))
+    found.append(bound(CELL, worst, ">=", -1e-9, statement, expected="fails", why=reversed_step, **common))
     return found
 
 

@@ -150,7 +150,7 @@ def _mild(cell: str, seeds: int) -> list[Claim]:
             cell, "adam/dist", "<=", 0.02, "Adam finds the representation where Σ is near a multiple of I.", **common
         ),
         _nearer(cell, "adam", seeds, "<", 1.0),
-        _nearer(cell, "sgd", seeds, "<=", 0.2, expected="refuted", erratum=MILD),
+        _nearer(cell, "sgd", seeds, "<=", 0.2, expected="fails", why=MILD),
     ]
 
 
@@ -171,7 +171,7 @@ def _trace(cell: str, seeds: int) -> list[Claim]:
     """High anisotropy with mean eigenvalue one: as Figures 1 and 2."""
     common = {"seeds": seeds, "source": "Figures 6–9"}
     whitened = {"seeds": seeds, "source": "Figure 4"}
-    often = {**whitened, "test": "share", "share": 0.75, "erratum": SLOW_HEAD}
+    often = {**whitened, "test": "share", "share": 0.75, "note": SLOW_HEAD}
     return [
         bound(cell, "kfac/dist", "<=", 0.12, "KFAC finds the representation.", **common),
         bound(cell, "sgd/dist", ">=", 0.7, "SGD does not find the representation.", **common),

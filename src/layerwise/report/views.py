@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from layerwise.experiments.claims import Claim
+from layerwise.experiments.claims import ORIGINS, Claim
 from layerwise.experiments.experiment import plain
 from layerwise.experiments.figures import Curve, Figure
 from layerwise.report import wording
@@ -29,10 +29,13 @@ class ClaimRow:
     spread: str = ""
     interval: str = wording.NONE
     n: int = 0
+    counted: str = ""
     needed: int
     outcome: str
     detail: str = ""
-    erratum: str
+    origin: str
+    why: str = ""
+    note: str = ""
     strip: str = ""
 
     @property
@@ -53,6 +56,7 @@ def claim_row(judged: Judged) -> ClaimRow:
         spread=f"{wording.number(verdict.low)} to {wording.number(verdict.high)}" if several else "",
         interval=wording.interval(verdict.interval),
         n=verdict.n,
+        counted=wording.counted(verdict),
         outcome=wording.outcome(claim, verdict),
         detail=verdict.detail,
         strip=strip(claim, list(verdict.values.values())),
@@ -72,7 +76,9 @@ def _declared(claim: Claim) -> dict[str, Any]:
         "target": wording.target(claim),
         "whom": wording.whom(claim),
         "needed": claim.seeds,
-        "erratum": claim.erratum,
+        "origin": ORIGINS[claim.origin],
+        "why": f"{wording.WHY[claim.origin]} {claim.why}" if claim.why else "",
+        "note": claim.note,
     }
 
 

@@ -55,9 +55,9 @@ def whom(claim: Claim) -> str:
 
 OUTCOMES = {
     "held": "held",
-    "refuted": "refuted, as expected",
-    "failed": "not held",
-    "surprise": "held, but expected to be refuted",
+    "known": "failed, as known",
+    "failed": "failed",
+    "surprise": "held, but known to fail",
     "few": "not enough runs",
     "error": "could not be judged",
     "not-run": "not run",
@@ -69,9 +69,24 @@ def outcome(claim: Claim, verdict: Verdict) -> str:
     """Which of `OUTCOMES` a verdict is."""
     if verdict.as_expected is None:
         return "few"
-    if claim.expected == "refuted":
-        return "refuted" if verdict.as_expected else "surprise" if verdict.status == "held" else "failed"
+    if claim.expected == "fails":
+        return "known" if verdict.as_expected else "surprise" if verdict.status == "held" else "failed"
     return "held" if verdict.as_expected else "failed"
+
+
+WHY = {"paper": "Why it fails.", "misprint": "What is right.", "ours": "Why it fails."}
+"""What precedes the reason for which a claim is known to fail, by its origin."""
+
+
+def counted(verdict: Verdict) -> str:
+    """How many seeds decide, how many of them hold where a share is claimed, and how many diverged."""
+    parts = [f"{verdict.n}"]
+    if verdict.share is not None:
+        low, high = verdict.share
+        parts = [f"{verdict.held} of {verdict.n} ({100 * low:.0f} to {100 * high:.0f} %)"]
+    if verdict.diverged:
+        parts.append(f"{len(verdict.diverged)} diverged")
+    return ", ".join(parts)
 
 
 def moment(value: Any) -> str:
