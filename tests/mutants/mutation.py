@@ -1,9 +1,9 @@
-"""`make mutants`: break an algorithm on purpose, one line at a time, and see whether the claims of its experiments notice.
+"""`make mutants`: break an algorithm on purpose, one line at a time, and see whether the claims notice.
 
-A mutant is an entry of a ``*.toml`` file beside this one: a file, a piece of text that occurs once in it, and what replaces
-it. It is applied to a copy of ``src``; then the experiments that it names are run and judged there, first with their
-preset smoke and, if that notices nothing, with preset laptop. A mutant is noticed if a claim is not as expected, or if
-the run fails. Before that, the same experiments must be as expected on the tree as it is.
+A mutant is an entry of a ``*.toml`` file beside this one: a file, a piece of text that occurs once in it, and what
+replaces it. It is applied to a copy of ``src``; then the experiments that it names are run and judged there, first with
+their preset smoke and, if that notices nothing, with preset laptop. A mutant is noticed if a claim is not as expected,
+or if the run fails. Before that, the same experiments must be as expected on the tree as it is.
 """
 
 import argparse
@@ -34,9 +34,9 @@ with contextlib.redirect_stdout(io.StringIO()):
 text = io.StringIO()
 with contextlib.redirect_stdout(text):
     judged = main(["check", name, "--out", out, "--json"]) if ran == 0 else None
-claims = [c["claim"] for r in json.loads(text.getvalue())["runs"] for c in r["claims"] if c["as_expected"] is False]
-json.dump({"run": ran, "check": judged, "claims": claims}, sys.stdout) if judged is not None else json.dump(
-    {"run": ran, "check": None, "claims": []}, sys.stdout)
+runs = json.loads(text.getvalue())["runs"] if ran == 0 else []
+claims = [claim["claim"] for run in runs for claim in run["claims"] if claim["as_expected"] is False]
+print(json.dumps({"run": ran, "check": judged, "claims": claims}))
 """
 
 
@@ -160,14 +160,17 @@ def report(outcomes: Sequence[Outcome], presets: Sequence[str]) -> int:
             failed.append(outcome.trouble)
         elif named and named[0] not in outcome.noticed:
             failed.append(f"{mutant.name}: preset {named[0]} does not notice, though it is named")
-        print(f"{mutant.name:<{width}}  {mutant.breaks}\n{'':<{width}}  -> {words or mutant.unnoticed or 'NOT NOTICED'}")
+        print(f"{mutant.name:<{width}}  {mutant.breaks}")
+        print(f"{'':<{width}}  -> {words or mutant.unnoticed or 'NOT NOTICED'}")
     total, code = len(outcomes), 0
     for upto, preset in enumerate(presets, start=1):
         count = sum(any(p in outcome.noticed for p in presets[:upto]) for outcome in outcomes)
         enough = count >= WANTED[preset] * total
         code |= not enough
-        print(f"{' and '.join(presets[:upto])}: {count} of {total} noticed ({100 * count / total:.0f} %), "
-              f"wanted {100 * WANTED[preset]:.0f} %{'' if enough else ': TOO FEW'}")
+        print(
+            f"{' and '.join(presets[:upto])}: {count} of {total} noticed ({100 * count / total:.0f} %), "
+            f"wanted {100 * WANTED[preset]:.0f} %{'' if enough else ': TOO FEW'}"
+        )
     for words in failed:
         print(f"not as declared: {words}")
     return 1 if failed or code else 0
