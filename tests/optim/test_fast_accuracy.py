@@ -17,6 +17,7 @@ from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.factors import YOUNG_STEPS, Factors
 from layerwise.optim.rule import Context, Health, Shape
 from layerwise.optim.solver import LAG
+from random_tensors import randn64 as randn
 
 pytestmark = pytest.mark.usefixtures("untyped")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -59,10 +60,6 @@ CASES = {
 
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def randn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
 
 
 def factor(n: int, condition: float, seed: int) -> Tensor:

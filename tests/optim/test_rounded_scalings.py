@@ -18,6 +18,7 @@ from layerwise.optim.engine import Layerwise
 from layerwise.optim.rotated_adam import RotatedAdam
 from layerwise.optim.rule import Context, Health, Shape, State
 from layerwise.optim.spread import WAITING
+from random_tensors import randn64 as randn
 
 pytestmark = pytest.mark.usefixtures("untyped")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -30,10 +31,6 @@ OPEN, SHUT = torch.tensor(True), torch.tensor(False)
 def _rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the kernels run."""
     monkeypatch.setattr(scalings, "available", lambda device: True)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 # --- when ------------------------------------------------------------------------------------------------------
