@@ -5,8 +5,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import annotations
 from interpreter import marks
 from waiting import nothing_waits
+
+annotations.install()
 
 CUBLAS = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 """torch warns at the first product of a thread, for which it then makes a CUDA context. Backward passes have threads of
