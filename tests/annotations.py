@@ -8,6 +8,7 @@ The hook decorates every ``def`` with `jaxtyping.jaxtyped`, which is looked up h
   the time of a small model. Its wrapper is kept with its code, and takes the function itself from the call.
 """
 
+import dataclasses
 import functools
 import inspect
 import threading
@@ -36,6 +37,10 @@ def jaxtyped(*args: Any, **options: Any) -> Any:
 
 def _decorated(made: Any, typechecker: Decorator) -> Any:
     slowly = standard(typechecker=typechecker)
+    if inspect.isclass(made):
+        if dataclasses.is_dataclass(made) and not hasattr(made.__init__, "__wrapped__"):
+            made.__init__ = _decorated(made.__init__, typechecker)
+        return made
     if not isinstance(made, FunctionType) or hasattr(made, "__no_type_check__"):
         return slowly(made)
     if "<locals>" in made.__qualname__:  # defaults may differ from one to the next, and must not be kept alive

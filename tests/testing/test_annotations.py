@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import jaxtyping
@@ -99,6 +100,21 @@ def test_no_function_within_a_function_is_kept_alive():
     gone = weakref.ref(one)
     del one
     assert gone() is None
+
+
+@checked
+@dataclass
+class Pair:
+    first: int
+    second: list[str] = field(default_factory=list)
+
+
+def test_fields_of_dataclasses():
+    assert Pair(1, ["a"]).second == ["a"]
+    assert Pair(1).second == []
+    for wrong in (lambda: Pair("1"), lambda: Pair(1, [2])):
+        with pytest.raises(TypeCheckError):
+            wrong()
 
 
 def test_nothing_is_checked_where_checks_are_off(monkeypatch: pytest.MonkeyPatch):
