@@ -1,6 +1,7 @@
 """Tiles of every kind give one matrix: groups of examples, blocks, cotangents, tiles of a contraction."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest

@@ -191,7 +191,7 @@ class Transformer(nn.Module):
         return self.head(self.norms[2](h))
 
 
-@pytest.fixture(scope="module", params=[0, 4])
+@pytest.fixture(scope="module", params=[pytest.param(0, marks=pytest.mark.slow), 4])
 def captured(request: pytest.FixtureRequest) -> list[tuple[str, list[Pair]]]:
     """P and Q of every layer, after each of the last four of thirty steps of K-FAC on sums of neighbours.
 
