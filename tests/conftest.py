@@ -29,6 +29,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(mark)
 
 
+ON_CUDA = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run `make test-gpu` on one"),
+]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=ON_CUDA)])
+def device(request: pytest.FixtureRequest) -> str:
+    """For a test that is the same on both: a CPU always, a GPU with those that need one."""
+    return request.param
+
+
 @pytest.fixture
 def no_synchronisation() -> Iterator[None]:
     """Whatever waits for the GPU is an error."""

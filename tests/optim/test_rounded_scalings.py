@@ -21,7 +21,6 @@ from layerwise.optim.spread import WAITING
 from random_tensors import randn64 as randn
 
 pytestmark = pytest.mark.usefixtures("untyped")
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 CPU, BOTH = torch.device("cpu"), slice(0, 2)
 LIMIT, DAMPING, EXAMPLES, EVERY = 1e-2, 1e-3, 8, 4
 OPEN, SHUT = torch.tensor(True), torch.tensor(False)
@@ -123,14 +122,12 @@ def errors(device: str, gate: Tensor | None, same: bool, steps: int, **options: 
     assert state["s"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("split", ["exact", "trace"])
 @pytest.mark.parametrize("gate", [None, OPEN], ids=["waits", "gated"])
 def test_directions_are_precise(gate: Tensor | None, split: str, device: str):
     assert max(errors(device, gate, False, 20, split=split)) < LIMIT / 2
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("decay", [0.75, scalings.MOST_DECAY])
 def test_an_average_does_not_come_to_rest_far_from_what_it_averages(decay: float, device: str):
     """The same gradient at every step: what is new shrinks, and is soon less than the last bit."""
