@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
-# Two processes of one thread each; the tests of a file stay together, since many share what the first one made.
-PARALLEL := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile
+# Two processes of one thread each; the tests of a file stay together, since many share what the first one made. What one
+# run compiles (300 files of tests, and the library with its checks) the next one reads, whatever the environment says.
+PARALLEL := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PYTEST) -n 2 --dist loadfile
 
 .PHONY: demo demo-fisher mutants test test-slow test-gpu test-interpreted lint types imports check bench clean
 

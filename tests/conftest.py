@@ -5,8 +5,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import annotations
 from interpreter import marks
 from waiting import nothing_waits
+
+annotations.install()
 
 CUBLAS = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 """torch warns at the first product of a thread, for which it then makes a CUDA context. Backward passes have threads of
@@ -24,6 +27,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for mark in [*everywhere, *(marks() if item.get_closest_marker("interpreted") else [])]:
             item.add_marker(mark)
+
+
+ON_CUDA = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run `make test-gpu` on one"),
+]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=ON_CUDA)])
+def device(request: pytest.FixtureRequest) -> str:
+    """For a test that is the same on both: a CPU always, a GPU with those that need one."""
+    return request.param
 
 
 @pytest.fixture

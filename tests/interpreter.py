@@ -2,14 +2,12 @@
 
 Tests that are marked ``interpreted`` run in it under ``TRITON_INTERPRET=1``, which Triton reads when it is imported:
 ``make test-interpreted``. Where Triton is at hand, other runs begin a process for each file of them
-(`passes_interpreted`). `conftest.py` gives them what they need there.
+(`test_interpreted.py`). `conftest.py` gives them what they need there.
 """
 
 import importlib.metadata
 import importlib.util
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -47,15 +45,3 @@ def marks() -> list[pytest.MarkDecorator]:
     if ASKED and MISSING:
         return [pytest.mark.skip(reason=MISSING)]
     return [pytest.mark.filterwarnings(text) for text in WARNINGS] if INTERPRETED else []
-
-
-_elsewhere = MISSING or ("this is the interpreter" if ASKED else "")
-starts_interpreter = pytest.mark.skipif(bool(_elsewhere), reason=_elsewhere or "-")
-
-
-def passes_interpreted(file: str) -> None:
-    """Run a file's tests in the interpreter, in a process of its own; for a test that `starts_interpreter` marks."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "interpreted", file]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -15,16 +15,13 @@ from layerwise.foundations.linalg.basis_tracking import (
     tracked_basis,
 )
 from layerwise.foundations.linalg.products import HALF_PAIRS, TORCH, TorchProducts
+from random_tensors import randn64 as normal
 
 N = 48
 
 
 def generator(seed):
     return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
 
 
 def orthogonal(n, seed=0):

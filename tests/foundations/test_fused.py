@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpreter import INTERPRETED, passes_interpreted, starts_interpreter
+from interpreter import INTERPRETED
 from layerwise.foundations import fused, fused_launch
 from layerwise.foundations.errors import InputError
+from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted
 
@@ -27,15 +28,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(fused_launch, "TILE", {"ROWS": 8, "COLUMNS": 32, "num_warps": 1})
         monkeypatch.setattr(fused_launch, "BLOCK", {"BLOCK": 256, "num_warps": 1})
     return request.param
-
-
-@starts_interpreter
-def test_fused_kernels_in_the_interpreter():
-    passes_interpreted(__file__)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def strided(*shape: int, seed: int = 0) -> Tensor:

@@ -5,11 +5,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpreter import INTERPRETED, passes_interpreted, starts_interpreter
+from interpreter import INTERPRETED
 from layerwise.foundations import fused, fused_launch
 from layerwise.foundations.errors import InputError
 from layerwise.foundations.fused_basis import averaged_quotient_, damped_quotient, scaled, squares_ema_
 from layerwise.foundations.fused_scaled import Scaled
+from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted
 
@@ -28,15 +29,6 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fused, "fused_reference", None)
         monkeypatch.setattr(fused_launch, "TILE", {"ROWS": 8, "COLUMNS": 32, "num_warps": 1})
         monkeypatch.setattr(fused_launch, "BLOCK", {"BLOCK": 256, "num_warps": 1})
-
-
-@starts_interpreter
-def test_basis_kernels_in_the_interpreter():
-    passes_interpreted(__file__)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def strided(*shape: int, seed: int = 0) -> Tensor:

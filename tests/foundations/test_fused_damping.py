@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from interpreter import INTERPRETED, passes_interpreted, starts_interpreter
+from interpreter import INTERPRETED
 from layerwise.foundations import fused, fused_damping
 from layerwise.foundations.fused_damping import factored_damping
 
@@ -18,11 +18,6 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fused, "fused_reference", None)
         monkeypatch.setattr(fused_damping, "split_damping", None)
         monkeypatch.setattr(fused_damping, "BLOCK", 16)
-
-
-@starts_interpreter
-def test_damping_in_the_interpreter():
-    passes_interpreted(__file__)
 
 
 @pytest.mark.parametrize("kind", ["relative", "trace", "equal"])

@@ -5,13 +5,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpreter import INTERPRETED, only_interpreted, passes_interpreted, starts_interpreter
+from interpreter import INTERPRETED, only_interpreted
 from layerwise.foundations import fused, fused_launch
 from layerwise.foundations.fused_adam import corrections_
 from layerwise.foundations.fused_gate import finite_gate, magnitudes
 from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
 from layerwise.foundations.linalg import half_pairs, triton_splits
+from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted
 OPEN, SHUT = torch.tensor(True), torch.tensor(False)
@@ -26,15 +27,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(fused_launch, "TILE", {"ROWS": 8, "COLUMNS": 32, "num_warps": 1})
         monkeypatch.setattr(fused_launch, "BLOCK", {"BLOCK": 256, "num_warps": 1})
     return request.param
-
-
-@starts_interpreter
-def test_passes_in_the_interpreter():
-    passes_interpreted(__file__)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def powers(*exponents: int) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 from test_triton_sweeps import drifted, randn
 from torch import Tensor
 
-from interpreter import INTERPRETED, passes_interpreted, starts_interpreter
+from interpreter import INTERPRETED
 from layerwise.foundations.linalg import orthogonal, triton_products
 from layerwise.foundations.linalg.basis_tracking import carried, tracked_basis
 from layerwise.foundations.linalg.half_bases import tracked_half
@@ -14,11 +14,6 @@ from layerwise.foundations.linalg.half_turns import put_, squared_rows, turn_bet
 from layerwise.foundations.linalg.orthogonal import BASIS_SCALE, basis_half, between
 
 pytestmark = pytest.mark.interpreted
-
-
-@starts_interpreter
-def test_half_bases_in_the_interpreter():
-    passes_interpreted(__file__)
 
 
 @pytest.fixture(autouse=True)

@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpreter import INTERPRETED, passes_interpreted, starts_interpreter
+from interpreter import INTERPRETED
 from layerwise.foundations import fused, fused_half_steps, fused_launch
 from layerwise.foundations.fused_basis import averaged_quotient_, damped_quotient, scaled
 from layerwise.foundations.fused_half_steps import HEADROOM, damped_half, scaled_half
 from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.linalg.halves import Half
 from layerwise.foundations.linalg.orthogonal import ROOM
+from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted
 K, SHAPE = 3, (3, 17, 40)
@@ -31,15 +32,6 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fused, "fused_reference", None)
         monkeypatch.setattr(fused_half_steps, "with_room", None)
         monkeypatch.setattr(fused_launch, "TILE", {"ROWS": 8, "COLUMNS": 32, "num_warps": 1})
-
-
-@starts_interpreter
-def test_half_steps_in_the_interpreter():
-    passes_interpreted(__file__)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def not_divided(R: Tensor) -> Scaled:

@@ -4,18 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpreter import only_interpreted, passes_interpreted, starts_interpreter
+from interpreter import only_interpreted
 from layerwise.foundations.fused_reference import over
 from layerwise.foundations.linalg import half_pairs, long_sums, packed_halves, triton_packed, triton_splits
 from layerwise.foundations.linalg.long_sums import long_between, one_above_the_other, side_by_side, tripled
+from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted
 K, O, I = 3, 48, 80
-
-
-@starts_interpreter
-def test_long_sums_in_the_interpreter():
-    passes_interpreted(__file__)
 
 
 @pytest.fixture(autouse=True, params=["torch", pytest.param("kernels", marks=only_interpreted)])
@@ -27,10 +23,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     for module in (packed_halves, long_sums):
         monkeypatch.setattr(module, "available", lambda _: request.param == "kernels")
     return request.param
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def kept(n: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:

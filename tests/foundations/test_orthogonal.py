@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpreter import INTERPRETED, passes_interpreted, starts_interpreter
+from interpreter import INTERPRETED
 from layerwise.foundations import fused
 from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
 from layerwise.foundations.linalg import half_pairs, orthogonal, triton_products, triton_splits
 from layerwise.foundations.linalg.halves import Half, HalfPair
 from layerwise.foundations.linalg.orthogonal import basis_pair, between, rough_between, with_room
+from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted
 ROUNDING = 1e-3
@@ -37,15 +38,6 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(module, name, noted)
     return found
-
-
-@starts_interpreter
-def test_turns_in_the_interpreter():
-    passes_interpreted(__file__)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def basis(K: int, n: int, seed: int) -> Tensor:

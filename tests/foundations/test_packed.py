@@ -4,19 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpreter import only_interpreted, passes_interpreted, starts_interpreter
+from interpreter import only_interpreted
 from layerwise.foundations.errors import InputError
 from layerwise.foundations.linalg import half_pairs, packed, triton_packed
 from layerwise.foundations.linalg.triton_columns import average_grams_
 from layerwise.foundations.linalg.triton_products import Tiles
+from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted
 SMALL = Tiles(m=32, n=32, depth=16, warps=1, stages=1)
-
-
-@starts_interpreter
-def test_kernels_in_the_interpreter():
-    passes_interpreted(__file__)
 
 
 @pytest.fixture(params=["torch", pytest.param("kernels", marks=only_interpreted)])
@@ -25,10 +21,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(triton_packed, "BLOCK", 32)
     monkeypatch.setattr(packed, "available", lambda _: request.param == "kernels")
     return request.param
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def definite(K: int, n: int, seed: int = 0) -> Tensor:

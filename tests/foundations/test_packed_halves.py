@@ -4,16 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpreter import only_interpreted, passes_interpreted, starts_interpreter
+from interpreter import only_interpreted
 from layerwise.foundations.errors import InputError
 from layerwise.foundations.linalg import half_pairs, packed_halves, triton_packed
 
 pytestmark = pytest.mark.interpreted
-
-
-@starts_interpreter
-def test_kernels_in_the_interpreter():
-    passes_interpreted(__file__)
 
 
 @pytest.fixture(params=["torch", pytest.param("kernels", marks=only_interpreted)])

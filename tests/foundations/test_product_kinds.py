@@ -2,14 +2,10 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from layerwise.foundations.linalg.half_pairs import HalfPair, split
 from layerwise.foundations.linalg.products import HALF_PAIRS, TORCH, Products, TorchProducts
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from random_tensors import randn
 
 
 @pytest.mark.parametrize("products", [TORCH, HALF_PAIRS])

@@ -4,22 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpreter import only_interpreted, passes_interpreted, starts_interpreter
+from interpreter import only_interpreted
 from layerwise.foundations.errors import InputError
 from layerwise.foundations.linalg import triton_columns
 from layerwise.foundations.linalg.triton_columns import average_grams_
 from layerwise.optim.averaging import running_weight
+from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted
-
-
-@starts_interpreter
-def test_kernels_in_the_interpreter():
-    passes_interpreted(__file__)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def expected_mean(mean: Tensor, X: list[Tensor], alpha: float, weight: Tensor, border: bool) -> Tensor:

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from torch import Tensor
 
-from interpreter import only_interpreted, passes_interpreted, starts_interpreter
+from interpreter import only_interpreted
 from layerwise.foundations.errors import InputError
 from layerwise.foundations.linalg import half_pairs, triton_joins, triton_products
 from layerwise.foundations.linalg.half_pairs import Half, HalfPair
 from layerwise.foundations.linalg.triton_products import Tiles
+from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted
 
@@ -24,16 +24,7 @@ def test_rows_are_cut_only_when_few_tiles_fill_the_processors():
     assert triton_products._parts(3600, 8192, tiles) == 1
 
 
-@starts_interpreter
-def test_kernels_in_the_interpreter():
-    passes_interpreted(__file__)
-
-
 SMALL = Tiles(m=16, n=16, depth=16, warps=4, stages=1, group=2)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @only_interpreted

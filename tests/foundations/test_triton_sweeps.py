@@ -4,22 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpreter import only_interpreted, passes_interpreted, starts_interpreter
+from interpreter import only_interpreted
 from layerwise.foundations.linalg import half_pairs, triton_products, triton_remainders, triton_sweeps
 from layerwise.foundations.linalg.basis_tracking import coupling, rotation, second_order, tracked_basis
 from layerwise.foundations.linalg.inverses import refined_inverse, series_inverse
 from layerwise.foundations.linalg.products import HALF_PAIRS
+from random_tensors import randn64 as randn
 
 pytestmark = pytest.mark.interpreted
-
-
-@starts_interpreter
-def test_sweeps_in_the_interpreter():
-    passes_interpreted(__file__)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def drifted(n: int, samples: int, K: int = 2) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from layerwise.foundations.linalg.triton_columns import average_grams_
 from layerwise.optim.averaging import running_weight
 from layerwise.optim.rows import Rows, _average_by_torch_, average_rows_, together
 from layerwise.optim.rule import Health
+from random_tensors import cuda_randn as randn
 from waiting import nothing_waits
 
 pytestmark = [
@@ -18,10 +19,6 @@ pytestmark = [
         reason="needs triton and a GPU of capability 8.0; run `make test-gpu` on one",
     ),
 ]
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
 
 
 def moment(X: Tensor, border: bool) -> Tensor:

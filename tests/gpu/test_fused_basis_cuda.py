@@ -11,6 +11,7 @@ from layerwise.foundations.fused_basis import averaged_quotient_, damped_quotien
 from layerwise.foundations.fused_half_steps import damped_half
 from layerwise.foundations.linalg.triton_products import available
 from layerwise.layers.standard import Standard
+from random_tensors import cuda_randn as randn
 from waiting import nothing_waits
 
 pytestmark = [
@@ -22,10 +23,6 @@ pytestmark = [
 ]
 SHAPES = [(12, 768, 784), (3, 770, 131), (40, 33, 18), (2, 1, 1)]
 MEANS = [torch.float32, torch.bfloat16]
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
 
 
 def same_by_both_ways(monkeypatch: pytest.MonkeyPatch, call: Callable[[], list[Tensor]]) -> list[Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from layerwise.foundations import fused, fused_launch, fused_reference
 from layerwise.foundations.linalg.triton_products import available
+from random_tensors import cuda_randn as randn
 from waiting import nothing_waits
 
 pytestmark = [
@@ -20,10 +21,6 @@ pytestmark = [
 ]
 SHAPES = [(12, 768, 769, 768, 784), (3, 770, 131, 784, 144), (40, 33, 18, 33, 19), (1, 1, 1, 1, 2)]
 """K, o, i, and the O and I of a stack with room for a bias."""
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
 
 
 def gate_of(state: str) -> Tensor | None:

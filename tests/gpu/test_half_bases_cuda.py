@@ -8,13 +8,10 @@ from layerwise.foundations.linalg.basis_tracking import carried, tracked_basis
 from layerwise.foundations.linalg.half_bases import LARGE, tracked_half
 from layerwise.foundations.linalg.half_turns import put_, turn_between, turn_moments_
 from layerwise.foundations.linalg.orthogonal import BASIS_SCALE, basis_half
+from random_tensors import cuda_randn64 as randn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SIZES = [72, 784, LARGE + 16, 3088]
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), dtype=torch.float64, device="cuda")
 
 
 def drifted(n: int) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from layerwise.foundations.linalg import half_pairs, packed, triton_products
 from layerwise.foundations.linalg.triton_columns import average_grams_
 from layerwise.optim import stored, symmetric
 from layerwise.optim.refined import FINE_RESIDUAL
+from random_tensors import cuda_randn as randn
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,10 +29,6 @@ MEMBERS: dict[str, Callable[[nn.Module], lw.optim.Layerwise]] = {
     "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.01, refresh_every=2),
     "SOAP": lambda m: lw.optim.SOAP(m, lr=0.01, refresh_every=2),
 }
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
 
 
 def definite(K: int, n: int, seed: int = 0) -> Tensor:

@@ -15,6 +15,7 @@ from layerwise.foundations.fused_unscaled import unscaled
 from layerwise.foundations.linalg import half_pairs, triton_splits
 from layerwise.foundations.linalg.triton_products import available
 from layerwise.optim.engine import Layerwise
+from random_tensors import cuda_randn as randn
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,10 +24,6 @@ pytestmark = [
         reason="needs triton and a GPU of capability 8.0; run `make test-gpu` on one",
     ),
 ]
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
 
 
 def powers(*exponents: int) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from layerwise.foundations.linalg import half_pairs, triton_products
+from random_tensors import cuda_randn as randn
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,10 +16,6 @@ needs_kernels = pytest.mark.skipif(
     reason="needs triton and a GPU of capability 8.0",
 )
 SIZES = [769, 2304, 3073]
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
 
 
 def relative(found: Tensor, expected: Tensor) -> float:

@@ -9,6 +9,7 @@ from layerwise.foundations.linalg.basis_tracking import coupling, rotation, seco
 from layerwise.foundations.linalg.half_pairs import HalfPair
 from layerwise.foundations.linalg.inverses import accepted, refined_inverse, series_inverse
 from layerwise.foundations.linalg.products import HALF_PAIRS
+from random_tensors import cuda_randn as randn
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,10 +19,6 @@ pytestmark = [
     ),
 ]
 SIZES = [64, 784, 3088]
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
 
 
 def relative(found: Tensor, expected: Tensor) -> float:

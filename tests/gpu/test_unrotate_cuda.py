@@ -13,6 +13,7 @@ from layerwise.foundations.linalg import half_pairs
 from layerwise.foundations.linalg.halves import Half
 from layerwise.foundations.linalg.orthogonal import basis_pair, between, rough_between, with_room
 from layerwise.foundations.linalg.triton_products import available
+from random_tensors import cuda_randn as randn
 from waiting import nothing_waits
 
 pytestmark = [
@@ -23,10 +24,6 @@ pytestmark = [
     ),
 ]
 SIZES = [(3, 784, 256), (3, 64, 320), (2, 33, 18)]  # the last with rows that do not begin on 16 bytes
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
 
 
 def basis(K: int, n: int, seed: int) -> Tensor:

@@ -14,18 +14,16 @@ from torch import Tensor, nn
 from layerwise.foundations.errors import LayerwiseError
 from layerwise.testing import oracles
 from layerwise.testing.cases import Case
+from random_tensors import randn64
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_forward_hooks_with_kwargs")
 TYPED = ("mlp", "conv2d_grouped", "conv_transpose2d", "layer_norm", "embedding", "attention", "lstm")
 """Cases on which annotations are checked too: one for each kind of rule."""
+gaussian = randn64
 
 
 def name_of(c: Case) -> str:
     return c.name
-
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def mlp(*sizes: int, seed: int = 0) -> nn.Sequential:

@@ -61,7 +61,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=[0, 1], ids=["seed0", "seed1"])
+@pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.slow)], ids=["seed0", "seed1"])
 def views(request: pytest.FixtureRequest, one_thread: None) -> dict:
     """``{pair: (at initialization, after 600 steps)}``."""
     x, y, held_out, labels = demo.digits(request.param)

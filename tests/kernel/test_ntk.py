@@ -14,6 +14,12 @@ ALGORITHMS = ("auto", "gram", "chain", "product", "rows")
 TOLERANCE = 1e-10
 
 
+def in_turn(first: int) -> list[Any]:
+    """All cases, of which `make test` has every second one, and one for each kind of rule."""
+    kept = {*(c.name for c in CASES[first::2]), *TYPED}
+    return [pytest.param(c, marks=() if c.name in kept else pytest.mark.slow) for c in CASES]
+
+
 def _bad(errors: dict[Any, float]) -> dict[Any, str]:
     return {k: f"{e:.1e}" for k, e in errors.items() if not e <= TOLERANCE}
 
@@ -33,7 +39,7 @@ def test_every_order_equals_the_oracle(c: Case, request: pytest.FixtureRequest):
     assert not _bad(errors)
 
 
-@pytest.mark.parametrize("c", CASES, ids=name_of)
+@pytest.mark.parametrize("c", in_turn(0), ids=name_of)
 @pytest.mark.usefixtures("untyped")
 def test_cross_kernels_are_blocks_of_square_ones(c: Case):
     """Split into one example and the others, and the other way round: also where a model is met with one example."""
@@ -78,7 +84,7 @@ def _columns(model: nn.Module, spec: Any) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("c", CASES, ids=name_of)
+@pytest.mark.parametrize("c", in_turn(1), ids=name_of)
 @pytest.mark.usefixtures("untyped")
 def test_what_needs_no_matrix_equals_what_the_matrix_gives(c: Case):
     model, x, _ = c.make()

@@ -7,15 +7,12 @@ from torch import Tensor, nn
 import layerwise as lw
 from layerwise.layers import vectorised
 from layerwise.layers.vectorised import batched_grad
+from random_tensors import randn64 as randn
 
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vectorised, "_verdicts", {})
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def one_by_one(f: Tensor, inputs: list[Tensor], v: Tensor) -> list[Tensor]:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import layerwise as lw
+from random_tensors import randn64 as gaussian
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -51,10 +52,6 @@ def convnet(seed: int = 0) -> nn.Module:
         )
 
     return _seeded(make, seed)
-
-
-def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def labels(*shape: int, classes: int = 3, seed: int = 0) -> Tensor:

@@ -11,10 +11,7 @@ from layerwise.optim import observe, rows
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.rows import Rows, average_rows_, together
 from layerwise.optim.rule import Health
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from random_tensors import randn
 
 
 def one_step(model: nn.Module, opt: lw.optim.Layerwise, x: Tensor) -> None:

@@ -12,10 +12,14 @@ from torch import nn
 
 import layerwise as lw
 from layerwise.foundations.errors import InputError
+from thinning import mostly_slow, thinned
 
 pytestmark = pytest.mark.usefixtures("untyped")
 DATA = batches(14, 5)
 EVERY = pytest.mark.parametrize("name", MEMBERS)
+KINDS = ("Adam", "KFAC sampled", "EKFAC running", "LocoProp", "NGD", "SOAP", "Muon")
+"""One for each kind of state and of update: enough for what the engine does for all of them alike."""
+EVERY_KIND = pytest.mark.parametrize("name", mostly_slow(MEMBERS, KINDS))
 
 
 def run(model: nn.Module, opt: torch.optim.Optimizer, start: int, stop: int) -> torch.Tensor:
@@ -34,8 +38,7 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
 # --- state ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kept", ["in memory", "in a file"])
-@EVERY
+@pytest.mark.parametrize(("name", "kept"), thinned(MEMBERS, ["in memory", "in a file"]))
 def test_training_resumes_bit_for_bit(name: str, kept: str):
     model = mlp()
     opt = member(name, model)
@@ -59,7 +62,7 @@ def test_loading_into_an_optimizer_that_has_run(name: str):
     assert torch.equal(run(model, opt, 5, 12), run(other, resumed, 5, 12))
 
 
-@EVERY
+@EVERY_KIND
 def test_saving_changes_nothing(name: str):
     model, other = mlp(), mlp()
     opt, saved = member(name, model), member(name, other)
@@ -169,8 +172,7 @@ def test_a_state_for_other_groups_is_refused():
 # --- copies -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize(("name", "how"), thinned(MEMBERS, [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))]))
 def test_a_copy_of_model_and_optimizer_goes_on_alike(name: str, how):
     model = mlp()
     opt = member(name, model)
@@ -180,7 +182,7 @@ def test_a_copy_of_model_and_optimizer_goes_on_alike(name: str, how):
     assert torch.equal(run(other, copied, 5, 11), run(model, opt, 5, 11))
 
 
-@EVERY
+@EVERY_KIND
 def test_a_copied_model_does_not_feed_the_optimizer(name: str):
     model, alone = mlp(), mlp()
     opt, undisturbed = member(name, model), member(name, alone)
@@ -221,7 +223,7 @@ def test_an_override_may_choose_the_fallback():
     assert "overrides" in repr(opt)
 
 
-@EVERY
+@EVERY_KIND
 def test_groups_can_be_changed_between_steps(name: str):
     model = mlp()
     opt = member(name, model)
@@ -232,8 +234,7 @@ def test_groups_can_be_changed_between_steps(name: str):
     assert torch.equal(run(model, opt, 2, 4), before)
 
 
-@pytest.mark.parametrize("named", [True, False])
-@EVERY
+@pytest.mark.parametrize(("name", "named"), thinned(MEMBERS, [True, False]))
 def test_a_layer_that_is_unfrozen_later(name: str, named: bool):
     """It trains from then on, and the statistics of the others stay."""
     model = mlp()
@@ -270,7 +271,7 @@ def test_adding_a_group_keeps_the_state_of_the_others(name: str):
         assert difference < 1e-9 or name == "NGD"  # whose matrix couples all layers
 
 
-@EVERY
+@EVERY_KIND
 def test_a_tensor_as_learning_rate(name: str):
     model, other = mlp(), mlp()
     one, two = member(name, model, lr=torch.tensor(0.01, dtype=torch.float64)), member(name, other, lr=0.01)
@@ -280,7 +281,7 @@ def test_a_tensor_as_learning_rate(name: str):
 # --- the loop ---------------------------------------------------------------------------------------------
 
 
-@EVERY
+@EVERY_KIND
 def test_schedulers_set_the_learning_rate(name: str):
     model, by_hand = mlp(), mlp()
     opt, plain = member(name, model, lr=0.04), member(name, by_hand, lr=0.04)
@@ -294,7 +295,7 @@ def test_schedulers_set_the_learning_rate(name: str):
     assert torch.equal(flat(model), flat(by_hand))
 
 
-@EVERY
+@EVERY_KIND
 def test_a_one_cycle_schedule(name: str):
     model = mlp()
     opt = member(name, model)
@@ -309,7 +310,7 @@ def test_a_one_cycle_schedule(name: str):
     assert torch.isfinite(flat(model)).all()
 
 
-@EVERY
+@EVERY_KIND
 def test_a_closure(name: str):
     model, other = mlp(), mlp()
     one, two = member(name, model), member(name, other)
@@ -327,8 +328,7 @@ def test_a_closure(name: str):
     assert torch.equal(flat(model), flat(other))
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-@EVERY
+@pytest.mark.parametrize(("name", "to_none"), thinned(MEMBERS, [True, False]))
 def test_zero_grad(name: str, to_none: bool):
     model, other = mlp(), mlp()
     one, two = member(name, model), member(name, other)
@@ -341,7 +341,7 @@ def test_zero_grad(name: str, to_none: bool):
     assert torch.equal(flat(model), flat(other))
 
 
-@EVERY
+@EVERY_KIND
 def test_hooks_before_and_after_a_step(name: str):
     model, calls = mlp(), []
     opt = member(name, model)
@@ -354,7 +354,10 @@ def test_hooks_before_and_after_a_step(name: str):
     assert calls == ["before", "after", "before", "after", "saved", "loaded"]
 
 
-@EVERY
+# The others train with their defaults in `test_defaults_train.py`.
+@pytest.mark.parametrize(
+    "name", mostly_slow(MEMBERS, ["KFAC exact split", "KFAC sampled", "EKFAC running", "Layerwise"])
+)
 def test_it_trains(name: str):
     """The loss on one batch halves within 60 steps (with labels of the data EKFAC does not stay there)."""
     model = mlp()

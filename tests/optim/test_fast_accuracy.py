@@ -17,9 +17,9 @@ from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.factors import YOUNG_STEPS, Factors
 from layerwise.optim.rule import Context, Health, Shape
 from layerwise.optim.solver import LAG
+from random_tensors import randn64 as randn
 
 pytestmark = pytest.mark.usefixtures("untyped")
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 LIMIT, DAMPING = 1e-2, 1e-3
 LATE = 100
 """A step at which nothing is done for the sake of young statistics."""
@@ -59,10 +59,6 @@ CASES = {
 
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def randn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
 
 
 def factor(n: int, condition: float, seed: int) -> Tensor:
@@ -126,7 +122,6 @@ def applied_errors(
     return found, health
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])
 @pytest.mark.parametrize("name", CASES)
 def test_random_factors(name: str, condition: float, device: str):
@@ -145,7 +140,6 @@ def coupled(M: Tensor, other: Tensor, coupling: float) -> Tensor:
     return M.lerp(other, weight)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])
 @pytest.mark.parametrize("name", [name for name in CASES if name != "K-FAC"])
 def test_one_sweep_suffices_up_to_the_limit(name: str, condition: float, device: str):
@@ -161,7 +155,6 @@ def errors_at_the_limit(case: Case, factors: Pair, others: Pair, device: str) ->
     return applied_errors(case, [factors, (P, Q)], device)[0]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
 def test_an_exact_start(name: str, device: str):
     """At the first refresh, by Cholesky or eigh, kept in pairs of float16."""
@@ -194,7 +187,7 @@ class Transformer(nn.Module):
         return self.head(self.norms[2](h))
 
 
-@pytest.fixture(scope="module", params=[0, 4])
+@pytest.fixture(scope="module", params=[pytest.param(0, marks=pytest.mark.slow), 4])
 def captured(request: pytest.FixtureRequest) -> list[tuple[str, list[Pair]]]:
     """P and Q of every layer, after each of the last four of thirty steps of K-FAC on sums of neighbours.
 
@@ -219,7 +212,6 @@ def captured(request: pytest.FixtureRequest) -> list[tuple[str, list[Pair]]]:
     return list(found.items())
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("start", [YOUNG_STEPS - 10, LATE])
 def test_factors_of_a_training(name: str, captured: list[tuple[str, list[Pair]]], device: str, start: int):
@@ -235,7 +227,6 @@ def test_factors_of_a_training(name: str, captured: list[tuple[str, list[Pair]]]
         assert health.fallbacks == 0
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", [name for name in CASES if name != "K-FAC"])
 def test_one_sweep_of_factors_of_a_training(name: str, captured: list[tuple[str, list[Pair]]], device: str):
     """Up to the limit; the way from one factor to a later one is taken as straight."""

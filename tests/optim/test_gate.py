@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import layerwise as lw
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.solver import Report
+from thinning import thinned
 
 pytestmark = pytest.mark.usefixtures("untyped")
 NAMES = (
@@ -37,7 +38,9 @@ NAMES = (
     "Layerwise",
 )
 DATA = batches(24, 5)
-BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+DTYPES = (torch.float32, torch.float64)
+BOTH = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
+ONE_EACH = pytest.mark.parametrize(("name", "dtype"), thinned(NAMES, DTYPES))
 Edit = Callable[[nn.Sequential, int], None]
 
 
@@ -108,8 +111,7 @@ def assert_alike(
 # --- the same steps ----------------------------------------------------------------------------------------
 
 
-@BOTH
-@pytest.mark.parametrize("name", NAMES)
+@ONE_EACH
 def test_nobody_waits_and_the_steps_are_the_same(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     """With decay, momentum, Nesterov and a group of its own."""
     options: dict[str, Any] = {"weight_decay": 0.1, "overrides": {"2": {"lr": 0.02, "weight_decay": 0.01}}}
@@ -133,17 +135,13 @@ EXTRAS = {
 }
 
 
-@BOTH
-@pytest.mark.parametrize("extra", EXTRAS)
-@pytest.mark.parametrize("name", ["KFAC", "Shampoo"])
+@pytest.mark.parametrize(("name", "extra", "dtype"), thinned(["KFAC", "Shampoo"], EXTRAS, DTYPES))
 def test_options_do_the_same(name: str, extra: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     options = {"refresh_every": 1, **EXTRAS[extra]}
     assert_alike(monkeypatch, dtype, lambda model: member(name, model, **options))
 
 
-@BOTH
-@pytest.mark.parametrize("clip", [1e-4, ("norm", 0.1)])
-@pytest.mark.parametrize("name", ["Muon", "SOAP", "Adam"])
+@pytest.mark.parametrize(("name", "clip", "dtype"), thinned(["Muon", "SOAP", "Adam"], [1e-4, ("norm", 0.1)], DTYPES))
 def test_clipping_of_the_others(name: str, clip: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     options = {"clip": clip} if name == "Adam" else {"clip": clip, "refresh_every": 1}
     assert_alike(monkeypatch, dtype, lambda model: member(name, model, **options))
@@ -157,8 +155,7 @@ def drop(model: nn.Sequential, step: int) -> None:
                 p.grad = None
 
 
-@BOTH
-@pytest.mark.parametrize("name", NAMES)
+@ONE_EACH
 def test_a_layer_without_gradient(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     options: dict[str, Any] = {"weight_decay": 0.1}
     if name != "NGD":
@@ -231,13 +228,11 @@ SOLVED += [(name, "newton") for name in ("KFAC", "EKFAC", "EKFAC running", "FOOF
 
 
 @pytest.mark.parametrize(
-    ("value", "dtype"),
-    [(float("nan"), torch.float32), (float("inf"), torch.float64)],
-    ids=["nan, float32", "inf, float64"],
+    ("solved", "bad"), thinned(SOLVED, [(float("nan"), torch.float32), (float("inf"), torch.float64)])
 )
-@pytest.mark.parametrize(("name", "solver"), SOLVED)
-def test_nothing_moves_behind_a_shut_gate(name: str, solver: str, value: float, dtype: torch.dtype, unwaiting: None):
+def test_nothing_moves_behind_a_shut_gate(solved: tuple[str, str], bad: tuple[float, torch.dtype], unwaiting: None):
     """Bit for bit, with momentum and decay: parameters and every state tensor, at a step when no refresh is due."""
+    (name, solver), (value, dtype) = solved, bad
     model = net(dtype)
     extra = {} if solver == "auto" else {"solver": solver}
     opt = member(name, model, **options_for(name, refresh_every=100, factor_every=1, **extra))
@@ -297,9 +292,7 @@ def test_nobody_waits_and_the_steps_by_products_are_the_same(name: str, monkeypa
     assert_alike(monkeypatch, torch.float32, lambda model: member(name, model, **options), tol=tol)
 
 
-@BOTH
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "every", "dtype"), thinned(NAMES, [1, 2], DTYPES))
 def test_a_bad_first_step(name: str, every: int, dtype: torch.dtype, unwaiting: None):
     """Afterwards everything is as if it had not been; with few refreshes at least sound."""
     options: dict[str, Any] = {} if name == "NGD" else {"refresh_every": every, "factor_every": 1}

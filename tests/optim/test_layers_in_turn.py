@@ -8,10 +8,7 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.optim.engine import Layerwise
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from random_tensors import randn
 
 
 class Routed(nn.Module):

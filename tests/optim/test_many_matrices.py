@@ -16,13 +16,10 @@ from layerwise.foundations.linalg.products import HALF_PAIRS
 from layerwise.optim import rows, stored
 from layerwise.optim.rows import Rows, average_rows_, together
 from layerwise.optim.rule import Health
+from random_tensors import randn as normal
 
 K, N = 3, 64
 MODULES = (half_pairs, half_turns, packed, basis_tracking, triton_products, stored, rows)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def definite() -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.testing import oracles
+from thinning import thinned
 
 pytestmark = pytest.mark.usefixtures("untyped")
 LR, DAMPING = 0.05, 0.1
@@ -30,9 +31,9 @@ def whole(relative: bool):
     return direction
 
 
-@pytest.mark.parametrize("method", ["dense", "woodbury", "cg"])
-@pytest.mark.parametrize("estimator", ["empirical", "exact"])
-@pytest.mark.parametrize("shape", ["dense", "conv"])
+@pytest.mark.parametrize(
+    ("method", "estimator", "shape"), thinned(["dense", "woodbury", "cg"], ["empirical", "exact"], ["dense", "conv"])
+)
 def test_ngd(shape: str, estimator: str, method: str):
     model, data = (mlp(), batches(20, 5, n=6)) if shape == "dense" else (convnet(), batches(20, 2, 4, 4, n=6))
     options = {} if estimator == "empirical" else {"likelihood": "categorical", "estimator": "exact"}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.foundations.errors import InputError, LayerwiseError
+from thinning import thinned
 
 pytestmark = pytest.mark.usefixtures("untyped")
 DATA = batches(8, 5)
@@ -33,8 +34,7 @@ def sane(model: nn.Module, bound: float = 1e4) -> bool:
 # --- broken batches ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize(("name", "value"), thinned(MEMBERS, [float("nan"), float("inf")]))
 def test_a_broken_batch_is_skipped_and_counted(name: str, value: float):
     model = mlp()
     opt = member(name, model)
@@ -115,8 +115,7 @@ def test_statistics_that_are_broken_at_the_first_step(name: str):
 # --- dead layers and singular factors ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("every", [2, 10])
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize(("name", "every"), thinned(MEMBERS, [2, 10]))
 def test_a_head_that_starts_at_zero(name: str, every: int):
     """Layers below it have no gradient at the first step, and one at the second."""
     model = mlp().float()
@@ -138,8 +137,7 @@ class Gate(nn.Module):
         return self.head((self.a(x) + self.open * self.b(x)).tanh())
 
 
-@pytest.mark.parametrize("closed", [1, 5])
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize(("name", "closed"), thinned(MEMBERS, [1, 5]))
 def test_a_layer_whose_gradient_is_zero_for_a_while(name: str, closed: int):
     torch.manual_seed(0)
     model = Gate().double()
@@ -154,8 +152,9 @@ def test_a_layer_whose_gradient_is_zero_for_a_while(name: str, closed: int):
     assert not torch.equal(model.b.weight, before)
 
 
-@pytest.mark.parametrize("data", ["one example", "equal inputs", "zero inputs", "one class"])
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize(
+    ("name", "data"), thinned(MEMBERS, ["one example", "equal inputs", "zero inputs", "one class"])
+)
 def test_singular_factors(name: str, data: str):
     x, y = DATA[0]
     if data == "one example":

@@ -18,9 +18,9 @@ from layerwise.optim.engine import Layerwise
 from layerwise.optim.rotated_adam import RotatedAdam
 from layerwise.optim.rule import Context, Health, Shape, State
 from layerwise.optim.spread import WAITING
+from random_tensors import randn64 as randn
 
 pytestmark = pytest.mark.usefixtures("untyped")
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 CPU, BOTH = torch.device("cpu"), slice(0, 2)
 LIMIT, DAMPING, EXAMPLES, EVERY = 1e-2, 1e-3, 8, 4
 OPEN, SHUT = torch.tensor(True), torch.tensor(False)
@@ -30,10 +30,6 @@ OPEN, SHUT = torch.tensor(True), torch.tensor(False)
 def _rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the kernels run."""
     monkeypatch.setattr(scalings, "available", lambda device: True)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 # --- when ------------------------------------------------------------------------------------------------------
@@ -126,14 +122,12 @@ def errors(device: str, gate: Tensor | None, same: bool, steps: int, **options: 
     assert state["s"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("split", ["exact", "trace"])
 @pytest.mark.parametrize("gate", [None, OPEN], ids=["waits", "gated"])
 def test_directions_are_precise(gate: Tensor | None, split: str, device: str):
     assert max(errors(device, gate, False, 20, split=split)) < LIMIT / 2
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("decay", [0.75, scalings.MOST_DECAY])
 def test_an_average_does_not_come_to_rest_far_from_what_it_averages(decay: float, device: str):
     """The same gradient at every step: what is new shrinks, and is soon less than the last bit."""

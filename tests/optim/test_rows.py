@@ -13,10 +13,7 @@ from layerwise.optim.averaging import update_mean
 from layerwise.optim.observe import Collector
 from layerwise.optim.rows import Rows, RowsOfStack, average_rows_, together
 from layerwise.optim.rule import Health
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from random_tensors import randn
 
 
 def stack_of(X: list[Tensor], bias: bool = False) -> RowsOfStack:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import layerwise as lw
+from thinning import thinned
 
 pytestmark = pytest.mark.usefixtures("untyped")
 DATA = batches(8, 5)
@@ -173,9 +174,10 @@ def averaged(f: Tensor, y: Tensor, average: str | None) -> Tensor:
     return total / {"examples": len(f), "tokens": y.numel(), None: 1}[average]
 
 
-@pytest.mark.parametrize("average", ["tokens", None])
-@pytest.mark.parametrize("estimator", ["empirical", "exact"])
-@pytest.mark.parametrize("name", ["KFAC", "EKFAC", "EKFAC running", "FOOF", "LocoProp", "NGD"])
+@pytest.mark.parametrize(
+    ("name", "estimator", "average"),
+    thinned(["KFAC", "EKFAC", "EKFAC running", "FOOF", "LocoProp", "NGD"], ["empirical", "exact"], ["tokens", None]),
+)
 def test_changing_the_loss_and_the_option_together_changes_nothing(name: str, average: str | None, estimator: str):
     options: dict[str, Any] = {}
     if estimator == "exact":
@@ -297,8 +299,10 @@ def _logits(out: Any) -> Tensor:
     return out.logits
 
 
-@pytest.mark.parametrize("kind", ["tuple", "list", "dict", "logits", "dataclass", "model_output", "namespace"])
-@pytest.mark.parametrize("name", ["KFAC", "KFAC sampled"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    thinned(["tuple", "list", "dict", "logits", "dataclass", "model_output", "namespace"], ["KFAC", "KFAC sampled"]),
+)
 def test_the_output_is_found_in_a_container(name: str, kind: str):
     a, b = Contained(kind), mlp()
     one, two = observer(name, a), observer(name, b)
@@ -502,8 +506,7 @@ def _branches() -> Branches:
     return Branches().double()
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("name", MEMBERS)
+@pytest.mark.parametrize(("name", "first"), thinned(MEMBERS, [True, False]))
 def test_a_layer_that_is_not_called_this_step_keeps_parameters_and_state(name: str, first: bool):
     """Not called at the first step, or at a later one; the others go on as if it did not exist."""
     model = _branches()

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.data.digits import digits
+from thinning import thinned
 
 STEPS = 20
 LR, DAMPING = 0.005, 0.03
@@ -198,10 +199,15 @@ def test_kfac_of_reduced_positions():
     run(lambda m: lw.optim.KFAC(m, LR, DAMPING, sua=True, **options), solve, net, 1e-9, True)
 
 
-@pytest.mark.parametrize("net", ["padding, stride, groups", "one channel, dilation"])
-@pytest.mark.parametrize("scale", ["relative", "absolute"])
-@pytest.mark.parametrize("split", ["exact", "trace"])
-@pytest.mark.parametrize("scaling", ["batch", "running"])
+@pytest.mark.parametrize(
+    ("scaling", "split", "scale", "net"),
+    thinned(
+        ["batch", "running"],
+        ["exact", "trace"],
+        ["relative", "absolute"],
+        ["padding, stride, groups", "one channel, dilation"],
+    ),
+)
 @pytest.mark.usefixtures("untyped")
 def test_ekfac(scaling: str, split: str, scale: str, net: str):
     """One scaling for every output, channel and offset, in the basis ``U_P ⊗ (U_ch ⊗ I)``."""

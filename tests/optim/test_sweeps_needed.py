@@ -15,6 +15,7 @@ from layerwise.optim.rotated_adam import RotatedAdam
 from layerwise.optim.rule import Context, Health, Shape
 from layerwise.optim.solver import LAG, SLOW_TURNS, Plan
 from layerwise.optim.sweeps import CLOSELY_COUPLED, LOOSELY_COUPLED, MORE_SWEEPS, TURNS, BasisWatch
+from random_tensors import randn as normal
 
 pytestmark = pytest.mark.usefixtures("untyped")
 LIMIT, CPU = 0.1, torch.device("cpu")
@@ -108,10 +109,6 @@ def test_the_limits_of_measured_moments():
 
 
 # --- a rule ------------------------------------------------------------------------------------------------
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def sweeps_of(

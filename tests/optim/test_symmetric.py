@@ -12,6 +12,7 @@ from layerwise.optim import stack, symmetric
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.rows import Rows, average_rows_, together
 from layerwise.optim.rule import Health, Shape
+from random_tensors import randn
 
 Make = Callable[[nn.Module], Layerwise]
 MEMBERS: dict[str, Make] = {
@@ -25,10 +26,6 @@ MEMBERS: dict[str, Make] = {
 }
 STEPS = 10
 """More than those whose inverses are exact."""
-
-
-def randn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def trained(make: Make) -> tuple[Layerwise, Tensor]:

@@ -9,7 +9,7 @@ from test_listed import train, zoo
 from torch import Tensor
 
 import layerwise as lw
-from interpreter import INTERPRETED, only_interpreted, passes_interpreted, starts_interpreter
+from interpreter import INTERPRETED, only_interpreted
 from layerwise.foundations import fused
 from layerwise.foundations.fused_adam import corrections_
 from layerwise.foundations.fused_scaled import Scaled
@@ -24,6 +24,7 @@ from layerwise.optim.graft import Clip
 from layerwise.optim.rotated_adam import RotatedAdam, step_bound
 from layerwise.optim.rule import Context, Health, Shape, State
 from layerwise.optim.stack import Stack
+from random_tensors import randn
 
 pytestmark = pytest.mark.usefixtures("untyped")
 ROUNDING, DAMPING = 1e-3, 1e-2
@@ -38,10 +39,6 @@ RULES: dict[str, Any] = {
     "Shampoo": lambda: Factors("gradient", "gradient", (0.25, 0.25)),
     SQUARE_ROOT: lambda: Factors("gradient", "gradient", (0.5, 0.5)),
 }
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def rule_and_state(name: str, size: tuple[int, int] = (16, 24)) -> tuple[Any, State, Shape]:
@@ -155,11 +152,6 @@ def test_momentum_that_lasts_longer_than_second_moments_has_no_bound():
 
 
 # --- passes that are not made ----------------------------------------------------------------------------------
-
-
-@starts_interpreter
-def test_launches_in_the_interpreter():
-    passes_interpreted(__file__)
 
 
 def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

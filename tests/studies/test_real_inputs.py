@@ -12,16 +12,9 @@ from layerwise.studies.feature_learning import label_transfer as lt
 from layerwise.studies.feature_learning import real_inputs as ri
 from layerwise.studies.feature_learning.features import feature_distance, gradient_outer_product
 from layerwise.studies.feature_learning.members import members
+from random_tensors import randn64 as normal
 
 pytest.importorskip("sklearn", reason="needs scikit-learn: pip install 'layerwise[data]'")
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")
