@@ -5,8 +5,6 @@ import sys
 from collections.abc import Generator, Sequence
 from typing import Any
 
-import torch
-
 from layerwise.experiments.experiment import Cell, Experiment
 from layerwise.experiments.tasks import CellError, Finished, Task, reachable, run_seed
 from layerwise.foundations.errors import InputError, describe
@@ -73,5 +71,7 @@ def require_ray() -> Any:
 
 
 def _run_seed(reference: str, config: Any, cell: Cell, seed: int, threads: int) -> Finished:
+    import torch  # in the worker alone
+
     torch.set_num_threads(threads)
     return run_seed(reference, config, cell, seed)

@@ -1,5 +1,7 @@
 """Figure 3, right, of Zhang et al. (2025): the direction that one step learns, by the anisotropy of the inputs."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

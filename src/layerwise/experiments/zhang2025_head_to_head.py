@@ -1,5 +1,7 @@
 """Figure 1 of Zhang et al. (2025): who finds the representation, and who only lowers the loss."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

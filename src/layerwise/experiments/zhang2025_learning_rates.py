@@ -1,5 +1,7 @@
 """Figure 5 of Zhang et al. (2025): distance to the representation after training, for thirteen learning rates."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """Figure 2 of Zhang et al. (2025): normalised inputs make AMGD's loss converge, but to another representation."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """Theorem 3.9 and Corollary 3.11 of Zhang et al. (2025): one step adds a matrix of rank one, as sizes grow."""
 
+from __future__ import annotations
+
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence

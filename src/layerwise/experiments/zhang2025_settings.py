@@ -1,5 +1,7 @@
 """Figures 4 and 6–9 of Zhang et al. (2025): uniform and Gaussian inputs at low and high anisotropy."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -69,4 +69,3 @@ def import_when_used(package: str) -> None:
     origins = {alias.asname or alias.name: (str(node.module), alias.name) for node in imports for alias in node.names}
     vars(module)["_origins"] = origins
     module.__class__ = LazyPackage
-
