@@ -11,6 +11,8 @@ T = TypeVar("T")
 
 def parse(kind: type[T], argv: list[str], prog: str, description: str, default: T | None = None) -> T:
     """Fill a dataclass from the words of the command line; a mistake is explained and ends with exit code 2."""
+    if not argv and default is None:
+        return kind()  # nothing to read; the parser alone takes longer to import than a list takes to print
     tyro = require("tyro", "tyro", "the command line", extra="cli")
     config = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     extra = {} if default is None else {"default": default}

@@ -1,7 +1,6 @@
 """`layerwise run`: the options of an experiment are the fields of its configuration."""
 
 import dataclasses
-import os
 import shlex
 import sys
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from layerwise.cli import exits
+from layerwise.cli.named import ALL, find
 from layerwise.cli.options import joined, parse, value_of
 from layerwise.cli.progress import chosen
 from layerwise.cli.show import claims_json, claims_table, note, print_json
@@ -36,8 +36,6 @@ examples:
 experiments: {names}
 """
 
-ALL = "all"
-"""Names no experiment, but all of them."""
 ABOUT_ALL = """Run what is missing of every experiment, one after the other, and judge the claims.
 
 What fails is said at the end and does not stop the others (exit code 4). Stop it at any moment: the same command goes
@@ -131,13 +129,6 @@ def _run_all(options: RunOptions, argv: list[str]) -> int:
     else:
         print(f"{len(found)} of {len(found) + len(failed)} experiments ran; judge all of them with: layerwise check")
     return exits.FAILED if failed else exits.OK
-
-
-def find(name: str) -> Experiment:
-    """An experiment by name, or by reference to a module that may lie in the current folder."""
-    if ":" in name and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    return catalog.find(name)
 
 
 def _name_first(argv: list[str]) -> tuple[str, list[str]]:

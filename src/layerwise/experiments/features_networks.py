@@ -263,4 +263,5 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on one core: smoke two seconds, laptop a minute, paper a quarter of an hour",
+    check=lambda config: [config.network(name) for name in config.cells],
 )

@@ -85,7 +85,7 @@ def _numbers(value: Any) -> Iterator[float | int]:
             yield from _numbers(item)
 
 
-def _range(usual: Sequence[Any], declared: Range | None) -> tuple[float, float, bool]:
+def _range(usual: Sequence[Any], declared: Range | None) -> tuple[float | int, float | int, bool]:
     """Least, largest, and whether the least itself is refused."""
     if declared is not None:
         return declared[0], declared[1], False
@@ -95,7 +95,7 @@ def _range(usual: Sequence[Any], declared: Range | None) -> tuple[float, float, 
     return (0, math.inf, False) if least == 0 else (-math.inf, math.inf, False)
 
 
-def _in_words(least: float, largest: float, open_below: bool, whole: bool) -> str:
+def _in_words(least: float | int, largest: float | int, open_below: bool, whole: bool) -> str:
     kind = "an integer" if whole else "a finite number"
     if math.isfinite(least) and math.isfinite(largest):
         return f"{kind} from {least:g} to {largest:g}"

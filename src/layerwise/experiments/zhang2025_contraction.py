@@ -12,6 +12,7 @@ from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Figure, Panel
 from layerwise.experiments.over_seeds import band, bound
 from layerwise.experiments.zhang2025_head_to_head import PAPER
+from layerwise.foundations.errors import InputError, describe, unknown
 from layerwise.foundations.random import stream
 from layerwise.studies import feature_learning as fl
 
@@ -220,6 +221,17 @@ def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
     ]
 
 
+def _goes_together(config: Config) -> None:
+    """Refuses sizes and names that are no problem."""
+    for name in config.inputs:
+        if name not in INPUTS:
+            raise InputError(unknown("covariance", name, INPUTS))
+    fl.Setting(dx=config.dx, dy=config.dy, k=config.k, batch=config.batch)
+    if config.dx < 2 * config.k or min(config.conditions) < 1:
+        given = f"dx={config.dx}, k={config.k}, conditions={config.conditions}"
+        raise InputError(describe(given, "dx ≥ 2k, and condition numbers ≥ 1", "change them"))
+
+
 EXPERIMENT = Experiment(
     name="contraction",
     title="KFAC contracts whatever the conditioning",
@@ -244,4 +256,5 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke a second, laptop half a minute, paper five minutes",
+    check=_goes_together,
 )

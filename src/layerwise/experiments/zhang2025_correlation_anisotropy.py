@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -164,4 +165,6 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke a second, laptop half a minute, paper three minutes",
+    ranges={"noise": (0, math.inf)},
+    check=lambda config: [config.setting(e) for e in config.anisotropies],
 )

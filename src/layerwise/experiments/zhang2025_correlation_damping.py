@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -219,4 +220,6 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke a second, laptop half a minute, paper three minutes",
+    ranges={"noise": (0, math.inf), "anisotropy": (0, 1)},
+    check=lambda config: config.setting(),
 )

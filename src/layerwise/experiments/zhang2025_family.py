@@ -225,4 +225,5 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke a second, laptop half a minute, paper eight minutes",
+    check=lambda config: config.setting(),
 )

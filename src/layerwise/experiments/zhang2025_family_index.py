@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -259,4 +260,6 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on one core: smoke two seconds, laptop half a minute, paper a minute and a half",
+    ranges={"noise": (0, math.inf)},
+    check=lambda config: [config.setting(e) for e in config.anisotropies],
 )

@@ -183,4 +183,6 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on one core: smoke two seconds, laptop half a minute, paper four minutes",
+    ranges={"anisotropy": (0, 1)},
+    check=lambda config: config.setting(),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -162,4 +163,6 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke a second, laptop 20 seconds, paper two minutes",
+    ranges={"noise": (0, math.inf), "anisotropy": (0, 1)},
+    check=lambda config: [config.setting(name) for name in config.activations],
 )

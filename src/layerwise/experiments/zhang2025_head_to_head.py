@@ -359,4 +359,5 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke some 4 s, laptop half a minute, paper three minutes",
+    check=lambda config: [config.setting(scale) for scale in config.scales],
 )

@@ -11,6 +11,7 @@ from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Curve, Figure, Panel
 from layerwise.experiments.over_seeds import band, bound
 from layerwise.experiments.zhang2025_head_to_head import PAPER
+from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.random import stream
 from layerwise.studies import feature_learning as fl
 
@@ -206,6 +207,13 @@ def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
     ]
 
 
+def _goes_together(config: Config) -> None:
+    """Refuses sizes that are no problem."""
+    if not 2 <= config.k <= min(config.dy, config.dx // 2):
+        given = f"k={config.k}, dx={config.dx}, dy={config.dy}"
+        raise InputError(describe(given, "2 ≤ k ≤ dy and 2k ≤ dx", "choose another k"))
+
+
 EXPERIMENT = Experiment(
     name="lower-bound",
     title="Without the head's preconditioner the rate depends on conditioning",
@@ -227,4 +235,6 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke and laptop some seconds, paper a minute",
+    ranges={"smallest": (1e-6, 0.5)},
+    check=_goes_together,
 )

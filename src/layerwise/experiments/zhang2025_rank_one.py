@@ -166,4 +166,6 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke a second, laptop 20 seconds, paper two minutes",
+    ranges={"noise": (0, math.inf), "anisotropy": (0, 1)},
+    check=lambda config: [config.setting(n) for n in config.samples],
 )

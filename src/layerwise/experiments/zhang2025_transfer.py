@@ -13,6 +13,7 @@ from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Curve, Figure, Panel
 from layerwise.experiments.over_seeds import band, bound
 from layerwise.experiments.zhang2025_head_to_head import PAPER
+from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.random import stream
 from layerwise.studies import feature_learning as fl
 
@@ -236,6 +237,14 @@ def _at(record: Record, dist: float) -> dict:
     return {**record, "series": {**columns, "terms": terms}}
 
 
+def _goes_together(config: Config) -> None:
+    """Refuses sizes that are no problem."""
+    fl.Setting(dx=config.dx, dy=config.dy, k=config.k)
+    if config.dx < 2 * config.k or min(config.samples) < config.k:
+        given = f"dx={config.dx}, k={config.k}, samples={config.samples}"
+        raise InputError(describe(given, "dx ≥ 2k, and at least k samples for a head", "change them"))
+
+
 EXPERIMENT = Experiment(
     name="transfer",
     title="Distance and samples decide the loss on another task",
@@ -257,4 +266,6 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke a second, laptop some ten seconds, paper six minutes",
+    ranges={"dist": (0, 1), "failure": (1e-300, 1)},
+    check=_goes_together,
 )

@@ -25,7 +25,8 @@ def write(runs: Path, out: Path, *, experiments: Sequence[Experiment] | None = N
     Args:
         runs: folder of records, as `layerwise run` leaves it.
         out: folder of the site; files of an earlier report are replaced.
-        experiments: what the index lists; None for the catalog. Recorded experiments of other modules are added.
+        experiments: what the index lists; None for the catalog. Records of others are named in a note, since no file
+            of records is trusted to say which module is imported.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
