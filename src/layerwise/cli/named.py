@@ -9,7 +9,8 @@ from layerwise.experiments.experiment import Experiment
 
 ALL = "all"
 """Names no experiment, but all of the catalog."""
-ABOUT_NAMES = """An experiment of your own is named by where it is, such as my_package.mean:EXPERIMENT (the current folder is searched
+ABOUT_NAMES = """\
+An experiment of your own is named by where it is, such as my_package.mean:EXPERIMENT (the current folder is searched,
 too); `all` names those of layerwise. Without names, all of layerwise are meant."""
 
 

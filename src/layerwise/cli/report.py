@@ -10,7 +10,7 @@ from layerwise.cli.show import print_json
 from layerwise.experiments.records import OUT
 from layerwise.foundations.errors import InputError, describe
 
-ABOUT = f"""Write an HTML page for every experiment (or for those named): its figures, its claims and how to reproduce them.
+ABOUT = f"""Write an HTML page for every experiment (or those named): its figures, its claims and how to reproduce them.
 
 The pages need no network and no server: open the index.html whose path is printed.
 

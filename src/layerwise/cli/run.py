@@ -12,6 +12,7 @@ from layerwise.cli.named import ALL, find
 from layerwise.cli.options import joined, parse, value_of
 from layerwise.cli.progress import chosen
 from layerwise.cli.show import claims_json, claims_table, note, print_json
+from layerwise.cli.stopping import stopped_by_sigterm
 from layerwise.experiments import catalog, runner
 from layerwise.experiments.engines import EngineOptions
 from layerwise.experiments.experiment import Experiment
@@ -21,7 +22,8 @@ from layerwise.foundations.errors import InputError, LayerwiseError, describe
 HELP = """\
 usage: layerwise run EXPERIMENT [options]
 
-Run what is missing of an experiment, record it, and judge its claims. Stop it at any moment: the same command goes on.
+Run what is missing of an experiment, record it, and judge its claims. Stop it at any moment (Ctrl-C, SIGTERM, kill):
+the same command goes on.
 
 examples:
   layerwise run {example} --preset smoke             seconds: does it work here?
@@ -90,7 +92,10 @@ def _run_one(
     engine = EngineOptions(
         name=options.engine, workers=options.workers, threads=options.threads, address=options.address
     )
-    outcome = runner.run(experiment, config, preset=options.preset, engine=engine, out=options.out, progress=chosen())
+    with stopped_by_sigterm() as terminated:
+        outcome = runner.run(
+            experiment, config, preset=options.preset, engine=engine, out=options.out, progress=chosen()
+        )
     for text in outcome.notes:
         note(text)
     if outcome.interrupted:
@@ -100,12 +105,16 @@ def _run_one(
             f"  layerwise run {shlex.join(argv)}",
             file=sys.stderr,
         )
-        return exits.INTERRUPTED, None
+        return exits.TERMINATED if terminated else exits.INTERRUPTED, None
     result = judge_all(experiment, config, options.preset, outcome.recorded)
     if not options.json:
         claims_table(result)
+        for text in result.repeats:
+            print(f"  NOT as expected: {text}")
         print(f"records: {outcome.recorded.path} ({outcome.new} new, {outcome.kept} kept from before)")
-    counts = {"new": outcome.new, "kept": outcome.kept}
+    for text in result.troubles:
+        note(text)
+    counts = {"new": outcome.new, "kept": outcome.kept, "repeats": list(result.repeats)}
     return exits.OK, claims_json(result) | counts | {"notes": list(outcome.notes)}
 
 
