@@ -5,6 +5,7 @@ records names the module of its experiment, but no module is ever imported becau
 the experiments of the catalog, and by those that the caller hands over.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ def repeats(experiment: Experiment, config: Any, records: Sequence[Record]) -> I
     fixed = {cell.key for cell in experiment.cells(config) if not cell.random}
     alike: dict[tuple[str, str], list[Record]] = {}
     for record in records:
-        if record["cell"] not in fixed and (record["values"] or record["series"]):
+        if record["cell"] not in fixed and _says_something(record):
             alike.setdefault((record["cell"], _exact(record["values"])), []).append(record)
     for (cell, _), group in alike.items():
         if len(group) == 1:
@@ -132,6 +133,15 @@ def repeats(experiment: Experiment, config: Any, records: Sequence[Record]) -> I
         for seeds in by_series.values():
             if len(seeds) > 1:
                 yield f"{cell}: seeds {_listed(sorted(seeds))} gave bitwise equal results: is the seed used?"
+
+
+def _says_something(record: Record) -> bool:
+    """Whether a row has anything by which seeds could differ; where all diverged, NaN is all that is left of each."""
+    numbers = [value for value in record["values"].values() if isinstance(value, float)]
+    if any(map(math.isfinite, numbers)) or (record["values"] and not numbers):
+        return True
+    curves = [value for column in record["series"].values() for value in column if isinstance(value, float)]
+    return any(map(math.isfinite, curves))
 
 
 def _exact(values: Mapping[str, Any]) -> str:

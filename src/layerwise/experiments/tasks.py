@@ -36,7 +36,9 @@ def run_cell(experiment: Experiment, config: Any, cell: Cell, seeds: list[int]) 
             if row.seed not in missing:
                 raise InputError(
                     describe(
-                        f"a row of seed {row.seed}", f"one of the seeds {list(missing)}", "correct `run` of the experiment"
+                        f"a row of seed {row.seed}",
+                        f"one of the seeds {list(missing)}",
+                        "correct `run` of the experiment",
                     )
                 )
             del missing[row.seed]
