@@ -156,7 +156,6 @@ def test_seeds_that_agree_bit_by_bit(toy):
     sentence = "trace: seeds 0 and 1 gave bitwise equal results: is the seed used?"
     assert said(toy, rows(0.1, 0.1)) == [sentence]
     assert said(toy, rows(0.1, 0.1), random=False) == []
-    assert said(toy, rows(0.1, 0.1 + 1e-16)) == [sentence]  # the same float
     assert said(toy, rows(0.1, 0.10000000000000002)) == []
     assert said(toy, rows(0.0, -0.0)) == []
     assert said(toy, rows(0.1, 0.2, 0.1, 0.1)) == [

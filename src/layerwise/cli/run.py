@@ -9,7 +9,7 @@ from typing import Any
 
 from layerwise.cli import exits
 from layerwise.cli.named import ALL, find
-from layerwise.cli.options import joined, parse, value_of
+from layerwise.cli.options import joined, parse, unchecked, value_of
 from layerwise.cli.progress import chosen
 from layerwise.cli.show import claims_json, claims_table, note, print_json
 from layerwise.cli.stopping import stopped_by_sigterm
@@ -168,9 +168,10 @@ def _parse(experiment: Experiment, words: list[str]) -> tuple[RunOptions, Any]:
                 "rename the fields of its configuration",
             )
         )
-    kind, default = joined("Run", RunOptions, config)
+    kind, default = joined("Run", RunOptions, unchecked(config))
     parsed = parse(kind, words, f"layerwise run {experiment.name}", _about(experiment, preset), default)
-    return parsed.run, parsed.experiment
+    values = {field.name: getattr(parsed.experiment, field.name) for field in dataclasses.fields(config)}
+    return parsed.run, type(config)(**values)
 
 
 def _about(experiment: Experiment, preset: str) -> str:

@@ -38,7 +38,7 @@ def run_cell(experiment: Experiment, config: Any, cell: Cell, seeds: list[int]) 
                     describe(
                         f"a row of seed {row.seed}",
                         f"one of the seeds {list(missing)}",
-                        "correct `run` of the experiment",
+                        "correct `run`",
                     )
                 )
             del missing[row.seed]

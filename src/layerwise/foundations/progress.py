@@ -26,19 +26,34 @@ class Pace:
     """
 
     def __init__(self, start: float | int | None = None) -> None:
-        self._bursts: list[tuple[float | int, int]] = []  # when the last item of each came, and its number
-        self._before = time.monotonic() if start is None else start
-        self._longest: float | int = 0.0
+        self._bursts: list[tuple[float | int, float | int, int]] = []  # first moment, last moment, items until then
+        self._start = time.monotonic() if start is None else start
+        self._first_wait: float | int = 0.0
+        self._longest_wait: float | int = 0.0  # after the first
 
     def add(self, done: int, now: float | int | None = None) -> None:
         """Say that so many items are done."""
         now = time.monotonic() if now is None else now
-        wait, self._before = now - self._before, now
-        if self._bursts and wait < 0.2 * self._longest:
-            self._bursts[-1] = (now, done)
-        else:
-            self._bursts = [*self._bursts[-20:], (now, done)]  # what came long ago may have been of another kind
-        self._longest = max(self._longest, wait)
+        if not self._bursts:
+            self._first_wait = now - self._start
+            self._bursts = [(now, now, done)]
+            return
+        self._bursts = [*self._bursts[-20:], (now, now, done)]  # what came long ago may have been of another kind
+        wait = now - self._bursts[-2][1]
+        if wait > self._longest_wait:  # what seemed to be waits before may have been within a burst
+            self._longest_wait = wait
+            self._bursts = self._joined(self._bursts)
+        elif wait < 0.2 * self._longest_wait:
+            self._bursts = [*self._bursts[:-2], *self._joined(self._bursts[-2:])]
+
+    def _joined(self, bursts: list[tuple[float | int, float | int, int]]) -> list[tuple[float | int, float | int, int]]:
+        joined = bursts[:1]
+        for begin, end, done in bursts[1:]:
+            if begin - joined[-1][1] < 0.2 * self._longest_wait:
+                joined[-1] = (joined[-1][0], end, done)
+            else:
+                joined.append((begin, end, done))
+        return joined
 
     def left(self, total: int | None, now: float | int | None = None) -> float | None:
         """Seconds, or None while nothing can be said.
@@ -54,14 +69,14 @@ class Pace:
         """
         if total is None or not self._bursts:
             return None
-        if self._bursts[-1][1] >= total:
+        if self._bursts[-1][2] >= total:
             return 0.0
-        counts = [0, *(count for _, count in self._bursts)]
+        counts = [0, *(count for _, _, count in self._bursts)]
         still_coming = counts[-1] - counts[-2] < (counts[-2] - counts[-3] if len(counts) > 2 else 0)
         whole = self._bursts[:-1] if still_coming else self._bursts
-        if len(whole) < 2:
+        if len(whole) < 2 or whole[-1][1] - whole[0][1] < 0.2 * self._first_wait:
             return None
-        (first, begun), (last, done) = whole[0], whole[-1]
+        (_, first, begun), (_, last, done) = whole[0], whole[-1]
         now = time.monotonic() if now is None else now
         return float(max(0.0, (last - first) / (done - begun) * (total - done) - (now - last)))
 
