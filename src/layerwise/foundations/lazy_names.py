@@ -30,10 +30,10 @@ class LazyPackage(ModuleType):
             module, inside = self._origins[name]
             if module == self.__name__:  # a submodule
                 return importlib.import_module(f"{module}.{inside}")
-            found = getattr(importlib.import_module(module), inside, None)
-            if found is None:  # a submodule of another package
-                found = importlib.import_module(f"{module}.{inside}")
-            vars(self)[name] = found
+            holder = importlib.import_module(module)
+            if not hasattr(holder, inside) and hasattr(holder, "__path__"):
+                importlib.import_module(f"{module}.{inside}")  # a submodule of another package
+            vars(self)[name] = found = getattr(holder, inside)
             return found
         if not name.startswith("_") and importlib.util.find_spec(f"{self.__name__}.{name}") is not None:
             return importlib.import_module(f"{self.__name__}.{name}")
