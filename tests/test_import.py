@@ -96,8 +96,26 @@ def test_public_names():
     beside = {"foundations", "curvature", "kernel", "distributed", "data", "testing"}
     beside |= {"training", "studies", "experiments", "report", "cli"}
     beside.add("jaxtyping")  # put there by the suite's import hook
-    names = {name for name in vars(lw) if not name.startswith("_")}
+    names = {name for name in dir(lw) if not name.startswith("_")}
     assert names - beside == PUBLIC
+
+
+def test_names_are_imported_when_they_are_used():
+    """`import layerwise` alone takes no torch along; a function keeps its name where a submodule has the same."""
+    code = """
+import sys
+import layerwise as lw
+assert "torch" not in sys.modules and lw.__version__
+assert not hasattr(lw, "no_such_name")
+import layerwise.layers.table                       # would set `layers` of the package to the module
+import layerwise.studies.feature_learning.simulate  # the same
+from layerwise import feature_learning, fisher, layers, optim
+assert callable(lw.layers) and lw.layers is layers
+assert callable(feature_learning.simulate) and callable(feature_learning.members)
+assert optim.KFAC.__name__ == "KFAC" and lw.curvature.build.fisher is fisher
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_public_names_are_what_they_seem():

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,6 +174,8 @@ def test_an_experiment_in_the_current_folder(tmp_path):
         (["run", "toy-descent", "--sedes", "3"], "--seeds"),
         (["run", "toy-descent", "--seeds", "many"], "seeds"),
         (["run", "toy-descent", "--seeds", "0"], "seeds=0"),
+        (["run", "toy-descent", "--steps", "0"], "given: steps=0; expected: an integer ≥ 1"),
+        (["run", "toy-descent", "--rates", "nan"], "given: rates=nan; expected: a finite number > 0"),
         (["run", "toy-descent", "--address", "auto"], "engine ray"),
         (["run", "no_such_module:EXPERIMENT"], "could not be found"),
         (["run", "--seeds", "3"], "EXPERIMENT [options]"),
@@ -291,6 +294,8 @@ def test_failing_experiment(capsys):
     err = capsys.readouterr().err
     assert "this seed fails" in err
     assert "Traceback" not in err
+    assert main([*SMOKE, "--fail-at", "0"]) == 4  # before anything was recorded: no file that `check` would count
+    assert len(files(Path("runs"))) == 1
     assert main([*SMOKE, "--fail-at", "1", "--debug"]) == 4
     assert "Traceback" in capsys.readouterr().err
 
@@ -312,6 +317,25 @@ def test_ctrl_c_says_how_to_go_on(capsys, monkeypatch, toy):
     err = capsys.readouterr().err
     assert "stopped: 1 of 4 are recorded" in err
     assert "layerwise run toy-descent --preset smoke" in err
+
+
+def test_seeds_that_agree_are_not_as_expected(capsys, monkeypatch, toy):
+    def seedless(config, cell, seeds):
+        (row,) = toy.run(config, cell, [0])
+        return [replace(row, seed=seed) for seed in seeds]
+
+    monkeypatch.setattr(catalog, "experiments", lambda: {toy.name: replace(toy, run=seedless)})
+    sentence = "rate/0.1: seeds 0 and 1 gave bitwise equal results: is the seed used?"
+    assert main(SMOKE) == 0
+    assert sentence in capsys.readouterr().out
+    assert main([*SMOKE, "--json"]) == 0
+    assert sentence in as_json(capsys)["repeats"]
+    assert main(["check"]) == 1
+    assert f"NOT as expected: {sentence}" in capsys.readouterr().out
+    assert main(["check", "--json"]) == 1
+    assert sentence in as_json(capsys)["runs"][0]["repeats"]
+    assert main(["list"]) == 0
+    assert "equal seeds" in capsys.readouterr().out
 
 
 # --- check --------------------------------------------------------------------------------------------------
@@ -362,6 +386,80 @@ def test_an_error_that_does_not_show_is_not_as_expected(monkeypatch, toy):
     assert main(["check"]) == 1
 
 
+def test_a_preset_of_which_nothing_is_claimed_does_not_pass(monkeypatch, toy, capsys):
+    main(SMOKE)
+    with_claims(monkeypatch, toy)
+    capsys.readouterr()
+    assert main(["check"]) == 3
+    assert "No claims are made of toy-descent, preset smoke" in capsys.readouterr().out
+    assert main(["list"]) == 0
+    assert "no claims are made of preset smoke" in capsys.readouterr().out
+
+
+def test_a_claim_that_cannot_be_judged_is_bad_input(monkeypatch, toy, capsys):
+    main(SMOKE)
+    broken = replace(claim("broken", 1e9), quantity=lambda records: 1 / 0)
+    with_claims(monkeypatch, toy, claim("a", 1e9), broken)
+    capsys.readouterr()
+    assert main(["check"]) == 2
+    out, err = capsys.readouterr()
+    assert "as expected (held)" in out  # the other is still judged
+    assert "claim 'broken'" in err
+    assert str(files(Path("runs"))[0]) in err
+
+
+# --- One's own experiments ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(tmp_path, toy):
+    """A module in the current folder, whose records are there, and which no test has imported."""
+    source = Path(toy_descent.__file__).read_text().replace('"toy-descent"', '"my-own"')
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "mean.py").write_text(source)
+    assert main(["run", "my_package.mean:EXPERIMENT", "--preset", "smoke"]) == 0
+    yield "my_package.mean:EXPERIMENT"
+    for name in ("my_package", "my_package.mean"):
+        sys.modules.pop(name, None)
+
+
+def test_own_experiments_are_checked_listed_and_reported(own, capsys):
+    capsys.readouterr()
+    assert main(["check", own]) == 0
+    assert "Claims of my-own, preset smoke: 2 of 2 as expected" in capsys.readouterr().out
+    assert main(["list", own]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("my-own: ")
+    assert "smoke: 2 of 2 as expected" in out
+    assert "toy-descent" not in out
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'layerwise[report]'")
+    assert main(["report", own]) == 0
+    assert "A larger rate goes down faster." in Path("report/my-own/index.html").read_text()
+    assert not Path("report/toy-descent").exists()
+    assert main(["report", "all", own, "--to", "both"]) == 0
+    assert Path("both/my-own").exists()
+    assert Path("both/toy-descent").exists()
+
+
+def test_own_experiments_that_nobody_asked_for_are_only_named(own, capsys):
+    for name in ("my_package", "my_package.mean"):
+        sys.modules.pop(name, None)
+    main(SMOKE)
+    capsys.readouterr()
+    assert main(["check"]) == 0  # all that was asked for is as expected
+    out, err = capsys.readouterr()
+    assert "my-own" not in out
+    path = files(Path("runs"), "my-own")[0]
+    assert f"{path} is of {own}, which is not part of layerwise; judge it with `layerwise check {own}`" in err
+    assert main(["check", "--json"]) == 0
+    assert own in as_json(capsys)["not_judged"][0]
+    assert main(["list"]) == 0
+    assert own in capsys.readouterr().err
+    assert "my_package.mean" not in sys.modules
+    assert main(["check", "--help"]) == 0
+    assert "never imported" in capsys.readouterr().out
+
+
 def test_check_without_runs(capsys):
     assert main(["check"]) == 3
     assert "no records in runs" in capsys.readouterr().out
@@ -405,7 +503,7 @@ def test_report_prints_the_path(capsys, monkeypatch, tmp_path):
 
     asked = []
 
-    def write(runs: Path, out: Path) -> Path:
+    def write(runs: Path, out: Path, experiments=None) -> Path:
         asked.append((runs, out))
         return out / "index.html"
 
@@ -444,6 +542,121 @@ def test_a_setting_named_like_an_option_is_refused(monkeypatch, toy, capsys):
     monkeypatch.setattr(catalog, "experiments", lambda: {toy.name: clashing})
     assert main(SMOKE) == 2
     assert "settings out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["list"], ["check"], ["run", "--help"]])
+def test_commands_that_compute_nothing_import_no_torch(words):
+    """Torch alone takes seconds to import; in a process of its own, with the whole catalog."""
+    import layerwise
+
+    code = (
+        f"import sys; from layerwise.cli.main import main; code = main({words!r}); "
+        "heavy = [name for name in ('torch', 'jaxtyping', 'matplotlib', 'rich') if name in sys.modules]; "
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(layerwise.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == (3 if words == ["check"] else 0), done.stderr
+
+
+@pytest.mark.parametrize("name", ["head-to-head", "lower-bound", "networks", "samples", "real-data"])
+def test_recorded_runs_are_judged_without_torch(name, tmp_path):
+    """Records of one seed that has nothing in it: claims lack runs, and say so, without anything to compute with."""
+    import layerwise
+    from layerwise.experiments.experiment import digest
+    from layerwise.experiments.manifest import manifest
+    from layerwise.experiments.records import Journal, path_of
+
+    experiment = catalog.from_reference(f"layerwise.experiments.{MODULES[name]}:EXPERIMENT")
+    config = experiment.preset("laptop")
+    path = path_of(tmp_path / "runs", name, "laptop", digest(name, config))
+    with Journal(path) as journal:
+        journal.append([manifest(experiment, catalog.reference_to(experiment), config, "laptop", [0], {})])
+    code = (
+        "import sys; from layerwise.cli.main import main; code = main(['check']); "
+        "sys.exit('torch was imported' if 'torch' in sys.modules else code)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(layerwise.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 3, done.stderr
+    assert "not enough runs" in done.stdout
+
+
+MODULES = {
+    "head-to-head": "zhang2025_head_to_head",
+    "lower-bound": "zhang2025_lower_bound",
+    "networks": "features_networks",
+    "samples": "features_samples",
+    "real-data": "features_real_data",
+}
+
+
+BAD_VALUES = {
+    "contraction": (["--k", "200"], ["--steps", "0"], ["--inputs", "isotorpic"], ["--conditions", "0.5"]),
+    "correlation-anisotropy": (["--dx", "7"], ["--damping", "nan"], ["--activation", "tahn"]),
+    "correlation-damping": (["--n", "0"], ["--anisotropy", "1.5"], ["--dampings", "0"]),
+    "errata": (["--seeds", "0"],),
+    "family": (["--k", "200"], ["--batch", "0"], ["--exponents", "inf"]),
+    "family-index": (["--dh", "1"], ["--noise", "-1"], ["--dampings", "-1"]),
+    "family-trained": (["--every", "0"], ["--held-out", "-3"], ["--dx", "3"]),
+    "four-settings": (["--settings", "uniform-lwo"], ["--lr", "nan"], ["--k", "200"]),
+    "head-refit": (["--activations", "rleu"], ["--ridge", "inf"], ["--exponents", "-1"]),
+    "head-to-head": (["--k", "200"], ["--lr", "nan"], ["--steps", "0"], ["--scales", "tarce"], ["--lr", "-1"]),
+    "lower-bound": (["--k", "200"], ["--smallest", "0.7"], ["--rates", "0"]),
+    "lr-sweep": (["--k", "200"], ["--scales", "tarce"], ["--steps", "-5"]),
+    "multi-task": (["--k", "200"], ["--samples", "3"], ["--lr", "0"]),
+    "networks": (["--cells", "gaussain-2"], ["--k", "200"], ["--steps", "0"], ["--members", "kafc"]),
+    "normalisation": (["--norms", "whiten"], ["--k", "200"], ["--lr", "inf"]),
+    "rank-one": (["--samples", "0"], ["--damping", "-1"], ["--activation", "tahn"]),
+    "real-data": (["--steps", "0"], ["--noise", "nan"], ["--data", "minst"], ["--parts", "nown"]),
+    "samples": (["--members", "kafc"], ["--steps", "0"], ["--conditions", "5"], ["--correlation", "2"]),
+    "transfer": (["--k", "200"], ["--dist", "1.5"], ["--failure", "0"], ["--samples", "2"]),
+}
+
+
+def test_bad_values_of_every_experiment_exit_2_and_leave_nothing(capsys, monkeypatch):
+    monkeypatch.undo()  # the catalog itself
+    monkeypatch.delenv("LAYERWISE_DEBUG", raising=False)
+    assert set(BAD_VALUES) == set(catalog.experiments())
+    for name, mistakes in BAD_VALUES.items():
+        for words in mistakes:
+            assert main(["run", name, "--preset", "smoke", "--out", "nowhere", *words]) == 2, (name, words)
+            err = capsys.readouterr().err
+            assert err.startswith("layerwise: given: "), (name, words, err)
+            assert err.count("\n") == 1, (name, words, err)
+            assert not Path("nowhere").exists(), (name, words)
+
+
+def test_sigterm_says_how_to_go_on_and_ends_the_workers(tmp_path):
+    """As a cluster ends a job: what is finished is kept, exit code 143, no orphans."""
+    import layerwise
+
+    here = Path(toy_descent.__file__).parent
+    path = os.pathsep.join([str(Path(layerwise.__file__).parents[1]), str(here)])
+    words = ["run", "toy_descent:EXPERIMENT", "--preset", "smoke", "--seeds", "6", "--pause", "0.3"]
+    words += ["--engine", "processes", "--workers", "2"]
+    runner = subprocess.Popen(
+        [sys.executable, "-m", "layerwise", *words],
+        env=os.environ | {"PYTHONPATH": path},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not any(read(path).records for path in files(Path("runs"))):
+        time.sleep(0.05)
+    children = Path(f"/proc/{runner.pid}/task/{runner.pid}/children")
+    workers = [int(word) for word in children.read_text().split()] if children.exists() else []
+    runner.terminate()
+    err = runner.communicate(timeout=60)[1]
+    assert runner.returncode == 143, err
+    assert "of 12 are recorded" in err
+    assert f"layerwise run {' '.join(words[1:])}" in err
+    assert "Traceback" not in err
+    while time.monotonic() < deadline and any(Path(f"/proc/{worker}").exists() for worker in workers):
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    kept = len(read(files(Path("runs"))[0]).records)
+    assert 0 < kept < 12
 
 
 def test_closed_pipe():

@@ -1,5 +1,6 @@
 """The runner: what is missing is run, nothing twice; the same seed gives the same record."""
 
+import math
 import os
 import signal
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ import toy_descent
 
 from layerwise.experiments.engines import EngineOptions
 from layerwise.experiments.experiment import Row
-from layerwise.experiments.records import RecordError, comparable, decode, read
+from layerwise.experiments.records import Journal, RecordError, comparable, decode, read
 from layerwise.experiments.runner import run
 from layerwise.experiments.tasks import CellError
 from layerwise.foundations.errors import InputError, NameLookupError
@@ -139,6 +140,7 @@ MORTAL = replace(
     name="mortal",
     presets=dict.fromkeys(("smoke", "laptop", "paper"), Deadly()),
     cells=lambda config: toy_descent.cells(SMOKE),
+    claims=lambda config: [],
     run=die,
 )
 
@@ -172,6 +174,102 @@ def test_ctrl_c_ends_cleanly(toy, tmp_path):
 def test_rows_must_be_those_asked_for(toy, tmp_path, made, words):
     with pytest.raises(CellError, match=words):
         run(replace(toy, run=lambda config, cell, seeds: made), preset="smoke", out=tmp_path)
+
+
+def test_a_failure_before_the_first_record_leaves_nothing(toy, tmp_path):
+    with pytest.raises(CellError, match="this seed fails"):
+        run(toy, replace(SMOKE, fail_at=0), preset="smoke", out=tmp_path / "runs")
+    assert list(tmp_path.iterdir()) == []
+    run(toy, preset="smoke", out=tmp_path / "runs")
+    with pytest.raises(CellError, match="this seed fails"):
+        run(toy, replace(SMOKE, fail_at=0, steps=9), preset="smoke", out=tmp_path / "runs")
+    assert len(list((tmp_path / "runs").glob("*/*.jsonl"))) == 1  # the other file, in the same folder, stays
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"steps": 0}, "given: steps=0; expected: an integer ≥ 1; do: pass e.g. --steps 5"),
+        ({"rates": (0.1, math.nan)}, "given: rates=nan; expected: a finite number > 0; do: pass e.g. --rates 0.1 0.5"),
+        ({"rates": (-0.1,)}, "given: rates=-0.1; expected: a finite number > 0"),
+        ({"rates": ()}, "given: rates with nothing in it"),
+        ({"steps": "many"}, "given: steps='many'; expected: steps: int"),
+        ({"pause": -1.0}, "given: pause=-1.0; expected: a finite number ≥ 0"),
+        ({"pause": math.inf}, "given: pause=inf"),
+        ({"seeds": 0}, "given: seeds=0; expected: an integer ≥ 1; do: pass e.g. --seeds 2"),
+    ],
+)
+def test_bad_values_are_refused_before_anything_is_written(toy, tmp_path, changes, words):
+    with pytest.raises(InputError) as caught:
+        run(toy, replace(SMOKE, **changes), preset="smoke", out=tmp_path)
+    assert words in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_experiment_says_which_values_go_together(toy, tmp_path):
+    def together(config):
+        if config.steps > 100 * config.seeds:
+            raise InputError("given: many steps; expected: fewer; do: lower --steps")
+
+    picky = replace(toy, ranges={"pause": (-1, 1), "steps": (0, 1000)}, check=together)
+    with pytest.raises(InputError, match="lower --steps"):
+        run(picky, replace(SMOKE, steps=500), preset="smoke", out=tmp_path)
+    with pytest.raises(InputError, match="steps=1001; expected: an integer from 0 to 1000"):
+        run(picky, replace(SMOKE, steps=1001), preset="smoke", out=tmp_path)
+    with pytest.raises(InputError, match="ranges of stesp"):
+        replace(toy, ranges={"stesp": (0, 1)})
+    broken = replace(toy, claims=lambda config: 1 / 0)
+    with pytest.raises(InputError, match="ZeroDivisionError"):
+        run(broken, preset="smoke", out=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert run(picky, replace(SMOKE, steps=0), preset="smoke", out=tmp_path).missing == 0
+
+
+def test_a_file_given_up_while_another_run_opens_it(tmp_path, monkeypatch):
+    """Between opening and locking it may be taken away: then it is made anew, and nothing goes to a file of no name."""
+    path = tmp_path / "toy" / "smoke-01234567.jsonl"
+    first, real = Journal(path).__enter__(), Journal._lock
+
+    def lock_late(journal, file):
+        if path.exists() and first._file is not None:
+            first.discard()
+            first.__exit__(None, None, None)
+            path.parent.mkdir(exist_ok=True)
+        real(journal, file)
+
+    monkeypatch.setattr(Journal, "_lock", lock_late)
+    with Journal(path) as journal:
+        journal.append([{"cell": "a", "seed": 0, "digest": "01234567"}])
+    assert len(read(path).records) == 1
+
+
+class NodeDiedError(Exception):
+    """As Ray raises it."""
+
+
+class RayTaskError(Exception):
+    """As Ray raises it: around what happened in the task."""
+
+    def __init__(self, cause):
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "others"),
+    [
+        (NodeDiedError("the node 10.0.0.7 is gone"), "machine or worker of the Ray cluster that died", "install"),
+        (RayTaskError(ModuleNotFoundError("No module named 'mine'")), "install both there", "died"),
+        (RayTaskError(ValueError("bad shapes")), "ValueError: bad shapes", "install"),
+        (RayTaskError(CellError("said by the cell")), "said by the cell", "Ray"),
+    ],
+)
+def test_what_went_wrong_on_a_ray_cluster(error, words, others):
+    from layerwise.experiments.ray_cluster import _failure
+
+    said = str(_failure(error, "mine:EXPERIMENT"))
+    assert words in said
+    assert others not in said
 
 
 def test_full_disk_in_the_middle(toy, tmp_path, monkeypatch):

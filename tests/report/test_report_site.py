@@ -5,6 +5,7 @@ import html
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,12 @@ import pytest
 from report_samples import FINAL, ODD, Config, experiment, record
 
 from layerwise.experiments.claims import Claim
+from layerwise.experiments.experiment import Row
+from layerwise.experiments.records import decode, encode
 from layerwise.foundations.errors import FileFormatError, InputError, LayerwiseError
 from layerwise.report import write
 from layerwise.report.gather import gather
+from layerwise.report.strips import strip
 
 WORDS = re.compile(r"<(style|svg)\b.*?</\1>|<[^>]*>", re.DOTALL)
 
@@ -185,6 +189,31 @@ def test_records_that_nobody_can_read_are_noted_where_they_belong(tmp_path):
     words = said(out / "sample-one" / "index.html")
     assert "sample-one/paper-00000000.jsonl is left out" in words
     assert "Preset smoke" in words
+
+
+def test_the_page_says_that_seeds_agree(tmp_path):
+    made = small(run=lambda config, cell, seeds: [Row(seed=seed, values={"dist": 0.1, "loss": 0.2}) for seed in seeds])
+    record(tmp_path / "runs", made, "smoke")
+    words = said(write(tmp_path / "runs", tmp_path / "out", experiments=[made]).parent / "sample-one" / "index.html")
+    assert "KFAC: seeds 0 and 1 gave bitwise equal results: is the seed used?" in words
+
+
+def test_records_of_another_module_are_named_and_nothing_is_imported(tmp_path):
+    made = small()
+    path = record(tmp_path / "runs", made, "smoke")
+    entry = decode(path.read_bytes().split(b"\n")[0])
+    planted = tmp_path / "runs" / "evil" / path.name
+    planted.parent.mkdir()
+    planted.write_bytes(encode(entry | {"experiment": "evil", "source": "no_such_evil_module:EXPERIMENT"}))
+    words = said(write(tmp_path / "runs", tmp_path / "out", experiments=[made]))
+    assert "evil/" in words
+    assert "judge it with `layerwise check no_such_evil_module:EXPERIMENT`" in words
+    assert "no_such_evil_module" not in sys.modules
+
+
+def test_twenty_thousand_seeds_make_a_page_of_a_readable_size():
+    small = Claim(name="c", statement="s", relation="<=", target=0.1, quantity=lambda records: {})
+    assert 100 < strip(small, [seed / 20_000 for seed in range(20_000)]).count("<circle") < 2000
 
 
 def test_many_damaged_lines_are_summed_up(tmp_path):

@@ -5,15 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerwise.cli import exits
-from layerwise.cli.options import parse
+from layerwise.cli.named import ABOUT_NAMES, find_all
+from layerwise.cli.options import parse, split_names
 from layerwise.cli.show import note, print_json
 from layerwise.experiments import catalog
+from layerwise.experiments.records import OUT
 from layerwise.experiments.results import results
-from layerwise.experiments.runner import OUT
 
-ABOUT = """List all experiments: paper, figure, number of claims, cost, and the state of what has been run.
+ABOUT = f"""List experiments: paper, figure, number of claims, cost, and the state of what has been run.
 
-Examples: layerwise list; layerwise list --json
+{ABOUT_NAMES}
+
+Examples: layerwise list; layerwise list --json; layerwise list my_package.mean:EXPERIMENT
 """
 
 
@@ -29,14 +32,16 @@ class ListOptions:
 
 def list_experiments(argv: list[str]) -> int:
     """Print the catalog."""
-    options = parse(ListOptions, argv, "layerwise list", ABOUT)
-    found, troubles = results(options.out)
+    names, words = split_names(argv, ("--out",))
+    options = parse(ListOptions, words, "layerwise list [EXPERIMENT ...]", ABOUT)
+    wanted = find_all(names)
+    found = results(options.out, wanted, only=wanted is not None)
     rows = []
-    for name, experiment in catalog.experiments().items():
-        runs = [result for result in found if result.experiment.name == name]
+    for experiment in catalog.experiments().values() if wanted is None else wanted:
+        runs = [result for result in found.results if result.experiment.name == experiment.name]
         rows.append(
             {
-                "name": name,
+                "name": experiment.name,
                 "title": experiment.title,
                 "paper": experiment.paper,
                 "figure": experiment.figure,
@@ -45,10 +50,10 @@ def list_experiments(argv: list[str]) -> int:
                 "state": [{"preset": r.preset, "path": str(r.recorded.path), "state": r.state()} for r in runs],
             }
         )
-    for text in troubles:
+    for text in [*found.troubles.values(), *found.strangers.values()]:
         note(text)
     if options.json:
-        print_json({"experiments": rows, "errors": troubles})
+        print_json({"experiments": rows, "errors": list(found.troubles.values())})
         return exits.OK
     for row in rows:
         print(f"{row['name']}: {row['title']}")

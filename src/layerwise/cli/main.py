@@ -1,5 +1,6 @@
 """`layerwise`: which command, and how errors end: one clear message and an exit code, no traceback."""
 
+import importlib
 import io
 import json
 import os
@@ -8,19 +9,15 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from layerwise.cli import exits
-from layerwise.cli.check import check
-from layerwise.cli.listing import list_experiments
-from layerwise.cli.report import report
-from layerwise.cli.run import run
-from layerwise.experiments.tasks import CellError
 from layerwise.foundations.errors import LayerwiseError, NameLookupError, unknown
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "list": list_experiments,
-    "run": run,
-    "report": report,
-    "check": check,
+COMMANDS = {
+    "list": ("layerwise.cli.listing", "list_experiments"),
+    "run": ("layerwise.cli.run", "run"),
+    "report": ("layerwise.cli.report", "report"),
+    "check": ("layerwise.cli.check", "check"),
 }
+"""Where each command is: imported when it is called, so that `--version` and `--help` answer at once."""
 
 HELP = """\
 usage: layerwise COMMAND [options]
@@ -42,6 +39,7 @@ examples:
   layerwise run all --preset paper                 every experiment, one after the other
   layerwise report                                 then open the page whose path is printed
   layerwise check --json | python -m json.tool     for machines
+  layerwise run my_package.mean:EXPERIMENT         one of your own; also after check, report and list
 
 options:
   --help      this text; also after a command
@@ -49,9 +47,13 @@ options:
   --debug     show the traceback of an error (or set LAYERWISE_DEBUG=1)
 
 exit codes:
-  0  done; `check`: every claim is as expected       3  `check`: not enough runs to say
-  1  `check`: some claim is not as expected          4  the experiment failed while it ran
-  2  something to put right: the message says what   130  stopped by Ctrl-C; the same command goes on
+  0    done; `check`: every claim is as expected
+  1    `check`: some claim is not as expected, or seeds gave bitwise equal results
+  2    something to put right: the message says what
+  3    `check`: not enough runs to say, or nothing is claimed of a preset
+  4    the experiment failed while it ran
+  130  stopped by Ctrl-C; the same command goes on
+  143  stopped by SIGTERM; the same command goes on
 """
 
 
@@ -96,10 +98,14 @@ def _dispatch(argv: list[str]) -> int:
         return exits.OK
     if argv[0] not in COMMANDS:
         raise NameLookupError(unknown("command", argv[0], COMMANDS))
-    return COMMANDS[argv[0]](argv[1:])
+    module, function = COMMANDS[argv[0]]
+    command: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
+    return command(argv[1:])
 
 
 def _explain(error: LayerwiseError, argv: list[str], debug: bool) -> int:
+    from layerwise.experiments.tasks import CellError
+
     code = exits.FAILED if isinstance(error, CellError) else exits.BAD_INPUT
     if debug:
         traceback.print_exception(error)

@@ -11,6 +11,8 @@ T = TypeVar("T")
 
 def parse(kind: type[T], argv: list[str], prog: str, description: str, default: T | None = None) -> T:
     """Fill a dataclass from the words of the command line; a mistake is explained and ends with exit code 2."""
+    if not argv and default is None:
+        return kind()  # nothing to read; the parser alone takes longer to import than a list takes to print
     tyro = require("tyro", "tyro", "the command line", extra="cli")
     config = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     extra = {} if default is None else {"default": default}
@@ -57,3 +59,23 @@ def joined(name: str, first: type, config: Any) -> tuple[type, Any]:
         kw_only=True,
     )
     return kind, kind(experiment=config)
+
+
+def unchecked(config: Any) -> Any:
+    """The same configuration without the checks of its class, which would be told in a box of the parser.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Config:
+    ...     steps: int = 1
+    ...     def __post_init__(self):
+    ...         assert self.steps > 0
+    >>> form = unchecked(Config())
+    >>> form.steps, type(form)(steps=-1).steps
+    (1, -1)
+    """
+    kind = type(config)
+    if not hasattr(kind, "__post_init__"):
+        return config
+    same = {name: getattr(kind, name) for name in ("__doc__", "__module__", "__qualname__")}
+    form = type(kind.__name__, (kind,), same | {"__post_init__": lambda self: None})
+    return form(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})

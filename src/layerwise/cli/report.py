@@ -4,16 +4,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from layerwise.cli import exits
-from layerwise.cli.options import parse
+from layerwise.cli.named import ABOUT_NAMES, find_all
+from layerwise.cli.options import parse, split_names
 from layerwise.cli.show import print_json
-from layerwise.experiments.runner import OUT
+from layerwise.experiments.records import OUT
 from layerwise.foundations.errors import InputError, describe
 
-ABOUT = """Write an HTML page for every experiment: its figures, its claims and how to reproduce them.
+ABOUT = f"""Write an HTML page for every experiment (or those named): its figures, its claims and how to reproduce them.
 
 The pages need no network and no server: open the index.html whose path is printed.
 
-Examples: layerwise report; layerwise report --out runs --to pages
+{ABOUT_NAMES}
+
+Examples: layerwise report; layerwise report --out runs --to pages; layerwise report my_package.mean:EXPERIMENT;
+layerwise report all my_package.mean:EXPERIMENT
 """
 
 
@@ -31,14 +35,16 @@ class ReportOptions:
 
 def report(argv: list[str]) -> int:
     """Write the pages and print where they are."""
-    options = parse(ReportOptions, argv, "layerwise report", ABOUT)
+    names, words = split_names(argv, ("--out", "--to"))
+    options = parse(ReportOptions, words, "layerwise report [EXPERIMENT ...]", ABOUT)
+    wanted = find_all(names)
     if options.out != OUT and not options.out.is_dir():
         raise InputError(
             describe(f"--out {options.out}, which is no folder", "a folder of records", "check the path, or run first")
         )
     from layerwise.report import write
 
-    index = write(options.out, options.to)
+    index = write(options.out, options.to, experiments=wanted)
     if options.json:
         print_json({"index": str(index.resolve())})
     else:

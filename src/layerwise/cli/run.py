@@ -1,7 +1,6 @@
 """`layerwise run`: the options of an experiment are the fields of its configuration."""
 
 import dataclasses
-import os
 import shlex
 import sys
 from dataclasses import dataclass
@@ -9,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from layerwise.cli import exits
-from layerwise.cli.options import joined, parse, value_of
+from layerwise.cli.named import ALL, find
+from layerwise.cli.options import joined, parse, unchecked, value_of
 from layerwise.cli.progress import chosen
 from layerwise.cli.show import claims_json, claims_table, note, print_json
+from layerwise.cli.stopping import stopped_by_sigterm
 from layerwise.experiments import catalog, runner
 from layerwise.experiments.engines import EngineOptions
 from layerwise.experiments.experiment import Experiment
@@ -21,7 +22,8 @@ from layerwise.foundations.errors import InputError, LayerwiseError, describe
 HELP = """\
 usage: layerwise run EXPERIMENT [options]
 
-Run what is missing of an experiment, record it, and judge its claims. Stop it at any moment: the same command goes on.
+Run what is missing of an experiment, record it, and judge its claims. Stop it at any moment (Ctrl-C, SIGTERM, kill):
+the same command goes on.
 
 examples:
   layerwise run {example} --preset smoke             seconds: does it work here?
@@ -36,8 +38,6 @@ examples:
 experiments: {names}
 """
 
-ALL = "all"
-"""Names no experiment, but all of them."""
 ABOUT_ALL = """Run what is missing of every experiment, one after the other, and judge the claims.
 
 What fails is said at the end and does not stop the others (exit code 4). Stop it at any moment: the same command goes
@@ -92,7 +92,10 @@ def _run_one(
     engine = EngineOptions(
         name=options.engine, workers=options.workers, threads=options.threads, address=options.address
     )
-    outcome = runner.run(experiment, config, preset=options.preset, engine=engine, out=options.out, progress=chosen())
+    with stopped_by_sigterm() as terminated:
+        outcome = runner.run(
+            experiment, config, preset=options.preset, engine=engine, out=options.out, progress=chosen()
+        )
     for text in outcome.notes:
         note(text)
     if outcome.interrupted:
@@ -102,12 +105,16 @@ def _run_one(
             f"  layerwise run {shlex.join(argv)}",
             file=sys.stderr,
         )
-        return exits.INTERRUPTED, None
+        return exits.TERMINATED if terminated else exits.INTERRUPTED, None
     result = judge_all(experiment, config, options.preset, outcome.recorded)
     if not options.json:
         claims_table(result)
+        for text in result.repeats:
+            print(f"  NOT as expected: {text}")
         print(f"records: {outcome.recorded.path} ({outcome.new} new, {outcome.kept} kept from before)")
-    counts = {"new": outcome.new, "kept": outcome.kept}
+    for text in result.troubles:
+        note(text)
+    counts = {"new": outcome.new, "kept": outcome.kept, "repeats": list(result.repeats)}
     return exits.OK, claims_json(result) | counts | {"notes": list(outcome.notes)}
 
 
@@ -131,13 +138,6 @@ def _run_all(options: RunOptions, argv: list[str]) -> int:
     else:
         print(f"{len(found)} of {len(found) + len(failed)} experiments ran; judge all of them with: layerwise check")
     return exits.FAILED if failed else exits.OK
-
-
-def find(name: str) -> Experiment:
-    """An experiment by name, or by reference to a module that may lie in the current folder."""
-    if ":" in name and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    return catalog.find(name)
 
 
 def _name_first(argv: list[str]) -> tuple[str, list[str]]:
@@ -168,9 +168,10 @@ def _parse(experiment: Experiment, words: list[str]) -> tuple[RunOptions, Any]:
                 "rename the fields of its configuration",
             )
         )
-    kind, default = joined("Run", RunOptions, config)
+    kind, default = joined("Run", RunOptions, unchecked(config))
     parsed = parse(kind, words, f"layerwise run {experiment.name}", _about(experiment, preset), default)
-    return parsed.run, parsed.experiment
+    values = {field.name: getattr(parsed.experiment, field.name) for field in dataclasses.fields(config)}
+    return parsed.run, type(config)(**values)
 
 
 def _about(experiment: Experiment, preset: str) -> str:

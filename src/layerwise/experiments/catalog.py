@@ -6,13 +6,16 @@ elsewhere is named by where it is: ``my_package.my_module:EXPERIMENT``.
 
 import importlib
 import pkgutil
+import re
 import sys
 from functools import cache
+from pathlib import Path
 
 from layerwise.experiments.experiment import Experiment
 from layerwise.foundations.errors import InputError, NameLookupError, describe, unknown
 
 ATTRIBUTE = "EXPERIMENT"
+DECLARATION = re.compile(rf"^{ATTRIBUTE}\b", re.MULTILINE)
 
 
 @cache
@@ -21,6 +24,8 @@ def experiments() -> dict[str, Experiment]:
     package = importlib.import_module("layerwise.experiments")
     found: dict[str, Experiment] = {}
     for info in pkgutil.iter_modules(package.__path__):
+        if not _declares(Path(package.__path__[0]) / f"{info.name}.py"):
+            continue
         experiment = getattr(importlib.import_module(f"layerwise.experiments.{info.name}"), ATTRIBUTE, None)
         if experiment is None:
             continue
@@ -30,6 +35,11 @@ def experiments() -> dict[str, Experiment]:
             )
         found[experiment.name] = experiment
     return dict(sorted(found.items()))
+
+
+def _declares(file: Path) -> bool:
+    """Whether a module assigns an `EXPERIMENT`; the runner and its engines need not be imported to be listed."""
+    return not file.exists() or DECLARATION.search(file.read_text(encoding="utf-8")) is not None
 
 
 def find(name: str) -> Experiment:

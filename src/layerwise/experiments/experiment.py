@@ -4,13 +4,15 @@ import dataclasses
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.figures import Figure
-from layerwise.foundations.errors import InputError, NameLookupError, describe, unknown
+from layerwise.experiments.validity import Range, check_types, check_values
+from layerwise.foundations.errors import InputError, LayerwiseError, NameLookupError, describe, unknown
 
 PRESETS = ("smoke", "laptop", "paper")
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
@@ -25,6 +27,8 @@ class Cell:
     """Unique within an experiment and preset, such as "trace/kfac"; stable between versions."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """What distinguishes this cell, as plain values."""
+    random: bool = True
+    """False where no seed enters, so that all seeds agree; where one does, seeds that agree bit by bit are reported."""
 
     def __post_init__(self) -> None:
         if not self.key or not self.key.isprintable():
@@ -45,6 +49,10 @@ class Row:
         lengths = {name: len(column) for name, column in self.series.items()}
         if len(set(lengths.values())) > 1:
             raise InputError(describe(f"series of lengths {lengths}", "one length", "give every series all its points"))
+
+
+def nothing_more(config: Any) -> None:
+    """The `check` of an experiment whose fields go together as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +77,11 @@ class Experiment:
     figures: Callable[[Any, Sequence[Record]], Sequence[Figure]]
     cost: str = ""
     """About how long presets take, in words."""
+    ranges: Mapping[str, Range] = field(default_factory=dict)
+    """Least and largest value of a field, where it may differ from what its presets show: by default a number that is
+    positive in all presets must be so, one that is zero in some may not be negative, and all must be finite."""
+    check: Callable[[Any], object] = nothing_more
+    """Raises an `InputError` for fields that do not go together, such as k > dx; called before anything is run."""
 
     def __post_init__(self) -> None:
         def refuse(given: str, expected: str, do: str) -> None:
@@ -87,6 +100,9 @@ class Experiment:
             if not isinstance(seeds, int) or seeds < 1:
                 refuse(f"preset {preset} with seeds={seeds!r}", "an integer field seeds ≥ 1", "add seeds: int")
             plain(config)
+        unknown_fields = set(self.ranges) - _field_names(self.presets["smoke"])
+        if unknown_fields:
+            refuse(f"ranges of {', '.join(sorted(unknown_fields))}", "ranges of its fields", "correct the names")
 
     def preset(self, name: str) -> Any:
         """The configuration of a preset; an unknown name is answered with the nearest."""
@@ -94,11 +110,36 @@ class Experiment:
             raise NameLookupError(unknown("preset", name, self.presets))
         return self.presets[name]
 
+    def refuse_bad(self, config: Any) -> None:
+        """Raise an `InputError`, in one sentence, for a configuration that cannot be run."""
+        if type(config) is not type(self.presets["smoke"]):
+            raise InputError(
+                describe(
+                    f"a configuration of type {type(config).__name__} for {self.name!r}",
+                    f"a {type(self.presets['smoke']).__name__}",
+                    "make it from a preset, with dataclasses.replace",
+                )
+            )
+        check_values(config, list(self.presets.values()), self.ranges)
+        for what in (self.check, self.cells, self.claims):
+            try:
+                what(config)
+            except LayerwiseError:
+                raise
+            except Exception as error:  # a value that nobody foresaw; better now than after an hour
+                name = getattr(what, "__name__", "check")
+                raise InputError(
+                    describe(
+                        f"settings of {self.name!r} that `{name}` cannot take ({type(error).__name__}: {error})",
+                        "settings that go together",
+                        f"compare with those of a preset: layerwise run {self.name} --help",
+                    )
+                ) from error
+
     def cells_of(self, config: Any) -> list[Cell]:
         """The cells of a configuration, checked to have keys of their own."""
         cells = list(self.cells(config))
-        keys = [cell.key for cell in cells]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
+        twice = sorted(key for key, times in Counter(cell.key for cell in cells).items() if times > 1)
         if twice or not cells:
             raise InputError(
                 describe(
@@ -113,6 +154,13 @@ class Experiment:
 
 def _is_frozen(config: Any) -> bool:
     return config.__dataclass_params__.frozen
+
+
+def _field_names(config: Any) -> set[str]:
+    """Of a configuration and of those inside it."""
+    inner = [getattr(config, f.name) for f in dataclasses.fields(config)]
+    nested = [_field_names(value) for value in inner if dataclasses.is_dataclass(value) and not isinstance(value, type)]
+    return {f.name for f in dataclasses.fields(config)}.union(*nested)
 
 
 def seeds_of(config: Any) -> list[int]:
@@ -170,7 +218,9 @@ def restore(default: Any, values: Mapping[str, Any]) -> Any:
                 "it is of another version: run the experiment again and move the old records away",
             )
         )
-    return type(default)(**{name: _restored(getattr(default, name), value) for name, value in values.items()})
+    restored = type(default)(**{name: _restored(getattr(default, name), value) for name, value in values.items()})
+    check_types(restored)
+    return restored
 
 
 def _restored(default: Any, value: Any) -> Any:

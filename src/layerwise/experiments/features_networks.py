@@ -1,9 +1,11 @@
 """Beyond Zhang et al. (2025): do the findings last in non-linear networks, deeper ones, and for sub-Gaussian inputs?"""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
@@ -13,8 +15,10 @@ from layerwise.experiments.progress import within_cell
 from layerwise.experiments.zhang2025_head_to_head import PAPER
 from layerwise.foundations.errors import InputError, describe
 from layerwise.studies.feature_learning.members import member, members
-from layerwise.studies.feature_learning.networks import Learned, learn
-from layerwise.studies.feature_learning.teacher import Network
+
+if TYPE_CHECKING:
+    from layerwise.studies.feature_learning.networks import Learned
+    from layerwise.studies.feature_learning.teacher import Network
 
 DAMPING, CLIP = 1e-3, 1e-3
 MEMBERS = members(damping=DAMPING, clip=CLIP)
@@ -45,6 +49,8 @@ class Config:
 
     def network(self, cell: str) -> Network:
         """The problem of a cell."""
+        from layerwise.studies.feature_learning.teacher import Network
+
         law, _, depth = cell.rpartition("-")
         if not depth.isdecimal():
             raise InputError(describe(f"cell {cell!r}", "a law and a depth", "name it e.g. gaussian-2"))
@@ -62,8 +68,6 @@ class Config:
 
 def cells(config: Config) -> list[Cell]:
     """One a law and depth; all members of a seed share its draws."""
-    for name in config.cells:
-        config.network(name)  # refuses a name that is none
     if not config.members or config.steps < 1 or config.every < 1:
         given = f"members={config.members}, steps={config.steps}, every={config.every}"
         raise InputError(describe(given, "some members, and numbers ≥ 1", "change the options"))
@@ -74,6 +78,8 @@ def cells(config: Config) -> list[Cell]:
 
 def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
     """Seed by seed: every member at every rate; distance, loss and transfer at the rate of the least loss."""
+    from layerwise.studies.feature_learning.networks import learn
+
     network = config.network(cell.key)
     for seed in seeds:
         values: dict[str, float] = {}
@@ -257,4 +263,5 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on one core: smoke two seconds, laptop a minute, paper a quarter of an hour",
+    check=lambda config: [config.network(name) for name in config.cells],
 )

@@ -1,10 +1,11 @@
 """Beyond Zhang et al. (2025): the members of the family on real images, with known features and with real labels."""
 
+from __future__ import annotations
+
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING
 
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
@@ -20,13 +21,16 @@ from layerwise.experiments.figures import Figure
 from layerwise.experiments.progress import within_cell
 from layerwise.experiments.zhang2025_head_to_head import PAPER
 from layerwise.foundations.errors import InputError, unknown
-from layerwise.studies.feature_learning import label_transfer, real_inputs
-from layerwise.studies.feature_learning.features import feature_distance
 from layerwise.studies.feature_learning.members import MEMBERS
-from layerwise.studies.feature_learning.real_inputs import hidden_weight
+from layerwise.studies.feature_learning.real_data_choices import DAMPED, DATA
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from layerwise.studies.feature_learning import label_transfer
 
 LABELS = {
-    name: MEMBERS[name].label if name in MEMBERS else f"KFAC, damping {real_inputs.DAMPED:g}"
+    name: MEMBERS[name].label if name in MEMBERS else f"KFAC, damping {DAMPED:g}"
     for name in ("sgd", "adam", "muon", "shampoo", "soap", "foof", "kfac", "kfac-damped", "ekfac")
 }
 BASELINES = {"pixels": "pixels", "random": "untrained layer", "target": "Adam on the target itself"}
@@ -84,6 +88,8 @@ class Config:
 
     def images(self, name: str) -> tuple[Tensor, Tensor]:
         """Scaled pixels and labels."""
+        from layerwise.studies.feature_learning import real_inputs
+
         limit, pool = (self.mnist_images, self.mnist_pool) if name == "mnist" else (None, 1)
         found = real_inputs.images(name, limit, pool)
         return real_inputs.scaled_pixels(found.flat()), found.y
@@ -95,7 +101,7 @@ class Config:
 
 def cells(config: Config) -> list[Cell]:
     """One for each data and part."""
-    for kind, given, known in (("part", config.parts, PARTS), ("data", config.data, real_inputs.DATA)):
+    for kind, given, known in (("part", config.parts, PARTS), ("data", config.data, DATA)):
         for name in given:
             if name not in known:
                 raise InputError(unknown(kind, name, known))
@@ -118,6 +124,12 @@ def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
 
 def with_features(config: Config, x: Tensor, seed: int, rotated: bool) -> Row:
     """The distance of each member to the features: the least over its rates, and that at the least held-out loss."""
+    import torch
+
+    from layerwise.studies.feature_learning import real_inputs
+    from layerwise.studies.feature_learning.features import feature_distance
+    from layerwise.studies.feature_learning.real_inputs import hidden_weight
+
     known = real_inputs.known_features(x, seed, k=config.k, dy=config.dy, noise=config.noise, rotated=rotated)
     problem = known.problem(config.width, config.batch)
     moves = _Movement(known.x)
@@ -142,6 +154,9 @@ def with_features(config: Config, x: Tensor, seed: int, rotated: bool) -> Row:
 
 def with_labels(config: Config, x: Tensor, y: Tensor, seed: int, column: int) -> Row:
     """Accuracy on source and target of each member, at the rate of its least held-out loss on the source."""
+    from layerwise.studies.feature_learning import label_transfer, real_inputs
+    from layerwise.studies.feature_learning.real_inputs import hidden_weight
+
     source, target = (label_transfer.task(x, y, labels, seed) for labels in (SOURCE, TARGET))
     moves = _Movement(source.x["train"])
 
@@ -173,6 +188,8 @@ class _Movement:
     """Values and series of a row, with where weights moved by eigen-direction of the inputs' covariance."""
 
     def __init__(self, x: Tensor) -> None:
+        from layerwise.studies.feature_learning import real_inputs
+
         eigenvalues, self.directions = real_inputs.eigen_directions(x)
         self.values: dict[str, float | int] = {"condition": float(eigenvalues[0] / eigenvalues[-1].clamp(min=1e-15))}
         self.series: dict[str, list[float | int]] = {
@@ -182,6 +199,8 @@ class _Movement:
 
     def add(self, name: str, start: Tensor, end: Tensor) -> None:
         """The movement of a member, and its sums over thirds of the directions."""
+        from layerwise.studies.feature_learning import real_inputs
+
         parts = real_inputs.movement(start, end, self.directions)
         self.series[f"{name}/movement"] = parts.tolist()
         thirds = zip(("top", "middle", "bottom"), real_inputs.in_thirds(parts), strict=True)
@@ -242,4 +261,5 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="processor time on one busy core: smoke some 4 s, laptop 70 s, paper (with MNIST) an estimated nine minutes",
+    ranges={"noise": (0, math.inf)},
 )

@@ -59,4 +59,5 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on one core: smoke three seconds, laptop a minute, paper about seven minutes",
+    ranges={"correlation": (1e-6, 1 - 1e-6)},
 )

@@ -1,17 +1,19 @@
 """The runs of experiment `samples`: configuration, cells, and one row a seed."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 from layerwise.experiments.experiment import Cell, Row
 from layerwise.experiments.progress import within_cell
 from layerwise.foundations.errors import InputError, describe
 from layerwise.studies import feature_learning as fl
-from layerwise.studies.feature_learning import samples
 from layerwise.studies.feature_learning.members import member
-from layerwise.studies.feature_learning.reduced_rank import least_squares_needed
+from layerwise.studies.feature_learning.sample_budget import FIRST, Recovery
 from layerwise.theory.sample_complexity import best_damping, samples_needed
 from layerwise.theory.single_index import HermiteConstants, two_level_spectrum
 
@@ -31,7 +33,7 @@ class Config:
     """Independent problems."""
     conditions: tuple[float, ...] = (1.0, 10.0, 1e2, 1e3, 1e4)
     """Condition numbers κ of the inputs' covariance, rising from one."""
-    members: tuple[str, ...] = tuple(samples.FIRST)
+    members: tuple[str, ...] = tuple(FIRST)
     rates: int = 5
     """Rates for each member, over two decades."""
     steps: int = 300
@@ -77,16 +79,22 @@ class Config:
         """Samples that a member needs at least where it is recorded to need ∞."""
         return self.recovery(1.0).beyond
 
-    def recovery(self, condition: float, batch: int | None = None) -> samples.Recovery:
+    def recovery(self, condition: float, batch: int | None = None) -> Recovery:
         """The linear problem at a condition number."""
         sizes = {"dx": self.dx, "batch": batch or self.batch, "steps": self.steps, "distance": self.distance}
-        return samples.Recovery(condition=condition, **sizes)
+        return Recovery(condition=condition, **sizes)
 
     def boundary(self, method: str, e: float) -> float:
         """The predicted n/dx of a method of one step."""
-        levels, weights = two_level_spectrum(e)
-        common = {"noise": 1.0, "eigenvalues": levels, "weights": weights}
-        return samples_needed(self.correlation, LINK, damping=DAMPINGS[method], **common)
+        return _boundary_of(self.correlation, method, e)
+
+
+@cache
+def _boundary_of(correlation: float, method: str, e: float) -> float:
+    """Kept, since every preset has claims about the same boundaries, and each takes a search."""
+    levels, weights = two_level_spectrum(e)
+    common = {"noise": 1.0, "eigenvalues": levels, "weights": weights}
+    return samples_needed(correlation, LINK, damping=DAMPINGS[method], **common)
 
 
 def _rising(values: Sequence[float]) -> bool:
@@ -116,6 +124,9 @@ def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
 
 def _steps(config: Config, seed: int) -> Row:
     """Samples needed by member and κ, how they grow, and distances by samples at the largest κ."""
+    from layerwise.studies.feature_learning import samples
+    from layerwise.studies.feature_learning.reduced_rank import least_squares_needed
+
     values: dict[str, float | int] = {}
     used = [config.batch * step for step in range(config.steps + 1)]
     series: dict[str, list[float | int]] = {"samples": list(used)}
@@ -141,6 +152,8 @@ def _steps(config: Config, seed: int) -> Row:
 
 def _limits(config: Config, seed: int) -> Row:
     """Steps that KFAC needs at the largest κ, by batch and damping."""
+    from layerwise.studies.feature_learning import samples
+
     values: dict[str, float] = {}
     series: dict[str, list[float | int]] = {"damping": list(config.dampings)}
     for batch in config.batches:

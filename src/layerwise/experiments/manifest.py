@@ -11,8 +11,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import layerwise
 from layerwise.experiments.experiment import Experiment, digest, plain
 from layerwise.experiments.records import FORMAT
@@ -83,6 +81,8 @@ def libraries() -> dict[str, str]:
 @functools.cache
 def hardware() -> dict[str, Any]:
     """Processor, cores, threads that torch uses, memory, GPU and system."""
+    import torch  # here, since `check` and `list` read this module's versions but compute nothing
+
     return {
         "cpu": _processor(),
         "cores": os.cpu_count(),

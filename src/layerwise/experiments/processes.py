@@ -10,8 +10,6 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
 from typing import Any
 
-import torch
-
 from layerwise.experiments.experiment import Experiment
 from layerwise.experiments.tasks import CellError, Finished, Task, reachable, run_seed
 from layerwise.foundations.errors import describe
@@ -55,6 +53,8 @@ def _stop(pool: Any) -> None:
 
 
 def _begin_worker(threads: int) -> None:
+    import torch  # in the worker alone
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the runner's to answer
     torch.set_num_threads(threads)
     threading.Thread(target=_die_with_parent, daemon=True).start()

@@ -5,8 +5,6 @@ import sys
 from collections.abc import Generator, Sequence
 from typing import Any
 
-import torch
-
 from layerwise.experiments.experiment import Cell, Experiment
 from layerwise.experiments.tasks import CellError, Finished, Task, reachable, run_seed
 from layerwise.foundations.errors import InputError, describe
@@ -53,18 +51,37 @@ def _cluster(address: str | None) -> dict[str, Any]:
     return {"include_dashboard": False, "runtime_env": {"env_vars": {"PYTHONPATH": path}}}
 
 
+DIED = {
+    "ActorDiedError",
+    "ActorUnavailableError",
+    "LocalRayletDiedError",
+    "NodeDiedError",
+    "ObjectLostError",
+    "OutOfMemoryError",
+    "OwnerDiedError",
+    "RaySystemError",
+    "WorkerCrashedError",
+}
+"""Errors of Ray that say of a machine or process that it is gone, by their names: these hold for all its versions."""
+
+
 def _failure(error: Exception, reference: str) -> CellError:
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, CellError):
         return CellError(str(cause))
-    reason = str(cause).strip().splitlines()
-    return CellError(
-        describe(
-            f"a task that failed on the Ray cluster ({reason[0] if reason else type(cause).__name__})",
-            f"machines where {reference.partition(':')[0]} and layerwise can be imported",
-            "install both there; type the same command again to go on, all that was recorded is kept",
-        )
-    )
+    kinds = {kind.__name__ for kind in (*type(error).__mro__, *type(cause).__mro__)}
+    reason = (str(cause).strip().splitlines() or ["no reason given"])[0]
+    again = "type the same command again to go on, all that was recorded is kept"
+    if kinds & DIED:
+        given = f"a machine or worker of the Ray cluster that died during a task ({type(cause).__name__}: {reason})"
+        do = f"see with `ray status` which machines are left, and whether one ran out of memory; {again}"
+        return CellError(describe(given, "machines that live until the task is done", do))
+    if kinds & {"ImportError", "RuntimeEnvSetupError", "NameLookupError"}:
+        given = f"a machine of the Ray cluster that cannot import what the task needs ({reason})"
+        expected = f"machines where {reference.partition(':')[0]} and layerwise can be imported"
+        return CellError(describe(given, expected, f"install both there; {again}"))
+    given = f"a task that failed on the Ray cluster ({type(cause).__name__}: {reason})"
+    return CellError(describe(given, "a row for every seed", f"read the reason above; {again}"))
 
 
 def require_ray() -> Any:
@@ -73,5 +90,7 @@ def require_ray() -> Any:
 
 
 def _run_seed(reference: str, config: Any, cell: Cell, seed: int, threads: int) -> Finished:
+    import torch  # in the worker alone
+
     torch.set_num_threads(threads)
     return run_seed(reference, config, cell, seed)

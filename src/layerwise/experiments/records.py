@@ -7,6 +7,7 @@ reported with its number, and the seed it held is run again. Numbers that are no
 ``{"float": "nan"}``, so that every line is standard JSON.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -26,6 +27,8 @@ try:
 except ImportError:  # no such lock on this system: two runners on one file are then not kept apart
     fcntl = None
 
+OUT = Path("runs")
+"""Folder of all records, if nothing else is said."""
 FORMAT = 1
 FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
 SUM = re.compile(rb',"sum":"([0-9a-f]{16})"\}')
@@ -63,7 +66,11 @@ def decode(line: bytes) -> dict[str, Any] | None:
     body = line[: -len(tail)] + b"}"
     if found is None or found[1].decode() != _sum(body):
         return None
-    return json.loads(body, object_hook=_float_of)
+    try:
+        # Few lines have numbers that are not finite, and looking at every mapping doubles the time of reading.
+        return json.loads(body, object_hook=_float_of if b'"float"' in body else None)
+    except (ValueError, RecursionError):  # written by something else, with a sum that fits
+        return None
 
 
 def _sum(body: bytes) -> str:
@@ -114,6 +121,8 @@ class Recorded:
     """One a finished cell and seed: "cell", "seed", "preset", "values", "series", "digest", "seconds"."""
     notes: tuple[str, ...]
     """Damaged lines, in words; empty for a sound file."""
+    manifest_lines: tuple[int, ...] = ()
+    """Where in the file the manifests are."""
 
     def finished(self) -> set[tuple[str, int]]:
         """Cells and seeds that need not be run again."""
@@ -141,7 +150,7 @@ def read(path: Path) -> Recorded:
         raise RecordError(
             describe(f"{path}, which cannot be read ({error.strerror})", "a file of records", "check its permissions")
         ) from error
-    manifests, records, notes = [], {}, []
+    manifests, lines, records, notes = [], [], {}, []
     for number, line in enumerate(content.split(b"\n"), start=1):
         entry = decode(line)
         if entry is None:
@@ -151,9 +160,30 @@ def read(path: Path) -> Recorded:
             notes.append(f"{path}, line {number}: of another configuration ({entry.get('digest')}); left out")
         elif entry.get("kind") == "manifest":
             manifests.append(entry)
+            lines.append(number)
+        elif wrong := _not_a_record(entry):
+            notes.append(f"{path}, line {number}: no record, since {wrong}; left out, and what it held is run again")
         else:
-            records.setdefault((entry["cell"], entry["seed"]), entry)
-    return Recorded(path=path, manifests=tuple(manifests), records=tuple(records.values()), notes=tuple(notes))
+            records.setdefault((entry["cell"], entry["seed"]), {"values": {}, "series": {}} | entry)
+    return Recorded(
+        path=path,
+        manifests=tuple(manifests),
+        records=tuple(records.values()),
+        notes=tuple(notes),
+        manifest_lines=tuple(lines),
+    )
+
+
+def _not_a_record(entry: Mapping[str, Any]) -> str:
+    """What a line lacks that was written whole, but not by the runner; nothing for a record."""
+    if not isinstance(entry.get("cell"), str):
+        return "it has no `cell` (a text)"
+    if not isinstance(entry.get("seed"), int) or isinstance(entry["seed"], bool):
+        return "it has no `seed` (an integer)"
+    for name in ("values", "series"):
+        if not isinstance(entry.get(name, {}), Mapping):
+            return f"its `{name}` are no mapping"
+    return ""
 
 
 # --- Writing ------------------------------------------------------------------------------------------------
@@ -170,15 +200,21 @@ class Journal:
         self.path = Path(path)
         self._file: int | None = None
         self._torn = False
+        self._made: list[Path] = []  # folders
 
     def __enter__(self) -> "Journal":
         try:
+            self._made = [folder for folder in (self.path.parent, *self.path.parent.parents) if not folder.exists()]
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, FLAGS, 0o644)
         except OSError as error:
             raise self._failed(error, "made or opened") from error
         try:
             self._lock(self._file)
+            if not self._still_there(self._file):  # another run has just given it up, see `discard`
+                os.close(self._file)
+                self._file = os.open(self.path, FLAGS, 0o644)
+                self._lock(self._file)
             self._torn = os.lseek(self._file, 0, os.SEEK_END) > 0 and self._last_byte(self._file) != b"\n"
         except BaseException:
             self.__exit__(None, None, None)
@@ -189,6 +225,14 @@ class Journal:
         if self._file is not None:
             os.close(self._file)  # also gives the lock back
             self._file = None
+
+    def discard(self) -> None:
+        """Take the file away, and the folders that were made for it: a run that failed at once leaves nothing."""
+        assert self._file is not None, "while nobody else can write to it"
+        with contextlib.suppress(OSError):  # then it stays; it says only that a run was begun
+            self.path.unlink()
+            for folder in self._made:
+                folder.rmdir()
 
     def append(self, entries: Iterable[Mapping[str, Any]]) -> None:
         """Write entries, one line each, and see them on the disk."""
@@ -204,6 +248,12 @@ class Journal:
                 os.fsync(self._file)
             except OSError as error:
                 raise self._failed(error, "written") from error
+
+    def _still_there(self, file: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(file), os.stat(self.path))
+        except FileNotFoundError:
+            return False
 
     @staticmethod
     def _last_byte(file: int) -> bytes:

@@ -1,6 +1,6 @@
 """The runner: what is missing is run, and every result is recorded the moment it is there."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +11,10 @@ from layerwise.experiments.engines import EngineOptions, run_tasks
 from layerwise.experiments.experiment import Cell, Experiment, digest, seeds_of
 from layerwise.experiments.manifest import code_version, manifest
 from layerwise.experiments.progress import shown_within
+from layerwise.experiments.records import OUT as OUT
 from layerwise.experiments.records import Journal, Recorded, path_of, read
 from layerwise.experiments.tasks import Finished, Task
 from layerwise.foundations.progress import Progress, resolve
-
-OUT = Path("runs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +62,7 @@ def run(
     config = standard if config is None else config
     options = EngineOptions(name=engine) if isinstance(engine, str) else engine
     options.check_packages()
+    experiment.refuse_bad(config)
     cells, seeds = experiment.cells_of(config), seeds_of(config)
     path = path_of(Path(out), experiment.name, preset, digest(experiment.name, config))
     interrupted = False
@@ -80,6 +80,10 @@ def run(
                     journal.append([_record(finished, preset, path)])
         except KeyboardInterrupt:
             interrupted = True
+        except Exception:
+            if not (before.manifests or before.records or before.notes) and not read(path).records:
+                journal.discard()  # a setting that fails at once is not a run
+            raise
     after = read(path)
     missing = _count(missing_tasks(cells, seeds, after))
     return Outcome(
@@ -119,9 +123,9 @@ def _record(finished: Finished, preset: str, path: Path) -> dict[str, Any]:
 def _other_versions(recorded: Recorded) -> list[str]:
     now = code_version()
     others = {
-        f"{then['version']}{' at ' + then['commit'][:10] if then.get('commit') else ''}"
-        for then in (entry["code"] for entry in recorded.manifests)
-        if (then["version"], then.get("commit")) != (now["version"], now["commit"])
+        f"{then.get('version')}{' at ' + str(then['commit'])[:10] if then.get('commit') else ''}"
+        for then in (entry.get("code") for entry in recorded.manifests)
+        if isinstance(then, Mapping) and (then.get("version"), then.get("commit")) != (now["version"], now["commit"])
     }
     if not others or not recorded.records:
         return []

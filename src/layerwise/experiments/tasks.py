@@ -30,25 +30,27 @@ class Finished:
 
 def run_cell(experiment: Experiment, config: Any, cell: Cell, seeds: list[int]) -> Generator[Finished, None, None]:
     """Run one cell in this process; check that exactly the seeds asked for come back."""
-    missing, start = list(seeds), time.perf_counter()
+    missing, start = dict.fromkeys(seeds), time.perf_counter()
     try:
         for row in experiment.run(config, cell, list(seeds)):
             if row.seed not in missing:
                 raise InputError(
                     describe(
-                        f"a row of seed {row.seed}", f"one of the seeds {missing}", "correct `run` of the experiment"
+                        f"a row of seed {row.seed}",
+                        f"one of the seeds {list(missing)}",
+                        "correct `run`",
                     )
                 )
-            missing.remove(row.seed)
+            del missing[row.seed]
             now = time.perf_counter()
             yield Finished(cell=cell, row=row, seconds=now - start)
             start = now
         if missing:
-            raise InputError(describe(f"no row of the seeds {missing}", "a row a seed", "correct `run`"))
+            raise InputError(describe(f"no row of the seeds {list(missing)}", "a row a seed", "correct `run`"))
     except Exception as error:
         raise CellError(
             describe(
-                f"cell {cell.key!r}, seeds {missing}, of {experiment.name!r}, which failed "
+                f"cell {cell.key!r}, seeds {list(missing)}, of {experiment.name!r}, which failed "
                 f"({type(error).__name__}: {error})",
                 "a row for every seed",
                 "read the reason above; type the same command again to go on, all that was recorded is kept",

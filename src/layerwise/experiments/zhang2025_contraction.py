@@ -1,22 +1,25 @@
 """Theorem 3.6 of Zhang et al. (2025): KFAC contracts by 1 − η a step whatever the conditioning; the others do not."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from layerwise.experiments.claims import Claim, by_seed
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Figure, Panel
 from layerwise.experiments.over_seeds import band, bound
 from layerwise.experiments.zhang2025_head_to_head import PAPER
+from layerwise.foundations.errors import InputError, describe, unknown
 from layerwise.foundations.random import stream
 from layerwise.studies import feature_learning as fl
-from layerwise.studies.feature_learning.batch import draw_batch
-from layerwise.studies.feature_learning.covariance import covariance, haar, power
-from layerwise.studies.feature_learning.population import distances, tilted
-from layerwise.studies.feature_learning.problem import Task
+
+if TYPE_CHECKING:
+    import torch
+
+    from layerwise.studies.feature_learning.problem import Task
 
 LABELS = {"kfac": "KFAC", "dfw": "DFW", "amgd": "AMGD", "sgd": "SGD"}
 INPUTS = {
@@ -57,6 +60,11 @@ def cells(config: Config) -> list[Cell]:
 
 def problem(config: Config, inputs: str, condition: float, seed: int) -> tuple[torch.Tensor, Task]:
     """G⋆ Haar, F⋆ with singular values 1 … 1/κ evenly spaced on a logarithmic scale, Σ as named."""
+    import torch
+
+    from layerwise.studies.feature_learning.covariance import covariance, haar, power
+    from layerwise.studies.feature_learning.problem import Task
+
     random, reading = stream(seed, "problem"), INPUTS[inputs]
     G = haar(config.k, config.dx, random)
     values = torch.logspace(0, -torch.log10(torch.tensor(condition)).item(), config.k, dtype=torch.float64)
@@ -81,6 +89,11 @@ def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
 
 def contractions(config: Config, inputs: str, condition: float, seed: int) -> dict[str, float]:
     """KFAC's mean ratio and (as "kfac-deviation@η") its largest |dist⁺/dist − (1 − η)|; of the others the best."""
+    import torch
+
+    from layerwise.studies.feature_learning.batch import draw_batch
+    from layerwise.studies.feature_learning.population import distances, tilted
+
     G, task = problem(config, inputs, condition, seed)
     start = tilted(G, torch.full((config.k,), START, dtype=torch.float64), stream(seed, "start"))
     largest = float(torch.linalg.eigvalsh(task.Sigma)[-1])
@@ -208,6 +221,17 @@ def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
     ]
 
 
+def _goes_together(config: Config) -> None:
+    """Refuses sizes and names that are no problem."""
+    for name in config.inputs:
+        if name not in INPUTS:
+            raise InputError(unknown("covariance", name, INPUTS))
+    fl.Setting(dx=config.dx, dy=config.dy, k=config.k, batch=config.batch)
+    if config.dx < 2 * config.k or min(config.conditions) < 1:
+        given = f"dx={config.dx}, k={config.k}, conditions={config.conditions}"
+        raise InputError(describe(given, "dx ≥ 2k, and condition numbers ≥ 1", "change them"))
+
+
 EXPERIMENT = Experiment(
     name="contraction",
     title="KFAC contracts whatever the conditioning",
@@ -232,4 +256,5 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke a second, laptop half a minute, paper five minutes",
+    check=_goes_together,
 )

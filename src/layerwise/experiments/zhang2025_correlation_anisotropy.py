@@ -1,5 +1,8 @@
 """Figure 3, right, of Zhang et al. (2025): the direction that one step learns, by the anisotropy of the inputs."""
 
+from __future__ import annotations
+
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -162,4 +165,6 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke a second, laptop half a minute, paper three minutes",
+    ranges={"noise": (0, math.inf)},
+    check=lambda config: [config.setting(e) for e in config.anisotropies],
 )

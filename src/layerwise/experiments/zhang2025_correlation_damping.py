@@ -1,5 +1,8 @@
 """Figure 3, left, of Zhang et al. (2025): the direction that one step learns, by the damping of KFAC."""
 
+from __future__ import annotations
+
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -216,4 +219,6 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke a second, laptop half a minute, paper three minutes",
+    ranges={"noise": (0, math.inf), "anisotropy": (0, 1)},
+    check=lambda config: config.setting(),
 )

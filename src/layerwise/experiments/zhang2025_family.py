@@ -1,9 +1,9 @@
 """The family of Zhang et al. (2025), Appendix D, on the linear problem: which members recover the features, and why."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
@@ -13,31 +13,26 @@ from layerwise.experiments.progress import within_cell
 from layerwise.experiments.zhang2025_head_to_head import PAPER
 from layerwise.foundations.random import stream
 from layerwise.studies import feature_learning as fl
-from layerwise.studies.feature_learning.algorithms import Weights
-from layerwise.studies.feature_learning.covariance import haar
-from layerwise.studies.feature_learning.population import population_batch
-from layerwise.studies.feature_learning.problem import draw_problem
-from layerwise.studies.feature_learning.two_layer import least_squares_head
 
 CELL = "trace"
-MEMBERS: dict[str, tuple[str, fl.Algorithm, float]] = {
-    "kfac": ("KFAC", fl.KFAC(), 0.0),
-    "ekfac": ("EKFAC", fl.EKFAC(), 0.0),
-    "ngd": ("NGD (exact)", fl.NGD(), 0.0),
-    "dfw": ("DFW", fl.DFW(), -1.0),
-    "foof": ("FOOF", fl.FOOF(), 0.0),
-    "locoprop": ("LocoProp", fl.LocoProp(), 4.0),
-    "mahalanobis": ("Mahalanobis-spectral", fl.MahalanobisSpectral(), -1.0),
-    "sgd": ("SGD", fl.SGD(), -1.0),
-    "amgd": ("AMGD", fl.AMGD(), -1.0),
-    "adam": ("Adam", fl.Adam(), 0.0),
-    "sign": ("Sign", fl.Sign(), -2.0),
-    "sign-ideal": ("Sign (ideal)", fl.Sign(ideal=True), -4.0),
-    "muon": ("Muon", fl.Spectral(), 0.0),
-    "muon-ideal": ("Spectral (ideal)", fl.Spectral(ideal=True), -1.5),
-    "shampoo": ("Shampoo", fl.Shampoo(), 0.0),
+MEMBERS: dict[str, tuple[str, Callable[[], fl.Algorithm], float]] = {
+    "kfac": ("KFAC", lambda: fl.KFAC(), 0.0),
+    "ekfac": ("EKFAC", lambda: fl.EKFAC(), 0.0),
+    "ngd": ("NGD (exact)", lambda: fl.NGD(), 0.0),
+    "dfw": ("DFW", lambda: fl.DFW(), -1.0),
+    "foof": ("FOOF", lambda: fl.FOOF(), 0.0),
+    "locoprop": ("LocoProp", lambda: fl.LocoProp(), 4.0),
+    "mahalanobis": ("Mahalanobis-spectral", lambda: fl.MahalanobisSpectral(), -1.0),
+    "sgd": ("SGD", lambda: fl.SGD(), -1.0),
+    "amgd": ("AMGD", lambda: fl.AMGD(), -1.0),
+    "adam": ("Adam", lambda: fl.Adam(), 0.0),
+    "sign": ("Sign", lambda: fl.Sign(), -2.0),
+    "sign-ideal": ("Sign (ideal)", lambda: fl.Sign(ideal=True), -4.0),
+    "muon": ("Muon", lambda: fl.Spectral(), 0.0),
+    "muon-ideal": ("Spectral (ideal)", lambda: fl.Spectral(ideal=True), -1.5),
+    "shampoo": ("Shampoo", lambda: fl.Shampoo(), 0.0),
 }
-"""Label, algorithm, and what is added to the exponents of the rates so that they enclose its best one."""
+"""Label, what makes the algorithm, and what is added to the exponents of the rates to enclose its best one."""
 RECOVER = ("kfac", "ekfac", "ngd", "dfw", "foof", "locoprop", "mahalanobis")
 """Those that invert the inputs' covariance."""
 FOUND, MISSED = 0.3, 0.45
@@ -75,7 +70,7 @@ def cells(config: Config) -> list[Cell]:
 
 def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
     """Seed by seed: distance at every rate; loss and alignment at the rate of the least distance."""
-    algorithms = {name: replace(member, lr=config.rates(name)) for name, (_, member, _) in MEMBERS.items()}
+    algorithms = {name: replace(make(), lr=config.rates(name)) for name, (_, make, _) in MEMBERS.items()}
     for seed in seeds:
         results = fl.compare(
             algorithms,
@@ -95,7 +90,7 @@ def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
                 f"{name}/dist": dist[best],
                 f"{name}/loss": loss[best],
                 f"{name}/rate": rate,
-                f"{name}/alignment": alignment(replace(MEMBERS[name][1], lr=rate), config.setting(), seed),
+                f"{name}/alignment": alignment(replace(MEMBERS[name][1](), lr=rate), config.setting(), seed),
             }
             series |= {f"{name}/rate": config.rates(name), f"{name}/dist": dist}
         yield Row(seed=seed, values=values, series=series)
@@ -112,6 +107,14 @@ def alignment(algorithm: fl.Algorithm, setting: fl.Setting, seed: int) -> float:
     >>> round(kfac, 6), sgd < 0.9
     (1.0, True)
     """
+    import torch
+
+    from layerwise.studies.feature_learning.algorithms import Weights
+    from layerwise.studies.feature_learning.covariance import haar
+    from layerwise.studies.feature_learning.population import population_batch
+    from layerwise.studies.feature_learning.problem import draw_problem
+    from layerwise.studies.feature_learning.two_layer import least_squares_head
+
     problem = draw_problem(setting, stream(seed, "problem"))
     batch = population_batch(problem.train)
     if hasattr(algorithm, "ortho"):
@@ -222,4 +225,5 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke a second, laptop half a minute, paper eight minutes",
+    check=lambda config: config.setting(),
 )

@@ -1,5 +1,8 @@
 """The family of Zhang et al. (2025), Appendix D, on the single-index problem: whose first step finds β⋆, and why."""
 
+from __future__ import annotations
+
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,13 +23,7 @@ from layerwise.experiments.zhang2025_family_index_figures import (
 from layerwise.experiments.zhang2025_head_to_head import PAPER
 from layerwise.foundations.errors import InputError, describe
 from layerwise.studies import feature_learning as fl
-from layerwise.studies.feature_learning.index_family import (
-    INDEX_MEMBERS,
-    member_step,
-    predicted_recovery,
-    recovery,
-    turned_trial,
-)
+from layerwise.studies.feature_learning.index_members import INDEX_MEMBERS
 
 INVERT = ("foof", "locoprop", "kfac", "ekfac")
 """Those whose step is nearly the gradient times (Sx + λI)⁻¹."""
@@ -80,6 +77,13 @@ def cells(config: Config) -> list[Cell]:
 
 def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
     """Trial by trial; all members of a trial share its draws."""
+    from layerwise.studies.feature_learning.index_family import (
+        member_step,
+        predicted_recovery,
+        recovery,
+        turned_trial,
+    )
+
     by_e = cell.key == BY_E
     points = config.anisotropies if by_e else config.dampings
     names = tuple(INDEX_MEMBERS) if by_e else ("sgd", *DAMPED)
@@ -256,4 +260,6 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on one core: smoke two seconds, laptop half a minute, paper a minute and a half",
+    ranges={"noise": (0, math.inf)},
+    check=lambda config: [config.setting(e) for e in config.anisotropies],
 )

@@ -6,7 +6,7 @@ from layerwise.experiments.against_theory import means
 from layerwise.experiments.experiment import Record
 from layerwise.experiments.figures import Curve, Figure, Panel
 from layerwise.experiments.over_seeds import band, bars
-from layerwise.studies.feature_learning.index_family import INDEX_MEMBERS
+from layerwise.studies.feature_learning.index_members import INDEX_MEMBERS
 
 BY_E, BY_DAMPING = "anisotropies", "dampings"
 LABEL = {name: member.label for name, member in INDEX_MEMBERS.items()}

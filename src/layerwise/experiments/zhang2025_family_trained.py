@@ -1,5 +1,7 @@
 """The family of Zhang et al. (2025), Appendix D, on the single-index problem after many steps instead of one."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +12,6 @@ from layerwise.experiments.over_seeds import bars, bound, combined
 from layerwise.experiments.progress import within_cell
 from layerwise.experiments.zhang2025_head_to_head import PAPER
 from layerwise.studies import feature_learning as fl
-from layerwise.studies.feature_learning.index_training import split_trial, train_member
 from layerwise.studies.feature_learning.members import MEMBERS
 
 CELL = "trained"
@@ -63,6 +64,8 @@ def cells(config: Config) -> list[Cell]:
 
 def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
     """Trial by trial: each member where its loss on held-out samples is least."""
+    from layerwise.studies.feature_learning.index_training import split_trial, train_member
+
     for seed in seeds:
         trial, held, fresh = split_trial(config.setting(), seed, config.held_out)
         values: dict[str, float] = {}
@@ -180,4 +183,6 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on one core: smoke two seconds, laptop half a minute, paper four minutes",
+    ranges={"anisotropy": (0, 1)},
+    check=lambda config: config.setting(),
 )

@@ -1,5 +1,8 @@
 """Remark 3.13 and Appendix C.4 of Zhang et al. (2025): what one step is worth once the head is fitted again."""
 
+from __future__ import annotations
+
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -161,4 +164,6 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke a second, laptop 20 seconds, paper two minutes",
+    ranges={"noise": (0, math.inf), "anisotropy": (0, 1)},
+    check=lambda config: [config.setting(name) for name in config.activations],
 )

@@ -1,5 +1,7 @@
 """Figure 1 of Zhang et al. (2025): who finds the representation, and who only lowers the loss."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -357,4 +359,5 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke some 4 s, laptop half a minute, paper three minutes",
+    check=lambda config: [config.setting(scale) for scale in config.scales],
 )

@@ -1,5 +1,7 @@
 """Figure 5 of Zhang et al. (2025): distance to the representation after training, for thirteen learning rates."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +40,10 @@ class Config:
     k: int = 8
     batch: int = 1024
 
+    def setting(self, scale: str) -> fl.Setting:
+        """The problem at a scale."""
+        return fl.Setting(scale=scale, dx=self.dx, dy=self.dy, k=self.k, batch=self.batch)
+
     @property
     def rates(self) -> list[float]:
         """The learning rates."""
@@ -70,7 +76,7 @@ def cells(config: Config) -> list[Cell]:
 
 def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
     """Seed by seed, all algorithms and rates at once; a run that diverges counts as distance one."""
-    setting = fl.Setting(scale=cell.options["scale"], dx=config.dx, dy=config.dy, k=config.k, batch=config.batch)
+    setting = config.setting(cell.options["scale"])
     for seed in seeds:
         results = fl.compare(
             algorithms(config.rates),
@@ -205,4 +211,5 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke a second, laptop half a minute, paper four minutes",
+    check=lambda config: [config.setting(scale) for scale in config.scales],
 )

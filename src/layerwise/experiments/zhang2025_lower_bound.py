@@ -1,19 +1,24 @@
 """Proposition 3.5 of Zhang et al. (2025): alternating SGD contracts no faster than the head's conditioning allows."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Curve, Figure, Panel
 from layerwise.experiments.over_seeds import band, bound
 from layerwise.experiments.zhang2025_head_to_head import PAPER
+from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.random import stream
 from layerwise.studies import feature_learning as fl
-from layerwise.studies.feature_learning.population import distances, population_batch, tilted
-from layerwise.studies.feature_learning.problem import Task
+
+if TYPE_CHECKING:
+    import torch
+
+    from layerwise.studies.feature_learning.problem import Task
 
 CELL = "grid"
 RESOLVED = 1e-9
@@ -49,6 +54,10 @@ def problem(config: Config, least: float) -> tuple[torch.Tensor, Task]:
     Coordinates are the proposition's, so that zeros stay zeros: between 2/(1 − l) and 4/(1 − l) the rows that are not
     turned are unstable, and in another basis rounding errors would grow until they are the distance.
     """
+    import torch
+
+    from layerwise.studies.feature_learning.problem import Task
+
     roots = torch.tensor([1 - least] * (config.k - 1) + [least], dtype=torch.float64).sqrt()
     F = torch.eye(config.dy, config.k, dtype=torch.float64) * roots
     I = torch.eye(config.dx, dtype=torch.float64)
@@ -58,11 +67,17 @@ def problem(config: Config, least: float) -> tuple[torch.Tensor, Task]:
 
 def start_distance(seed: int) -> float:
     """ε₀ of a seed."""
+    import torch
+
     return 0.05 + 0.75 * float(torch.rand((), generator=stream(seed, "tilt"), dtype=torch.float64))
 
 
 def curves(config: Config, least: float, seed: int, algorithm: fl.Algorithm, row: int) -> torch.Tensor:
     """Distances `[rate, step]` of an algorithm that starts with one row of G⋆ turned by ε₀."""
+    import torch
+
+    from layerwise.studies.feature_learning.population import distances, population_batch, tilted
+
     G, task = problem(config, least)
     by = torch.zeros(config.k, dtype=torch.float64)
     by[row] = start_distance(seed)
@@ -97,6 +112,8 @@ def measured(config: Config, least: float, seed: int) -> dict[str, float]:
     - "fastest" and "kfac": smallest ratio of one step; "left": what is left after all steps at the best rate;
     - "limsup": largest distance in the last quarter, from the first form at a step size beyond 4/(1 − l).
     """
+    import torch
+
     top = 4 / (1 - least)
     rates = [top * (i + 1) / config.rates for i in range(config.rates)]
     slow = curves(config, least, seed, fl.AMGD(lr=rates), row=config.k - 1)
@@ -190,6 +207,13 @@ def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
     ]
 
 
+def _goes_together(config: Config) -> None:
+    """Refuses sizes that are no problem."""
+    if not 2 <= config.k <= min(config.dy, config.dx // 2):
+        given = f"k={config.k}, dx={config.dx}, dy={config.dy}"
+        raise InputError(describe(given, "2 ≤ k ≤ dy and 2k ≤ dx", "choose another k"))
+
+
 EXPERIMENT = Experiment(
     name="lower-bound",
     title="Without the head's preconditioner the rate depends on conditioning",
@@ -211,4 +235,6 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke and laptop some seconds, paper a minute",
+    ranges={"smallest": (1e-6, 0.5)},
+    check=_goes_together,
 )

@@ -1,11 +1,12 @@
 """Appendix B.3 of Zhang et al. (2025): many tasks, two stages of preconditioning, and noise that falls with n·T."""
 
+from __future__ import annotations
+
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
@@ -13,7 +14,9 @@ from layerwise.experiments.figures import Curve, Figure, Panel
 from layerwise.experiments.over_seeds import band, bound
 from layerwise.experiments.zhang2025_head_to_head import PAPER
 from layerwise.foundations.random import stream
-from layerwise.studies.feature_learning.multi_task import Tasks, draw_tasks, learn
+
+if TYPE_CHECKING:
+    from layerwise.studies.feature_learning.multi_task import Tasks
 
 START = 1e-3
 """Distance from G⋆ at which the runs without noise begin."""
@@ -39,6 +42,8 @@ class Config:
 
     def setting(self, tasks: int, samples: int, **others) -> Tasks:
         """T tasks with n samples each."""
+        from layerwise.studies.feature_learning.multi_task import Tasks
+
         return Tasks(tasks=tasks, batch=samples, dx=self.dx, dy=self.dy, k=self.k, **others)
 
 
@@ -55,6 +60,8 @@ def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
 
 def _noise_free(config: Config, seed: int) -> Row:
     """Curves with the covariances inverted task by task, and with their mean inverted."""
+    from layerwise.studies.feature_learning.multi_task import learn
+
     setting = config.setting(max(config.tasks), max(config.samples), noise=0.0)
     steps = min(config.steps, 20)
     each, pooled = (
@@ -77,6 +84,8 @@ def _noise(config: Config, seed: int) -> Row:
 
     The noise of mean_t F_tᵀE_t has covariance P̄ σ²/(nT) in the rows, and P̄⁻¹ is applied: hence 1/√λ_min(P̄).
     """
+    from layerwise.studies.feature_learning.multi_task import learn
+
     columns: dict[str, list[float | int]] = {name: [] for name in ("tasks", "n", "total", "dist", "scaled")}
     for tasks in config.tasks:
         for n in config.samples:
@@ -97,6 +106,10 @@ def _noise(config: Config, seed: int) -> Row:
 
 def least_of_heads(setting: Tasks, seed: int) -> float:
     """λ_min of P̄ = mean_t F_tᵀF_t."""
+    import torch
+
+    from layerwise.studies.feature_learning.multi_task import draw_tasks
+
     G, tasks = draw_tasks(setting, stream(seed, "problem"))
     P = torch.stack([G @ task.map.mT @ task.map @ G.mT for task in tasks]).mean(0)
     return float(torch.linalg.eigvalsh(P)[0])
@@ -212,4 +225,5 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke a second, laptop half a minute, paper six minutes",
+    check=lambda config: [config.setting(tasks, n) for tasks in config.tasks for n in config.samples],
 )

@@ -1,5 +1,7 @@
 """Figure 2 of Zhang et al. (2025): normalised inputs make AMGD's loss converge, but to another representation."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +11,7 @@ from layerwise.experiments.figures import Figure, Panel
 from layerwise.experiments.over_seeds import band, bound, combined
 from layerwise.experiments.progress import within_cell
 from layerwise.experiments.zhang2025_head_to_head import PAPER
+from layerwise.foundations.errors import InputError, unknown
 from layerwise.studies import feature_learning as fl
 
 LABELS = {
@@ -112,6 +115,16 @@ def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
     ]
 
 
+def _goes_together(config: Config) -> None:
+    """Refuses sizes and names that are no problem."""
+    from layerwise.studies.feature_learning.normalise import NORMS
+
+    config.setting()
+    for name in config.norms:
+        if name not in NORMS:
+            raise InputError(unknown("norm", name, NORMS))
+
+
 EXPERIMENT = Experiment(
     name="normalisation",
     title="Batch-norm lowers the loss, not the distance",
@@ -132,4 +145,5 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke a second, laptop half a minute, paper three minutes",
+    check=_goes_together,
 )

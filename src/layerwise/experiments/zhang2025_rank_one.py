@@ -1,5 +1,7 @@
 """Theorem 3.9 and Corollary 3.11 of Zhang et al. (2025): one step adds a matrix of rank one, as sizes grow."""
 
+from __future__ import annotations
+
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -164,4 +166,6 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke a second, laptop 20 seconds, paper two minutes",
+    ranges={"noise": (0, math.inf), "anisotropy": (0, 1)},
+    check=lambda config: [config.setting(n) for n in config.samples],
 )

@@ -1,5 +1,7 @@
 """Figures 4 and 6–9 of Zhang et al. (2025): uniform and Gaussian inputs at low and high anisotropy."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +12,7 @@ from layerwise.experiments.figures import Figure, Panel
 from layerwise.experiments.over_seeds import band, bound, combined
 from layerwise.experiments.progress import within_cell
 from layerwise.experiments.zhang2025_head_to_head import LABELS, MEASURES, PAPER, row
+from layerwise.foundations.errors import InputError, unknown
 from layerwise.studies import feature_learning as fl
 
 READINGS: dict[str, dict[str, Any]] = {
@@ -224,6 +227,14 @@ def _panel(records: Sequence[Record], cell: str, measure: str, labels: dict[str,
     return Panel(title=MEASURES[measure], x_label="iteration", y_label=measure, y_scale="log", curves=curves)
 
 
+def _goes_together(config: Config) -> None:
+    """Refuses sizes and names that are no problem."""
+    for name in config.settings:
+        if name not in ALL:
+            raise InputError(unknown("setting", name, ALL))
+        config.problem(name)
+
+
 EXPERIMENT = Experiment(
     name="four-settings",
     title="Uniform and Gaussian inputs, low and high anisotropy",
@@ -251,4 +262,5 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke a second, laptop three quarters of a minute, paper six minutes",
+    check=_goes_together,
 )

@@ -1,24 +1,26 @@
 """Lemma 3.7 of Zhang et al. (2025): what a representation costs on another task, against the bound's two terms."""
 
+from __future__ import annotations
+
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Curve, Figure, Panel
 from layerwise.experiments.over_seeds import band, bound
 from layerwise.experiments.zhang2025_head_to_head import PAPER
+from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.random import stream
 from layerwise.studies import feature_learning as fl
-from layerwise.studies.feature_learning.batch import draw_batch
-from layerwise.studies.feature_learning.measures import transfer_excess
-from layerwise.studies.feature_learning.population import tilted
-from layerwise.studies.feature_learning.problem import Problem, Task, draw_problem
-from layerwise.studies.feature_learning.two_layer import orthonormal_rows
+
+if TYPE_CHECKING:
+    import torch
+
+    from layerwise.studies.feature_learning.problem import Problem, Task
 
 DIRECTIONS = {"random": "turned anywhere", "top": "turned to the inputs' largest directions"}
 CONSTANT = 2
@@ -47,6 +49,8 @@ class Config:
 
     def problem(self, seed: int) -> Problem:
         """G⋆ and the tasks; the target's noise has standard deviation one."""
+        from layerwise.studies.feature_learning.problem import draw_problem
+
         setting = fl.Setting(scale="trace", data="gaussian", dx=self.dx, dy=self.dy, k=self.k)
         return draw_problem(setting, stream(seed, "problem"))
 
@@ -58,6 +62,11 @@ def cells(config: Config) -> list[Cell]:
 
 def representation(problem: Problem, dist: float, direction: str, seed: int) -> torch.Tensor:
     """Rows cos θ G⋆ + sin θ V with sin θ = `dist` and V ⟂ G⋆: random, or from the largest eigenvectors of Σ."""
+    import torch
+
+    from layerwise.studies.feature_learning.population import tilted
+    from layerwise.studies.feature_learning.two_layer import orthonormal_rows
+
     k = len(problem.G)
     if direction == "random":
         return tilted(problem.G, torch.full((k,), dist, dtype=torch.float64), stream(seed, "direction"))
@@ -68,6 +77,8 @@ def representation(problem: Problem, dist: float, direction: str, seed: int) -> 
 
 def bound_terms(task: Task, dist: float, n: int, k: int, failure: float) -> tuple[float, float]:
     """Lemma 3.7's two terms: ‖F⋆‖²_F λ_max(Σ) dist² and σ² (dy k + log 1/δ) / n."""
+    import torch
+
     dy = task.map.shape[0]
     # ‖F⋆G⋆‖_F = ‖F⋆‖_F, as G⋆ has orthonormal rows
     misfit = float(task.map.square().sum() * torch.linalg.eigvalsh(task.Sigma)[-1]) * dist**2
@@ -76,6 +87,9 @@ def bound_terms(task: Task, dist: float, n: int, k: int, failure: float) -> tupl
 
 def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
     """For every distance and n the mean and largest excess over the repeats, beside the two terms."""
+    from layerwise.studies.feature_learning.batch import draw_batch
+    from layerwise.studies.feature_learning.measures import transfer_excess
+
     for seed in seeds:
         problem, columns = config.problem(seed), {name: [] for name in COLUMNS}
         for dist in config.dist:
@@ -223,6 +237,14 @@ def _at(record: Record, dist: float) -> dict:
     return {**record, "series": {**columns, "terms": terms}}
 
 
+def _goes_together(config: Config) -> None:
+    """Refuses sizes that are no problem."""
+    fl.Setting(dx=config.dx, dy=config.dy, k=config.k)
+    if config.dx < 2 * config.k or min(config.samples) < config.k:
+        given = f"dx={config.dx}, k={config.k}, samples={config.samples}"
+        raise InputError(describe(given, "dx ≥ 2k, and at least k samples for a head", "change them"))
+
+
 EXPERIMENT = Experiment(
     name="transfer",
     title="Distance and samples decide the loss on another task",
@@ -244,4 +266,6 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke a second, laptop some ten seconds, paper six minutes",
+    ranges={"dist": (0, 1), "failure": (1e-300, 1)},
+    check=_goes_together,
 )

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from layerwise.experiments.catalog import from_reference
-from layerwise.experiments.claims import Claim, Verdict, judge
-from layerwise.experiments.experiment import PRESETS, Experiment, restore, seeds_of
+from layerwise.experiments.experiment import PRESETS, Experiment, seeds_of
 from layerwise.experiments.figures import Figure
-from layerwise.experiments.records import Recorded, files, read
+from layerwise.experiments.records import Recorded
+from layerwise.experiments.results import Judged as Judged
+from layerwise.experiments.results import Result, results
 from layerwise.foundations.errors import InputError, LayerwiseError, describe
 
 MOST = 5
@@ -20,29 +20,41 @@ MOST = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
-    """A claim with its verdict, or with the reason why there is none."""
-
-    claim: Claim
-    verdict: Verdict | None = None
-    trouble: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Run:
     """One file of records: an experiment under one configuration."""
 
-    experiment: Experiment
-    preset: str
-    config: Any
-    recorded: Recorded
-    claims: tuple[Judged, ...]
+    result: Result
     figures: tuple[Figure, ...]
     expected: int
     """Cells and seeds that the configuration asks for."""
     done: int
     """Those of them that are recorded."""
     notes: tuple[str, ...]
+
+    @property
+    def experiment(self) -> Experiment:
+        """What was run."""
+        return self.result.experiment
+
+    @property
+    def preset(self) -> str:
+        """What the configuration was made from."""
+        return self.result.preset
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the last session."""
+        return self.result.config
+
+    @property
+    def recorded(self) -> Recorded:
+        """What the file holds."""
+        return self.result.recorded
+
+    @property
+    def claims(self) -> tuple[Judged, ...]:
+        """Every claim, judged where that was possible."""
+        return self.result.judged
 
     @property
     def name(self) -> str:
@@ -79,15 +91,15 @@ def gather(folder: Path, experiments: Sequence[Experiment]) -> tuple[list[Chapte
     strays: list[str] = []
     if not folder.is_dir():
         strays.append(f"There is no folder {folder.name} yet: nothing has been run.")
-    for path in files(folder):
-        try:
-            run = load(path, known)
-        except Exception as error:  # a file of another version must not hide all the others
-            sheaf = sheaves.get(path.parent.name)
-            (sheaf.notes if sheaf else strays).append(f"{_short(path)} is left out: {_said(error)}")
-            continue
-        known.setdefault(run.experiment.name, run.experiment)
-        sheaves.setdefault(run.experiment.name, _Sheaf()).runs.append(run)
+    found = results(folder, experiments)
+    for result in found.results:
+        sheaves[result.experiment.name].runs.append(_run(result))
+    for path, trouble in found.troubles.items():
+        sheaf = sheaves.get(path.parent.name)
+        (sheaf.notes if sheaf else strays).append(
+            f"{_short(path)} is left out: {trouble.replace(str(path), path.name)}"
+        )
+    strays += [text.replace(str(path), _short(path)) for path, text in found.strangers.items()]
     chapters = []
     for name, sheaf in sheaves.items():
         sheaf.runs.sort(key=lambda run: str(run.manifest.get("time")), reverse=True)
@@ -96,47 +108,27 @@ def gather(folder: Path, experiments: Sequence[Experiment]) -> tuple[list[Chapte
     return chapters, strays
 
 
-def load(path: Path, known: Mapping[str, Experiment]) -> Run:
-    """Read one file, judge its claims and make its figures, under the configuration of its last session."""
-    recorded = read(path)
-    if not recorded.manifests:
-        raise InputError(
-            describe("no manifest that can be read", "a file made by `layerwise run`", "run the experiment again")
-        )
-    opening = recorded.manifests[-1]
-    experiment = known.get(opening["experiment"]) or from_reference(opening.get("source") or opening["experiment"])
-    config = restore(experiment.preset(opening["preset"]), opening["config"])
-    asked = {(cell.key, seed) for cell in experiment.cells_of(config) for seed in seeds_of(config)}
+def _run(result: Result) -> Run:
+    """A judged run with its figures, how far it is, and what is odd about it."""
+    recorded, path = result.recorded, result.recorded.path
     notes = [note.replace(str(path), path.name) for note in recorded.notes[:MOST]]
     if len(recorded.notes) > MOST:
         notes.append(f"… and {len(recorded.notes) - MOST} more lines of {path.name} like these.")
+    notes += result.repeats
     try:
-        figures = tuple(experiment.figures(config, recorded.records))
+        figures = tuple(result.experiment.figures(result.config, recorded.records))
     except Exception as error:  # a figure may ask for a cell that is not there yet
+        said = str(error) if isinstance(error, LayerwiseError) else f"{type(error).__name__}: {error}"
         figures = ()
-        notes.append(f"The figures could not be made from these records: {_said(error)}")
+        notes.append(f"The figures could not be made from these records: {said}")
+    asked = {(cell.key, seed) for cell in result.experiment.cells(result.config) for seed in seeds_of(result.config)}
     return Run(
-        experiment=experiment,
-        preset=opening["preset"],
-        config=config,
-        recorded=recorded,
-        claims=tuple(_judged(claim, recorded) for claim in experiment.claims(config)),
+        result=result,
         figures=figures,
         expected=len(asked),
         done=len(asked & recorded.finished()),
         notes=tuple(notes),
     )
-
-
-def _judged(claim: Claim, recorded: Recorded) -> Judged:
-    try:
-        return Judged(claim=claim, verdict=judge(claim, recorded.records))
-    except LayerwiseError as error:
-        return Judged(claim=claim, trouble=str(error))
-
-
-def _said(error: Exception) -> str:
-    return str(error) if isinstance(error, LayerwiseError) else f"{type(error).__name__}: {error}"
 
 
 def _short(path: Path) -> str:

@@ -17,6 +17,8 @@ from layerwise.report.palette import HUES, PAPER, css_name
 from layerwise.report.pictures import FORMATS, picture, save
 
 TEMPLATES = Path(__file__).parent / "templates"
+Rows = dict[int, list[views.ClaimRow]]
+"""The claims of each run as rows, by the run's identity: the page makes them, and the index counts them."""
 
 
 def write(runs: Path, out: Path, *, experiments: Sequence[Experiment] | None = None) -> Path:
@@ -25,7 +27,8 @@ def write(runs: Path, out: Path, *, experiments: Sequence[Experiment] | None = N
     Args:
         runs: folder of records, as `layerwise run` leaves it.
         out: folder of the site; files of an earlier report are replaced.
-        experiments: what the index lists; None for the catalog. Recorded experiments of other modules are added.
+        experiments: what the index lists; None for the catalog. Records of others are named in a note, since no file
+            of records is trusted to say which module is imported.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -38,11 +41,13 @@ def write(runs: Path, out: Path, *, experiments: Sequence[Experiment] | None = N
     templates = _templates()
     try:
         out.mkdir(parents=True, exist_ok=True)
+        rows: Rows = {}
         for chapter in chapters:
             folder = out / chapter.experiment.name
             folder.mkdir(exist_ok=True)
-            _print(folder / "index.html", templates.get_template("experiment.html.j2"), **_chapter(chapter, folder))
-        _print(out / "index.html", templates.get_template("index.html.j2"), **_index(chapters, strays))
+            page = _chapter(chapter, folder, rows)
+            _print(folder / "index.html", templates.get_template("experiment.html.j2"), **page)
+        _print(out / "index.html", templates.get_template("index.html.j2"), **_index(chapters, strays, rows))
     except OSError as error:
         raise FileFormatError(
             describe(
@@ -72,17 +77,17 @@ def _print(path: Path, template: Any, **names: Any) -> None:
     path.write_text(template.render(**names) + "\n", encoding="utf-8", newline="\n")
 
 
-def _index(chapters: Sequence[Chapter], strays: Sequence[str]) -> dict[str, Any]:
+def _index(chapters: Sequence[Chapter], strays: Sequence[str], claims: Rows) -> dict[str, Any]:
     rows = [
         {
             "experiment": chapter.experiment,
-            "runs": views.chapter_runs(chapter),
+            "runs": [views.run_heading(run) | {"tally": views.tally(claims[id(run)])} for run in chapter.runs],
             "declared": len(_unrun(chapter.experiment)),
             "notes": len(chapter.notes) + sum(len(run.notes) for run in chapter.runs),
         }
         for chapter in chapters
     ]
-    everything = [views.claim_row(judged) for chapter in chapters for run in chapter.runs for judged in run.claims]
+    everything = [row for chapter in chapters for run in chapter.runs for row in claims[id(run)]]
     return {
         "rows": rows,
         "tally": views.tally(everything),
@@ -91,12 +96,12 @@ def _index(chapters: Sequence[Chapter], strays: Sequence[str]) -> dict[str, Any]
     }
 
 
-def _chapter(chapter: Chapter, folder: Path) -> dict[str, Any]:
+def _chapter(chapter: Chapter, folder: Path, rows: Rows) -> dict[str, Any]:
     experiment = chapter.experiment
     return {
         "experiment": experiment,
         "summary": views.paragraphs(experiment.summary),
-        "runs": [_run(run, folder) for run in chapter.runs],
+        "runs": [_run(run, folder, rows) for run in chapter.runs],
         "unrun": [] if chapter.runs else _unrun(experiment),
         "presets": list(experiment.presets),
         "notes": chapter.notes,
@@ -107,8 +112,8 @@ def _unrun(experiment: Experiment) -> list[views.ClaimRow]:
     return [views.unrun_claim(claim) for claim in experiment.claims(experiment.preset("laptop"))]
 
 
-def _run(run: Run, folder: Path) -> dict[str, Any]:
-    rows = [views.claim_row(judged) for judged in run.claims]
+def _run(run: Run, folder: Path, all_rows: Rows) -> dict[str, Any]:
+    rows = all_rows[id(run)] = [views.claim_row(judged) for judged in run.claims]
     notes, figures = list(run.notes), []
     if run.done < run.expected:
         notes.insert(0, f"{run.done} of {run.expected} results are there. The command below goes on where it stopped.")

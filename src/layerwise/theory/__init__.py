@@ -5,36 +5,43 @@
 0.561553
 """
 
-from layerwise.theory.linear_representation import Contraction as Contraction
-from layerwise.theory.linear_representation import LowerBoundProblem as LowerBoundProblem
-from layerwise.theory.linear_representation import TransferBound as TransferBound
-from layerwise.theory.linear_representation import kfac_contraction as kfac_contraction
-from layerwise.theory.linear_representation import lower_bound_problem as lower_bound_problem
-from layerwise.theory.linear_representation import sgd_lower_bound as sgd_lower_bound
-from layerwise.theory.linear_representation import sgd_population_step as sgd_population_step
-from layerwise.theory.linear_representation import sgd_scalar_step as sgd_scalar_step
-from layerwise.theory.linear_representation import sgd_stability_limit as sgd_stability_limit
-from layerwise.theory.linear_representation import subspace_distance as subspace_distance
-from layerwise.theory.linear_representation import transfer_bound as transfer_bound
-from layerwise.theory.norms import mahalanobis_descent as mahalanobis_descent
-from layerwise.theory.norms import mahalanobis_norm as mahalanobis_norm
-from layerwise.theory.norms import preconditioned_descent as preconditioned_descent
-from layerwise.theory.norms import preconditioned_dual_norm as preconditioned_dual_norm
-from layerwise.theory.norms import preconditioned_norm as preconditioned_norm
-from layerwise.theory.norms import printed_descent as printed_descent
-from layerwise.theory.norms import printed_norm as printed_norm
-from layerwise.theory.random_matrices import marchenko_pastur as marchenko_pastur
-from layerwise.theory.random_matrices import resolvent as resolvent
-from layerwise.theory.random_matrices import stieltjes as stieltjes
-from layerwise.theory.sample_complexity import best_damping as best_damping
-from layerwise.theory.sample_complexity import correlation_limit as correlation_limit
-from layerwise.theory.sample_complexity import samples_needed as samples_needed
-from layerwise.theory.single_index import HermiteConstants as HermiteConstants
-from layerwise.theory.single_index import correlation_kfac as correlation_kfac
-from layerwise.theory.single_index import correlation_sgd as correlation_sgd
-from layerwise.theory.single_index import gaussian_mean as gaussian_mean
-from layerwise.theory.single_index import hermite_constants as hermite_constants
-from layerwise.theory.single_index import rank_one_coefficient as rank_one_coefficient
-from layerwise.theory.single_index import single_index_correlation as single_index_correlation
-from layerwise.theory.single_index import two_level_correlations as two_level_correlations
-from layerwise.theory.single_index import two_level_spectrum as two_level_spectrum
+from typing import TYPE_CHECKING
+
+from layerwise.foundations.lazy_names import import_when_used
+
+if TYPE_CHECKING:
+    from layerwise.theory.linear_representation import Contraction as Contraction
+    from layerwise.theory.linear_representation import LowerBoundProblem as LowerBoundProblem
+    from layerwise.theory.linear_representation import TransferBound as TransferBound
+    from layerwise.theory.linear_representation import kfac_contraction as kfac_contraction
+    from layerwise.theory.linear_representation import lower_bound_problem as lower_bound_problem
+    from layerwise.theory.linear_representation import sgd_lower_bound as sgd_lower_bound
+    from layerwise.theory.linear_representation import sgd_population_step as sgd_population_step
+    from layerwise.theory.linear_representation import sgd_scalar_step as sgd_scalar_step
+    from layerwise.theory.linear_representation import sgd_stability_limit as sgd_stability_limit
+    from layerwise.theory.linear_representation import subspace_distance as subspace_distance
+    from layerwise.theory.linear_representation import transfer_bound as transfer_bound
+    from layerwise.theory.norms import mahalanobis_descent as mahalanobis_descent
+    from layerwise.theory.norms import mahalanobis_norm as mahalanobis_norm
+    from layerwise.theory.norms import preconditioned_descent as preconditioned_descent
+    from layerwise.theory.norms import preconditioned_dual_norm as preconditioned_dual_norm
+    from layerwise.theory.norms import preconditioned_norm as preconditioned_norm
+    from layerwise.theory.norms import printed_descent as printed_descent
+    from layerwise.theory.norms import printed_norm as printed_norm
+    from layerwise.theory.random_matrices import marchenko_pastur as marchenko_pastur
+    from layerwise.theory.random_matrices import resolvent as resolvent
+    from layerwise.theory.random_matrices import stieltjes as stieltjes
+    from layerwise.theory.sample_complexity import best_damping as best_damping
+    from layerwise.theory.sample_complexity import correlation_limit as correlation_limit
+    from layerwise.theory.sample_complexity import samples_needed as samples_needed
+    from layerwise.theory.single_index import HermiteConstants as HermiteConstants
+    from layerwise.theory.single_index import correlation_kfac as correlation_kfac
+    from layerwise.theory.single_index import correlation_sgd as correlation_sgd
+    from layerwise.theory.single_index import gaussian_mean as gaussian_mean
+    from layerwise.theory.single_index import hermite_constants as hermite_constants
+    from layerwise.theory.single_index import rank_one_coefficient as rank_one_coefficient
+    from layerwise.theory.single_index import single_index_correlation as single_index_correlation
+    from layerwise.theory.single_index import two_level_correlations as two_level_correlations
+    from layerwise.theory.single_index import two_level_spectrum as two_level_spectrum
+
+import_when_used(__name__)

@@ -11,11 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from layerwise.theory import (
-    resolvent,
-    transfer_bound,
-    two_level_spectrum,
-)
+from layerwise import theory
+from layerwise.theory import resolvent, two_level_spectrum
 
 Array = np.ndarray
 
@@ -226,7 +223,7 @@ def transfer_error(random: np.random.Generator) -> Readings:
     fitted = np.linalg.lstsq(Z, Z @ F.T + sigma * random.standard_normal((n, dy)), rcond=None)[0].T
     missed = fresh @ (fitted - F).T
     noisy = missed - sigma * random.standard_normal(missed.shape)
-    bound = transfer_bound(F, largest=1.0, distance=0.0, noise=sigma, samples=n).total()
+    bound = theory.transfer_bound(F, largest=1.0, distance=0.0, noise=sigma, samples=n).total()
 
     def beyond(error: Array) -> float:
         return max(0.0, float(np.mean(np.sum(error**2, axis=1))) / bound - 1)

@@ -4,15 +4,18 @@ None has momentum beyond what defines it, so that the step is the formula, and n
 Statistics are averaged over about ten batches, and damping is relative and small: what is compared is preconditioning.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, Any
 
 from layerwise import optim
 from layerwise.foundations.errors import InputError, unknown
+
+if TYPE_CHECKING:  # the table is read by commands that compute nothing
+    from torch import nn
+    from torch.optim import Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)

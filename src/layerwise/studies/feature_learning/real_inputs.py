@@ -19,13 +19,12 @@ from layerwise.foundations.errors import InputError, describe, unknown
 from layerwise.foundations.random import stream
 from layerwise.studies.feature_learning.covariance import haar
 from layerwise.studies.feature_learning.members import member, members
+from layerwise.studies.feature_learning.real_data_choices import DAMPED as DAMPED
+from layerwise.studies.feature_learning.real_data_choices import DATA as DATA
 from layerwise.training import Budget, Problem, tensor_batches, train
 
-DATA = ("digits", "mnist")
 LEAST = 1e-2
 """Pixels whose variance is below this part of the mean are dropped: the images say next to nothing along them."""
-DAMPED = 0.1
-"""Damping of the variant "kfac-damped"; the other members have the small one of their table."""
 
 
 def images(name: str, limit: int | None = None, pool: int = 1) -> Images:
