@@ -87,21 +87,13 @@ def _fisher(model: nn.Module, x: Tensor, y: Tensor) -> None:
     lw.fisher(model, [(x, y)], likelihood="categorical")
 
 
-@pytest.mark.parametrize("when", ["before", "between"])
-@pytest.mark.parametrize(
-    "other",
-    [
-        _no_grad,
-        _inference,
-        _eval,
-        _eval_and_backward,
-        _never_differentiated,
-        _kept_but_never_differentiated,
-        _fails,
-        _fisher,
-    ],
+OTHERS = (
+    *(_no_grad, _inference, _eval, _eval_and_backward),
+    *(_never_differentiated, _kept_but_never_differentiated, _fails, _fisher),
 )
-@pytest.mark.parametrize("name", ["KFAC", "NGD"])
+
+
+@pytest.mark.parametrize(("name", "other", "when"), thinned(["KFAC", "NGD"], OTHERS, ["before", "between"]))
 def test_other_uses_of_the_model_leave_nothing(name: str, other, when: str):
     a, one, b, two = pair(name)
     for t, (x, y) in enumerate(DATA[:4]):
@@ -154,8 +146,9 @@ def test_accumulation_is_the_big_batch(name: str):
         assert_same(a, b, 1e-9)
 
 
-@pytest.mark.parametrize("average", ["examples", "tokens", None])
-@pytest.mark.parametrize("name", ["KFAC", "EKFAC", "EKFAC running", "FOOF", "NGD"])
+@pytest.mark.parametrize(
+    ("name", "average"), thinned(["KFAC", "EKFAC", "EKFAC running", "FOOF", "NGD"], ["examples", "tokens", None])
+)
 def test_accumulation_with_every_average(name: str, average: str | None):
     """The loss divided by k for each way of averaging, against one plain batch."""
     a, b = mlp(), mlp()
