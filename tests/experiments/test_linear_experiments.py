@@ -176,12 +176,12 @@ def test_locoprop_is_foof_with_another_ridge():
 
 def test_alignment_tells_who_inverts_the_inputs():
     setting = fl.Setting(dx=40, dy=8, k=4, batch=256, scale="trace")
-    found = {name: family.alignment(member, setting, 0) for name, (_, member, _) in family.MEMBERS.items()}
+    found = {name: family.alignment(make(), setting, 0) for name, (_, make, _) in family.MEMBERS.items()}
     assert found["kfac"] == pytest.approx(1, abs=1e-6)
     assert found["ngd"] == pytest.approx(1, abs=1e-6)
     assert min(found["dfw"], found["foof"]) > 3 * max(found[name] for name in ("sgd", "adam", "sign", "muon"))
 
 
 def test_every_member_of_the_study_is_there():
-    kinds = {type(member) for _, member, _ in family.MEMBERS.values()}
+    kinds = {type(make()) for _, make, _ in family.MEMBERS.values()}
     assert {type(algorithm) for algorithm in fl.ALGORITHMS.values()} - {fl.MinMin} == kinds  # min-min is KFAC at rate 1

@@ -68,7 +68,7 @@ def test_the_rate_is_that_of_the_least_held_out_loss(monkeypatch):
         Learned(steps=[0, 40], dist=[1.0, dist], loss=[7.0, loss], score=score, transfer=dist)
         for dist, loss, score in [(0.1, 0.9, 0.5), (0.4, 0.8, 0.2), (0.3, 0.1, 0.6), (0.9, 0.7, 0.9)]
     )
-    monkeypatch.setattr(networks, "learn", lambda *a, **k: next(runs))
+    monkeypatch.setattr("layerwise.studies.feature_learning.networks.learn", lambda *a, **k: next(runs))
     config = dataclasses.replace(EXPERIMENT.preset("smoke"), members=("kfac",))
     (row,) = EXPERIMENT.run(config, EXPERIMENT.cells_of(config)[0], [0])
     assert (row.values["kfac/dist"], row.values["kfac/loss"], row.values["kfac/transfer"]) == (0.4, 0.8, 0.4)
@@ -95,15 +95,15 @@ def test_figures_show_every_member(smoke):
     [
         ({"cells": ("gausian-2",)}, "gaussian"),
         ({"members": ("kfca",)}, "kfac"),
-        ({"members": ()}, "some members"),
+        ({"members": ()}, "members with nothing in it"),
         ({"every": 0}, "every=0"),
     ],
 )
 def test_unknown_names_are_refused(options, says):
     with pytest.raises(InputError, match=says):
-        EXPERIMENT.cells_of(dataclasses.replace(EXPERIMENT.preset("smoke"), **options))
+        EXPERIMENT.refuse_bad(dataclasses.replace(EXPERIMENT.preset("smoke"), **options))
 
 
 def test_a_cell_without_a_depth_is_refused():
     with pytest.raises(InputError, match="gaussian-2"):
-        EXPERIMENT.cells_of(dataclasses.replace(EXPERIMENT.preset("smoke"), cells=("gaussian",)))
+        EXPERIMENT.refuse_bad(dataclasses.replace(EXPERIMENT.preset("smoke"), cells=("gaussian",)))
