@@ -10,6 +10,7 @@ from layerwise.foundations.fused import rotated_adam_
 from layerwise.foundations.fused_adam import corrections_
 from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
+from layerwise.foundations.linalg import null_tolerance
 from layerwise.foundations.linalg.basis_tracking import carried
 from layerwise.foundations.linalg.half_turns import turn_between, turn_moments_
 from layerwise.foundations.linalg.halves import Half
@@ -187,6 +188,10 @@ class RotatedAdam(EigenFactors):
         U_old = U.clone()
         MU = M @ U
         order = (U * MU).sum(-2).argsort(dim=-1, descending=True)
+        # Columns that are rounding alone, of the null space, would become any basis of it: they stay as they are.
+        sizes = torch.linalg.vector_norm(MU, dim=-2, keepdim=True)
+        null = sizes <= null_tolerance(sizes.shape[-1], MU.dtype) * sizes.amax(-1, keepdim=True)
+        MU = torch.where(null, U, MU)
         Q, _ = torch.linalg.qr(MU.gather(-1, order.unsqueeze(-2).expand_as(MU)))
         good = torch.isfinite(Q.flatten(1)).all(1)
         health.count("fallbacks", (~good).sum())
