@@ -78,8 +78,7 @@ def _product_out(mode: OtherOrder, func: Any, A: Tensor, B: Tensor, *, out: Tens
 
 @_instead_of(aten.sum.dim_IntList, aten.mean.dim)
 def _summed(mode: OtherOrder, func: Any, X: Tensor, dims: Any, *rest: Any, **named: Any) -> Tensor:
-    over = range(X.ndim) if not dims else dims
-    for dim in over:
+    for dim in dims or range(X.ndim):
         X = X.index_select(dim, mode.order(X.shape[dim], X.device)) if X.ndim else X
     return func(X, dims, *rest, **named)
 

@@ -71,7 +71,7 @@ def guarded_eigh(
 
 
 def null_tolerance(n: int, dtype: torch.dtype) -> float:
-    """``4 √n ε``: eigenvalues below this part of the largest one are rounding of a matrix that is positive semi-definite.
+    """``4 √n ε``: up to this part of the largest, eigenvalues of a positive semi-definite matrix are rounding.
 
     A bound would have n in place of the root, but would take real eigenvalues of large matrices for zeros.
 
