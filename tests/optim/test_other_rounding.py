@@ -11,13 +11,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from optim_tools import flat
-from rounding import OtherOrder
 from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.foundations.fused import rotated_adam_
 from layerwise.foundations.linalg import guarded_eigh, settled_eigh
 from layerwise.optim.engine import Layerwise
+from rounding import OtherOrder
 
 pytestmark = pytest.mark.usefixtures("untyped")
 STEPS = 4
@@ -102,14 +102,15 @@ def test_soap_in_single_precision(problem: str):
 def test_no_step_where_there_is_no_gradient():
     """Weights of units that never fire stay, and so do those along inputs that never are: here not along the axes.
 
-    Four units and inputs of rank 4, so that the first gradient already spans all that later ones do.
+    Four units and inputs of rank 4, so that the first gradient already spans all that later ones do; targets so large
+    that it is nearly one of noise, with singular values of one size.
     """
     model, g = dead(), torch.Generator().manual_seed(0)
     turn = torch.linalg.qr(torch.randn(9, 9, generator=g))[0]
     opt = lw.optim.SOAP(model, lr=0.01, refresh_every=2)
     start = model[0].weight.detach().clone()
     for _ in range(6):
-        x, y = torch.randn(32, 9, generator=g), torch.randn(32, 4, generator=g)
+        x, y = torch.randn(32, 9, generator=g), 30 * torch.randn(32, 4, generator=g)
         x[:, 4:] = 0
         opt.zero_grad()
         (model(x @ turn) - y).square().sum().backward()
