@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 # Two processes of one thread each; the tests of a file stay together, since many share what the first one made.
 PARALLEL := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile
 
-.PHONY: demo demo-fisher test test-slow test-gpu test-interpreted lint types imports check bench clean
+.PHONY: demo demo-fisher test test-slow test-gpu test-interpreted test-variants test-variants-short lint types imports check bench clean
 
 # The main result of the first study: run, claims, and pages to look at. A second call runs only what is missing.
 demo: $(READY)
@@ -29,6 +29,13 @@ test-gpu: $(READY)
 # Triton's kernels on a CPU, some four minutes; where triton is absent every test is skipped, and says so.
 test-interpreted: $(READY)
 	TRITON_INTERPRET=1 $(PARALLEL) tests -m interpreted -rs
+
+# Tests that compare trainings, as other processors round: other BLAS kernels, threads, orders of sums.
+test-variants: $(READY)
+	$(BIN)/python tests/variants.py
+
+test-variants-short: $(READY)
+	$(BIN)/python tests/variants.py --short
 
 lint: $(READY)
 	$(BIN)/ruff check --no-cache src tests benchmarks examples
