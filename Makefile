@@ -8,7 +8,8 @@ PYTEST := $(BIN)/python -m pytest
 # run compiles (300 files of tests, and the library with its checks) the next one reads, whatever the environment says.
 PARALLEL := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PYTEST) -n 2 --dist loadfile
 
-.PHONY: demo demo-fisher mutants test test-slow test-gpu test-interpreted lint types imports check bench clean
+.PHONY: demo demo-fisher mutants test test-slow test-gpu test-interpreted test-variants test-variants-short lint types
+.PHONY: imports check bench clean
 
 # The main result of the first study: run, claims, and pages to look at. A second call runs only what is missing.
 demo: $(READY)
@@ -34,6 +35,13 @@ test-interpreted: $(READY)
 # Algorithms broken on purpose, one line at a time: do the claims notice? Some twenty minutes.
 mutants: $(READY)
 	$(BIN)/python tests/mutants/mutation.py
+
+# Tests that compare trainings, as other processors round: other BLAS kernels, threads, orders of sums.
+test-variants: $(READY)
+	$(BIN)/python tests/variants.py
+
+test-variants-short: $(READY)
+	$(BIN)/python tests/variants.py --short
 
 lint: $(READY)
 	$(BIN)/ruff check --no-cache src tests benchmarks examples

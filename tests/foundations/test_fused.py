@@ -227,6 +227,26 @@ def test_adam(way: str, shape: tuple[int, int, int], rotated: bool, gate: Tensor
 
 
 @pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("shape", [(1, 3, 5), (3, 17, 31), (40, 2, 1)])
+def test_no_step_below_a_floor(way: str, shape: tuple[int, int, int], apart: bool, gate: Tensor | None):
+    """One floor for each group, stacks in one piece or apart; entries of V on both sides of it, and zeros."""
+    M, V, R = (strided(*shape, seed=seed) if apart else strided(*shape, seed=seed).contiguous() for seed in range(3))
+    V.square_()
+    V[:, 0] = R[:, 0] = 0
+    c, floor = torch.full((len(M),), 0.5), torch.linspace(0, 0.5, len(M))
+    numbers = {"beta1": 0.9, "beta2": 0.5, "eps": 1e-3, "correction1": c, "correction2": c, "gate": gate}
+    plain = fused.rotated_adam_(M.clone(), V.clone(), R, **numbers)
+    step = fused.rotated_adam_(M, V, R, floor=floor, **numbers)
+    if is_shut(gate):
+        assert torch.equal(step, torch.zeros_like(step))
+        return
+    above = (1 - floor.view(-1, 1, 1) / V).nan_to_num(0.0, neginf=0.0).clamp_min(0)
+    close(step, plain * above, 1e-5)
+    assert (step[:, 0] == 0).all()
+
+
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("shape", [(1, 3, 5), (3, 17, 31), (40, 2, 1)])
 def test_momentum_half(way: str, shape: tuple[int, int, int], nesterov: bool, gate: Tensor | None):

@@ -144,6 +144,7 @@ def test_adam(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], rotated: 
     t = torch.arange(1.0, K + 1, device="cuda")
     numbers = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "correction1": 1 - 0.9**t, "correction2": 1 - 0.95**t}
     adam = fused.rotated_adam_ if rotated else fused.adam_
+    numbers |= {"floor": 0.3 * t / K} if rotated else {}
 
     def call() -> list[Tensor]:
         M, V, R = randn(2 * K, *shape[1:])[::2], randn(*shape, seed=1).square(), randn(*shape, seed=2)

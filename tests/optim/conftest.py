@@ -1,3 +1,4 @@
+import os
 from collections.abc import Iterator
 
 import jaxtyping
@@ -7,9 +8,9 @@ import torch
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """For models this small, a second thread costs more than it gives."""
+    """For models this small, a second thread costs more than it gives; `variants.py` asks for more of them."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("LAYERWISE_THREADS", "1")))
     yield
     torch.set_num_threads(before)
 

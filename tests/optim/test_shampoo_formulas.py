@@ -133,8 +133,8 @@ def soap_direction(first: dict[str, dict[str, Tensor]], every: int, turn: dict[s
 @pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize("shape", ["dense", "conv"])
 def test_soap_is_the_authors_loop(shape: str, every: int):
-    """Matrices that are nearly square: one QR of a singular product would be rounding alone."""
-    model, data = data_of("dense", 24)
+    """Square matrices, whose factors have full rank: one QR of a singular product would be rounding alone."""
+    model, data = mlp(5, 5, 5, 5), batches(24, 5)
     if shape == "conv":
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(1, 4, 2), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))

@@ -128,21 +128,23 @@ def rotated_adam_(
     eps: int | float,
     correction1: Float[Tensor, "K"],
     correction2: Float[Tensor, "K"],
+    floor: Float[Tensor, "K"] | None = None,
     gate: Gate = None,
     out: Float[Tensor, "K O I"] | None = None,
     factor: int | float = 1.0,
 ) -> Float[Tensor, "K O I"]:
     """SOAP's step in the eigenbasis, ``M/(√V + ε) · √c₂/c₁``, with both moments moved towards R and R² before.
 
-    The corrections are ``c = 1 − βᵗ``. `out` may be R, or of half precision; what it gets is `factor` times the step,
-    in float16 cut off where it is too large (NaN stays). Where the gate is shut it is zero.
+    The corrections are ``c = 1 − βᵗ``. With a `floor` the step is multiplied by ``max(0, 1 − floor/V)``, by the new V:
+    there is none where V is no more than what rounding leaves. `out` may be R, or of half precision; what it gets is
+    `factor` times the step, in float16 cut off where it is too large (NaN stays). Where the gate is shut it is zero.
 
     >>> M, V, c = torch.zeros(1, 1, 1), torch.zeros(1, 1, 1), torch.tensor([0.5])
     >>> step = rotated_adam_(M, V, torch.ones(1, 1, 1), beta1=0.5, beta2=0.5, eps=0.0, correction1=c, correction2=c)
     >>> M.item(), V.item(), round(step.item(), 6)
     (0.5, 0.5, 1.0)
     """
-    return _adam(M, V, R, out, factor, (beta1, beta2, eps, correction1, correction2, True, gate))
+    return _adam(M, V, R, out, factor, (beta1, beta2, eps, correction1, correction2, True, floor, gate))
 
 
 @torch.no_grad()
@@ -165,7 +167,7 @@ def adam_(
     >>> adam_(m, v, torch.ones(1, 1, 1), beta1=0.5, beta2=0.5, eps=1.0, correction1=c, correction2=c)
     tensor([[[0.5000]]])
     """
-    return _adam(m, v, g, out, 1.0, (beta1, beta2, eps, correction1, correction2, False, gate))
+    return _adam(m, v, g, out, 1.0, (beta1, beta2, eps, correction1, correction2, False, None, gate))
 
 
 def _adam(

@@ -185,9 +185,10 @@ def finite_kernel(flags, X, n, X_k, step, BLOCK: tl.constexpr):
 @_jit
 @no_type_check
 def adam_kernel(
-    M, V, G, scales, step, gate, correction1, correction2, weight1, beta2, weight2, eps, factor, entries,
+    M, V, G, scales, step, gate, correction1, correction2, floor_at, weight1, beta2, weight2, eps, factor, entries,
     M_k, V_k, G_k, step_k,
-    SCALES: tl.constexpr, ROTATED: tl.constexpr, FLAT: tl.constexpr, HAS_GATE: tl.constexpr, BLOCK: tl.constexpr,
+    SCALES: tl.constexpr, ROTATED: tl.constexpr, FLAT: tl.constexpr, HAS_FLOOR: tl.constexpr, HAS_GATE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Both moments and Adam's step on one block, of FLAT > 0: of all groups, each so large; ROTATED: ε as it is."""
     k = tl.program_id(1).to(tl.int64)
@@ -208,6 +209,9 @@ def adam_kernel(
     root = tl.sqrt_rn(v)
     c = tl.sqrt_rn(c2)
     d = tl.div_rn(m, root + eps) * (c / c1) if ROTATED else tl.div_rn(m / c1, root / c + eps)
+    if HAS_FLOOR:
+        floor = tl.load(floor_at + at // FLAT, mask=inside, other=0.0) if FLAT > 0 else tl.load(floor_at + k)
+        d = tl.where(floor < v, d * (1.0 - floor / v), 0.0)
     tl.store(step + k * step_k + at, stored(tl.where(taken, d * factor, 0.0), step.dtype.element_ty), mask=inside)
 
 

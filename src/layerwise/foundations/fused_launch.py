@@ -113,6 +113,7 @@ def adam_(
     correction1: Tensor,
     correction2: Tensor,
     rotated: bool,
+    floor: Tensor | None,
     gate: Gate,
 ) -> None:
     """`fused.adam_` and `fused.rotated_adam_`."""
@@ -123,9 +124,11 @@ def adam_(
     with on(M.device):
         kernels().adam_kernel[(blocks(entries), groups)](
             M, V, G, listed(scales, 0), step, byte(gate), correction1.contiguous(), correction2.contiguous(),
+            correction2 if floor is None else floor.contiguous(),
             float(1 - beta1), float(beta2), float(1 - beta2), float(eps), float(factor), entries,
             M.stride(0), V.stride(0), G.stride(0), step.stride(0),
-            SCALES=len(scales), ROTATED=rotated, FLAT=flat if groups == 1 else 0, HAS_GATE=gate is not None, **BLOCK,
+            SCALES=len(scales), ROTATED=rotated, FLAT=flat if groups == 1 else 0, HAS_FLOOR=floor is not None,
+            HAS_GATE=gate is not None, **BLOCK,
         )  # fmt: skip
 
 

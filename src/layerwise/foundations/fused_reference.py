@@ -88,6 +88,7 @@ def adam_(
     correction1: Tensor,
     correction2: Tensor,
     rotated: bool,
+    floor: Tensor | None,
     gate: Gate,
 ) -> None:
     """`fused.adam_` and `fused.rotated_adam_`."""
@@ -96,7 +97,14 @@ def adam_(
     V.copy_(chosen(gate, beta2 * V + (1 - beta2) * G * G, V))
     c1, c2 = per_group(correction1, M), per_group(correction2, M)
     d = M / (V.sqrt() + eps) * (c2.sqrt() / c1) if rotated else M / c1 / (V.sqrt() / c2.sqrt() + eps)
+    d = d if floor is None else d * above(V, floor)
     step.copy_(cut(chosen(gate, d if factor == 1 else d * factor, 0.0), step.dtype))
+
+
+def above(V: Tensor, floor: Tensor) -> Tensor:
+    """``max(0, 1 − floor/V)``: how far each entry lies above its group's floor; 0 where both are."""
+    floor = per_group(floor, V)
+    return torch.where(floor < V, 1 - floor / V, 0.0)
 
 
 def momentum_half_(M: Tensor, G: Tensor, mu: int | float, nesterov: bool, gate: Gate) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from layerwise.foundations.errors import NumericalError
 from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
-from layerwise.foundations.linalg import guarded_eigh, orthogonal
+from layerwise.foundations.linalg import orthogonal, settled_eigh
 from layerwise.foundations.linalg.basis_tracking import tracked_basis
 from layerwise.foundations.linalg.half_bases import tracked_half
 from layerwise.foundations.linalg.halves import Half
@@ -118,7 +118,7 @@ def begin(state: State, side: str, groups: slice, context: Context) -> Bool[Tens
 def _decomposed(M: Float[Tensor, "K n n"]) -> tuple[Tensor, Tensor, Bool[Tensor, "K"]]:
     """Eigenvalues, vectors and which are such; one by one where not all are, so that one does not cost the others."""
     try:
-        return *guarded_eigh(M, name="factor"), torch.ones(len(M), dtype=torch.bool, device=M.device)
+        return *settled_eigh(M, name="factor"), torch.ones(len(M), dtype=torch.bool, device=M.device)
     except NumericalError:
         if len(M) == 1:
             return torch.zeros_like(M[:, 0]), torch.zeros_like(M), torch.zeros(1, dtype=torch.bool, device=M.device)

@@ -15,7 +15,7 @@ from layerwise.foundations.fused_half_steps import damped_half
 from layerwise.foundations.fused_reference import damped
 from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
-from layerwise.foundations.linalg import guarded_eigh
+from layerwise.foundations.linalg import settled_eigh
 from layerwise.foundations.linalg.halves import Half
 from layerwise.layers.half_io import half_chunks, was_half
 from layerwise.layers.one_hot import OneHot
@@ -114,7 +114,7 @@ class EigenFactors(Factors):
             track(state, side, groups, context, context.plan, self.coupling_limit)
             return
         try:
-            values, vectors = guarded_eigh(M, name="factor")
+            values, vectors = settled_eigh(M, name="factor")
         except NumericalError:
             health.fallbacks += M.shape[0]
             return

@@ -3,13 +3,15 @@
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from layerwise.foundations.fused import rotated_adam_
 from layerwise.foundations.fused_adam import corrections_
+from layerwise.foundations.fused_reference import above
 from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
+from layerwise.foundations.linalg import null_tolerance
 from layerwise.foundations.linalg.basis_tracking import carried
 from layerwise.foundations.linalg.half_turns import turn_between, turn_moments_
 from layerwise.foundations.linalg.halves import Half
@@ -23,6 +25,8 @@ from layerwise.optim.elementwise import average_squares_
 from layerwise.optim.factors import gradient_moments
 from layerwise.optim.rule import Context, Health, Shape, State
 
+NO_SIGNAL = 0.75
+"""The power of ε, the rounding of the type, that gradients in the basis must exceed; see `RotatedAdam.floor`."""
 UNBOUNDED_STEP = 2.0**7
 """Of Adam, where its step has no bound."""
 
@@ -42,12 +46,17 @@ def step_bound(beta1: float, beta2: float) -> float:
     return max(1.0, round((1 - beta1) / ((1 - beta2) * (1 - beta1**2 / beta2)) ** 0.5, 6))
 
 
+def _columns(X: Float[Tensor, "K m n"], order: Int[Tensor, "K n"]) -> Float[Tensor, "K m n"]:
+    return X.gather(-1, order.unsqueeze(-2).expand_as(X))
+
+
 @dataclass
 class RotatedAdam(EigenFactors):
     """SOAP: Adam in the eigenbasis of Shampoo's factors.
 
     ``W ← W − η U_P [M′ / (√V + ε)] U_Qᵀ``, ``M′ = U_Pᵀ M U_Q``, V the average of ``(U_Pᵀ ∇L U_Q)²``. The state "M" is
-    M′, in the present basis: it is turned when the basis is, which spares a rotation at every other step.
+    M′, in the present basis: it is turned when the basis is, which spares a rotation at every other step. Where V is
+    what rounding leaves of a gradient without any part in a direction, there is no step (`floor`).
     """
 
     left: str = "gradient"
@@ -85,15 +94,36 @@ class RotatedAdam(EigenFactors):
         b1, b2 = self.betas
         rotated = self.turned(state, grad, context)
         if health.gate is not None and grad.dtype == torch.float32:
-            return self._fused_step(state, rotated, grad, health)
+            return self._fused_step(state, rotated, grad, context, health)
         rotated = unscaled(rotated)
         state["steps"] += health.taken(1.0, grad)
         state["M"].lerp_(rotated, health.taken(1 - b1, grad))
         average_squares_(state["V"], rotated, health.taken(1 - b2, grad))
-        t = state["steps"].clamp_min(1).view(-1, 1, 1)
-        return (state["M"] / state["V"].sqrt().add_(self.eps)).mul_((1 - b2**t).sqrt() / (1 - b1**t))
+        t = state["steps"].clamp_min(1)
+        floor, t = self.floor(state, 1 - b2**t, context), t.view(-1, 1, 1)
+        step = (state["M"] / state["V"].sqrt().add_(self.eps)).mul_((1 - b2**t).sqrt() / (1 - b1**t))
+        return step if floor is None else step.mul_(above(state["V"], floor))
 
-    def _fused_step(self, state: State, rotated: Tensor | Scaled, grad: Tensor, health: Health) -> Tensor | Half:
+    def floor(self, state: State, correction: Float[Tensor, "K"], context: Context) -> Float[Tensor, "K"] | None:
+        """Up to this V is rounding, and no step is taken; None: nothing is rotated, and every entry is exact.
+
+        A gradient G has no part in the null space of its factors, but ``U_Pᵀ G U_Q`` is not zero there: products leave
+        some ``ε ‖G‖/√n`` (ε of the type), and vectors that are themselves known to rounding leave more of it, up to
+        ``√ε ‖G‖/√n``, below which a factor knows nothing. Adam would make steps of size one of that, in directions that
+        differ from one processor to the next. The floor lies between the two, at ``ε^¾ ‖G‖/√n``. ‖G‖² is the trace
+        of a factor, an average of squares like V, each over its own weights (`correction` is that of V).
+        """
+        side = next((side for side in ("P", "Q") if f"U_{side}" in state), None)
+        if side is None:
+            return None
+        O, I = state["V"].shape[-2:] if context.shape is None else (context.shape.own_outputs, context.shape.own_inputs)
+        share = torch.finfo(state["V"].dtype).eps ** (2 * NO_SIGNAL) / max(1, min(O, I))
+        squares = symmetric.diagonal(state[side]).sum(-1) / (1 - self.betas[1] ** state[f"{side}_count"].clamp_min(1))
+        return share * squares * correction
+
+    def _fused_step(
+        self, state: State, rotated: Tensor | Scaled, grad: Tensor, context: Context, health: Health
+    ) -> Tensor | Half:
         """The same in one pass; not over the gradient itself, which a stack without factors has in place of R.
 
         Where the basis is kept in halves the step is written as one, with one scale for all steps, because it is
@@ -116,6 +146,7 @@ class RotatedAdam(EigenFactors):
             eps=self.eps,
             correction1=c1,
             correction2=c2,
+            floor=self.floor(state, c2, context),
             gate=health.gate,
             out=out,
             factor=scale,
@@ -187,7 +218,7 @@ class RotatedAdam(EigenFactors):
         U_old = U.clone()
         MU = M @ U
         order = (U * MU).sum(-2).argsort(dim=-1, descending=True)
-        Q, _ = torch.linalg.qr(MU.gather(-1, order.unsqueeze(-2).expand_as(MU)))
+        Q, order = self._orthogonal(MU, U, order, waits=health.gate is None)
         good = torch.isfinite(Q.flatten(1)).all(1)
         health.count("fallbacks", (~good).sum())
         if health.gate is None and not bool(good.all()):
@@ -200,6 +231,23 @@ class RotatedAdam(EigenFactors):
         V = state["V"][groups]
         index = order.unsqueeze(-1 if side == "P" else -2).expand_as(V)
         state["V"][groups] = V.gather(-2 if side == "P" else -1, index)
+
+    @staticmethod
+    def _orthogonal(MU: Tensor, U: Tensor, order: Tensor, waits: bool) -> tuple[Tensor, Tensor]:
+        """Q of ``M U`` with its columns in this order, and the order itself, of which null vectors are put last.
+
+        Where M is singular some columns of ``M U`` depend on those before, and QR makes any vectors of them: rounding.
+        In their place are the columns of U. Those and the others are as independent as the others are.
+        """
+        Z = _columns(MU, order)
+        Q, R = torch.linalg.qr(Z)
+        sizes = R.diagonal(dim1=-2, dim2=-1).abs()
+        null = sizes <= null_tolerance(Z.shape[-1], Z.dtype) * sizes.amax(-1, keepdim=True)
+        if waits and not bool(null.any()):
+            return Q, order
+        Z = torch.where(null.unsqueeze(-2), _columns(U, order), Z)
+        last = null.to(torch.int8).argsort(dim=-1, stable=True)
+        return torch.linalg.qr(_columns(Z, last))[0], order.gather(-1, last)
 
     @staticmethod
     def _carry(state: State, side: str, groups: slice, U_old: stored.Kept) -> None:

@@ -9,6 +9,8 @@ from layerwise.foundations.linalg.draws import gaussian as gaussian
 from layerwise.foundations.linalg.draws import rademacher as rademacher
 from layerwise.foundations.linalg.eigh import guarded_cholesky as guarded_cholesky
 from layerwise.foundations.linalg.eigh import guarded_eigh as guarded_eigh
+from layerwise.foundations.linalg.eigh import null_tolerance as null_tolerance
+from layerwise.foundations.linalg.eigh import settled_eigh as settled_eigh
 from layerwise.foundations.linalg.eigh import symmetrized as symmetrized
 from layerwise.foundations.linalg.estimate import Estimate as Estimate
 from layerwise.foundations.linalg.krylov import CGResult as CGResult

@@ -70,6 +70,45 @@ def guarded_eigh(
     )
 
 
+def null_tolerance(n: int, dtype: torch.dtype) -> float:
+    """``4 √n ε``: up to this part of the largest, eigenvalues of a positive semi-definite matrix are rounding.
+
+    A bound would have n in place of the root, but would take real eigenvalues of large matrices for zeros.
+
+    >>> null_tolerance(16, torch.float64) == 16 * torch.finfo(torch.float64).eps
+    True
+    """
+    return 4 * n**0.5 * torch.finfo(dtype).eps
+
+
+def settled_eigh(
+    M: Float[Tensor, "*batch n n"], *, name: str = "matrix"
+) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch n n"]]:
+    """`guarded_eigh` of a positive semi-definite matrix, with a null space whose basis is chosen, not left to rounding.
+
+    Any basis of the null space is one of eigenvectors, and which of them LAPACK returns depends on the processor. Here
+    it is the one that makes ``diag(√1, √2, …)`` diagonal in that space: axes where the space is spanned by axes (inputs
+    that are always zero), and the same up to signs on every machine. (Roots, because of sums of plain numbers too many
+    are equal.)
+
+    >>> values, vectors = settled_eigh(torch.diag(torch.tensor([0.0, 3.0, 0.0])))
+    >>> vectors.abs().tolist()
+    [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
+    """
+    values, vectors = guarded_eigh(M, name=name)
+    n = values.shape[-1]
+    if n == 0:
+        return values, vectors
+    nulls = (values <= null_tolerance(n, values.dtype) * values[..., -1:]).sum(-1).flatten().tolist()
+    grades = torch.arange(1, n + 1, dtype=values.dtype, device=values.device).sqrt().unsqueeze(-1)
+    flat = vectors.reshape(-1, n, n)
+    for U, k in zip(flat, nulls, strict=True):
+        if k > 1:
+            N = U[:, :k]
+            U[:, :k] = N @ guarded_eigh(N.mT @ (grades * N), name=f"null space of {name}")[1]
+    return values, flat.reshape(vectors.shape)
+
+
 def guarded_cholesky(
     M: Float[Tensor, "*batch n n"], *, name: str = "matrix", damping: float = 0.0
 ) -> Float[Tensor, "*batch n n"]:
