@@ -666,3 +666,13 @@ def test_closed_pipe():
     command = f"{sys.executable} -m layerwise --help | true"
     done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
+
+
+def test_fresh_seeds_are_run_from_the_first_that_is_asked_for(capsys, tmp_path):
+    assert main([*SMOKE, "--first-seed", "1000", "--out", str(tmp_path / "fresh")]) == 0
+    (path,) = (tmp_path / "fresh").glob("*/*.jsonl")
+    assert {record["seed"] for record in read(path).records} == {1000, 1001}
+    assert main(["check", "toy-descent", "--out", str(tmp_path / "fresh")]) == 0
+    capsys.readouterr()
+    assert main([*SMOKE, "--first-seed", "-1"]) == 2
+    assert "first seed -1" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """The table of `docs/paper-coverage.md`: every statement of a paper, and what checks it here.
 
-Statements are listed in ``paper_coverage.toml``. The claims about each are found by their `source`; tests are named there.
+Statements are listed in ``paper_coverage.toml``, with the tests that check them; claims are found by their `source`.
 Run this file to write the page anew: ``python tests/experiments/paper_coverage.py``.
 """
 
@@ -55,7 +55,7 @@ def places(source: str) -> set[str]:
 
 
 def _spread(word: str) -> Iterator[str]:
-    """"6–9" as four numbers, anything else as it is."""
+    """The numbers of a range such as 6–9, or the word itself."""
     first, dash, last = word.partition("–")
     if dash and first.isdigit() and last.isdigit():
         yield from map(str, range(int(first), int(last) + 1))
@@ -89,8 +89,8 @@ def render() -> str:
     lines = [
         "# What is checked of the paper",
         "",
-        "Every statement of Zhang et al. (2025), arXiv 2502.01763, with what checks it: claims of experiments (found by their",
-        "source; `layerwise run NAME`, `layerwise check NAME`) and tests. Written by",
+        "Every statement of Zhang et al. (2025), arXiv 2502.01763, with what checks it: claims of experiments (found by",
+        "their source; `layerwise run NAME`, `layerwise check NAME`) and tests. Written by",
         "`python tests/experiments/paper_coverage.py`; a test compares it with what is declared.",
         "",
         "| place | what it says | claims | tests, and what is not checked |",

@@ -29,6 +29,7 @@ examples:
   layerwise run {example} --preset smoke             seconds: does it work here?
   layerwise run {example}                            preset laptop
   layerwise run {example} --seeds 10                 more seeds; those that ran before are kept
+  layerwise run {example} --first-seed 1000 --out fresh    seeds that nobody has looked at, in their own folder
   layerwise run {example} --engine processes         single seeds in parallel processes
   layerwise run {example} --engine ray --address auto      on a Ray cluster
   layerwise run all --preset smoke                   every experiment, one after the other
@@ -53,6 +54,8 @@ class RunOptions:
 
     preset: str = "laptop"
     """smoke (seconds), laptop (minutes on 2 cores) or paper (the paper's own setting)."""
+    first_seed: int = 0
+    """The first of the seeds; claims are judged on all seeds in the folder, so give fresh ones a folder of their own."""
     engine: str = "batched"
     """batched (all seeds of a cell as one tensor program), processes, or ray."""
     workers: int | None = None
@@ -94,7 +97,13 @@ def _run_one(
     )
     with stopped_by_sigterm() as terminated:
         outcome = runner.run(
-            experiment, config, preset=options.preset, engine=engine, out=options.out, progress=chosen()
+            experiment,
+            config,
+            preset=options.preset,
+            first_seed=options.first_seed,
+            engine=engine,
+            out=options.out,
+            progress=chosen(),
         )
     for text in outcome.notes:
         note(text)

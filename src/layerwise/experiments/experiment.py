@@ -163,11 +163,13 @@ def _field_names(config: Any) -> set[str]:
     return {f.name for f in dataclasses.fields(config)}.union(*nested)
 
 
-def seeds_of(config: Any) -> list[int]:
-    """The seeds that a configuration asks for: 0, 1, …"""
+def seeds_of(config: Any, first: int = 0) -> list[int]:
+    """The seeds that a configuration asks for: `first`, `first` + 1, …"""
     if not isinstance(config.seeds, int) or config.seeds < 1:
         raise InputError(describe(f"seeds={config.seeds!r}", "an integer ≥ 1", "pass e.g. --seeds 5"))
-    return list(range(config.seeds))
+    if first < 0:
+        raise InputError(describe(f"first seed {first}", "an integer ≥ 0", "pass e.g. --first-seed 1000"))
+    return list(range(first, first + config.seeds))
 
 
 def plain(config: Any) -> dict[str, Any]:

@@ -39,6 +39,7 @@ def run(
     config: Any = None,
     *,
     preset: str = "laptop",
+    first_seed: int = 0,
     engine: EngineOptions | str = "batched",
     out: Path | str = OUT,
     progress: bool | Progress | None = False,
@@ -49,6 +50,8 @@ def run(
         experiment: an experiment or its name.
         config: a configuration made from the preset's; None for the preset as it is.
         preset: names the file, together with the configuration.
+        first_seed: the first of the seeds that are run; claims are judged on all that the file has, so that fresh
+            seeds alone want another folder.
         engine: "batched", "processes", "ray", or options of one.
         out: folder of all records.
         progress: as everywhere in the library; items are `Finished`.
@@ -63,7 +66,7 @@ def run(
     options = EngineOptions(name=engine) if isinstance(engine, str) else engine
     options.check_packages()
     experiment.refuse_bad(config)
-    cells, seeds = experiment.cells_of(config), seeds_of(config)
+    cells, seeds = experiment.cells_of(config), seeds_of(config, first_seed)
     path = path_of(Path(out), experiment.name, preset, digest(experiment.name, config))
     interrupted = False
     with Journal(path) as journal:

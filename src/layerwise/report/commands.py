@@ -9,15 +9,23 @@ from layerwise.experiments.experiment import Experiment
 
 
 def run_command(
-    experiment: Experiment, preset: str, config: Any, *, source: str | None = None, engine: str = "batched"
+    experiment: Experiment,
+    preset: str,
+    config: Any,
+    *,
+    source: str | None = None,
+    engine: str = "batched",
+    first: int = 0,
 ) -> str:
-    """``layerwise run`` with the preset and every field that differs from it.
+    """``layerwise run`` with the preset and every field that differs from it; `first` is the first seed.
 
     `source` is where an experiment outside the catalog is found, as ``module:ATTRIBUTE``.
     """
     words = ["layerwise", "run", source or experiment.name, "--preset", preset]
     if engine != "batched":
         words += ["--engine", engine]
+    if first:
+        words += ["--first-seed", str(first)]
     return shlex.join([*words, *_options(experiment.preset(preset), config)])
 
 

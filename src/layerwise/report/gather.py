@@ -121,7 +121,8 @@ def _run(result: Result) -> Run:
         said = str(error) if isinstance(error, LayerwiseError) else f"{type(error).__name__}: {error}"
         figures = ()
         notes.append(f"The figures could not be made from these records: {said}")
-    asked = {(cell.key, seed) for cell in result.experiment.cells(result.config) for seed in seeds_of(result.config)}
+    seeds = recorded.manifests[-1].get("seeds") or seeds_of(result.config)
+    asked = {(cell.key, seed) for cell in result.experiment.cells(result.config) for seed in seeds}
     return Run(
         result=result,
         figures=figures,

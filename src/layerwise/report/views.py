@@ -119,7 +119,8 @@ def command(run: Run) -> str:
     source = run.manifest.get("source")
     outside = source if isinstance(source, str) and not source.startswith("layerwise.experiments.") else None
     engine = (run.manifest.get("engine") or {}).get("name") or "batched"
-    return run_command(run.experiment, run.preset, run.config, source=outside, engine=engine)
+    first = min(run.manifest.get("seeds") or [0])
+    return run_command(run.experiment, run.preset, run.config, source=outside, engine=engine, first=first)
 
 
 def version(run: Run) -> str:
