@@ -55,7 +55,7 @@ class RunOptions:
     preset: str = "laptop"
     """smoke (seconds), laptop (minutes on 2 cores) or paper (the paper's own setting)."""
     first_seed: int = 0
-    """The first of the seeds; claims are judged on all seeds in the folder, so give fresh ones a folder of their own."""
+    """The first of the seeds. Claims are judged on all seeds in the folder: give fresh ones a folder of their own."""
     engine: str = "batched"
     """batched (all seeds of a cell as one tensor program), processes, or ray."""
     workers: int | None = None
