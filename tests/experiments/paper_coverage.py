@@ -89,8 +89,8 @@ def render() -> str:
     lines = [
         "# What is checked of the paper",
         "",
-        "Every statement of Zhang et al. (2025), arXiv 2502.01763, with what checks it: claims of experiments (found by",
-        "their source; `layerwise run NAME`, `layerwise check NAME`) and tests. Written by",
+        "Every statement of Zhang et al. (2025), arXiv 2502.01763, with what checks it: claims of experiments (found",
+        "by their source; `layerwise run NAME`, `layerwise check NAME`) and tests. Written by",
         "`python tests/experiments/paper_coverage.py`; a test compares it with what is declared.",
         "",
         "| place | what it says | claims | tests, and what is not checked |",
