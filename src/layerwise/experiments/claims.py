@@ -1,6 +1,7 @@
 """Claims: a statement, who makes it, the quantity that decides it, and a verdict that says how much was run."""
 
 import math
+import operator
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -9,7 +10,8 @@ from typing import Any
 from layerwise.experiments.intervals import mean_interval, share_interval
 from layerwise.foundations.errors import InputError, describe, nearest
 
-RELATIONS = ("<=", ">=", "<", ">", "within")
+COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+RELATIONS = (*COMPARE, "within")
 TESTS = ("every seed", "mean", "share")
 HELD, NOT_HELD, NOT_ENOUGH = "held", "not held", "not enough runs"
 EXPECTED = ("held", "fails")
@@ -101,14 +103,9 @@ class Claim:
 
     def holds_for(self, value: float | int) -> bool:
         """Whether one number stands in the claim's relation to its target."""
-        t = self._bounds()
-        return {
-            "<=": value <= t[0],
-            ">=": value >= t[0],
-            "<": value < t[0],
-            ">": value > t[0],
-            "within": t[0] <= value <= t[-1],
-        }[self.relation]
+        if isinstance(self.target, tuple):
+            return self.target[0] <= value <= self.target[1]
+        return COMPARE[self.relation](value, self.target)
 
     def condition(self) -> str:
         """The relation and target in words, such as ``≤ 0.1 for every seed``."""

@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from functools import cache
 
 LEVEL = 0.95
 
@@ -81,6 +82,7 @@ def student_probability(t: float, nu: int) -> float:
     return 2 / math.pi * (theta + sine * total) if nu % 2 else sine * total
 
 
+@cache  # of many seeds it takes a sum as long, and every claim of a run asks for the same one
 def student_quantile(nu: int, level: float = LEVEL) -> float:
     """The t with ``P(|T| ≤ t) = level``, by bisection.
 

@@ -11,7 +11,7 @@ from layerwise.experiments.experiment import plain
 from layerwise.experiments.figures import Curve, Figure
 from layerwise.report import wording
 from layerwise.report.commands import run_command
-from layerwise.report.gather import Chapter, Judged, Run
+from layerwise.report.gather import Judged, Run
 from layerwise.report.pictures import Picture
 from layerwise.report.strips import strip
 
@@ -205,8 +205,3 @@ def paragraphs(text: str) -> list[str]:
     ['one two', 'three']
     """
     return [" ".join(block.split()) for block in re.split(r"\n\s*\n", text) if block.strip()]
-
-
-def chapter_runs(chapter: Chapter) -> list[dict[str, Any]]:
-    """The runs of an experiment for the index."""
-    return [run_heading(run) | {"tally": tally(map(claim_row, run.claims))} for run in chapter.runs]
