@@ -242,7 +242,7 @@ class RotatedAdam(EigenFactors):
         Z = _columns(MU, order)
         Q, R = torch.linalg.qr(Z)
         sizes = R.diagonal(dim1=-2, dim2=-1).abs()
-        null = sizes <= null_tolerance(Z.shape[-1], Z.dtype) * sizes.amax(-1, keepdim=True)
+        null = sizes <= null_tolerance(Z.dtype) * sizes.amax(-1, keepdim=True)
         if waits and not bool(null.any()):
             return Q, order
         Z = torch.where(null.unsqueeze(-2), _columns(U, order), Z)
