@@ -115,10 +115,10 @@ def _eigh(mode: OtherOrder, func: Any, M: Tensor, *rest: Any, **named: Any) -> t
         return values, vectors
     vectors = vectors.index_select(-2, p.argsort())
     for s, U in zip(values.reshape(-1, n), vectors.reshape(-1, n, n), strict=True):
-        near = n * torch.finfo(s.dtype).eps * s.abs().max()
+        near = 4 * torch.finfo(s.dtype).eps * s.abs().max()  # a rotation within so much is no more than LAPACK's error
         start = 0
         for stop in range(1, n + 1):
-            if stop == n or s[stop] - s[stop - 1] > near:
+            if stop == n or s[stop] - s[start] > near:
                 U[:, start:stop] = U[:, start:stop] @ mode.rotation(stop - start, U)
                 start = stop
     return values, vectors

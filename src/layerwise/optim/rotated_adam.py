@@ -11,7 +11,6 @@ from layerwise.foundations.fused_adam import corrections_
 from layerwise.foundations.fused_reference import above
 from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
-from layerwise.foundations.linalg import null_tolerance
 from layerwise.foundations.linalg.basis_tracking import carried
 from layerwise.foundations.linalg.half_turns import turn_between, turn_moments_
 from layerwise.foundations.linalg.halves import Half
@@ -27,6 +26,8 @@ from layerwise.optim.rule import Context, Health, Shape, State
 
 NO_SIGNAL = 0.75
 """The power of ε, the rounding of the type, that gradients in the basis must exceed; see `RotatedAdam.floor`."""
+DEPENDENT = 64
+"""Times ε, of the largest: columns of ``M U`` that others leave no more of are rounding to a good part, and stay."""
 UNBOUNDED_STEP = 2.0**7
 """Of Adam, where its step has no bound."""
 
@@ -242,7 +243,7 @@ class RotatedAdam(EigenFactors):
         Z = _columns(MU, order)
         Q, R = torch.linalg.qr(Z)
         sizes = R.diagonal(dim1=-2, dim2=-1).abs()
-        null = sizes <= null_tolerance(Z.shape[-1], Z.dtype) * sizes.amax(-1, keepdim=True)
+        null = sizes <= DEPENDENT * torch.finfo(Z.dtype).eps * sizes.amax(-1, keepdim=True)
         if waits and not bool(null.any()):
             return Q, order
         Z = torch.where(null.unsqueeze(-2), _columns(U, order), Z)
