@@ -282,8 +282,8 @@ def test_a_sweep_that_overflows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
 def test_one_factor_that_is_not_finite_does_not_cost_the_others(monkeypatch: pytest.MonkeyPatch):
     """Neither theirs by sweeps nor theirs by eigh, which is asked for it ever more seldom."""
     tried = []
-    eigh = bases.guarded_eigh
-    monkeypatch.setattr(bases, "guarded_eigh", lambda M, name: tried.append(len(M)) or eigh(M, name=name))
+    eigh = bases.settled_eigh
+    monkeypatch.setattr(bases, "settled_eigh", lambda M, name: tried.append(len(M)) or eigh(M, name=name))
     rule, health = Factors("gradient", "identity", (0.25, 0.0)), Health()
     rule.use_solver("newton")
     shape, memory = Shape(2, 8, 4, torch.float32, CPU), dict[str, Any]()

@@ -18,6 +18,9 @@ from layerwise.layers.standard import Standard
 
 COLUMNS = 8192
 """Entries of per-example gradients multiplied at a time: longer sums lose digits in float32."""
+APART = 2**18
+"""Entries of a total up to which each product is made apart and added then: a BLAS may add to a total term by term, and
+that sum would be as long as all of them together, however they are cut."""
 WHOLE = ""
 """The name of the sum of all layers."""
 
@@ -130,8 +133,10 @@ def _tiles(side: Calls, layer: LayerPlan) -> Iterator[tuple[int, int]]:
 
 def _add_rows(total: Tensor, R: Float[Tensor, "D a"], R2: Float[Tensor, "D b"], same: bool) -> None:
     for start in range(0, R.shape[0], COLUMNS):
-        X = R[start : start + COLUMNS]
-        if same:
+        X, Y = R[start : start + COLUMNS], R2[start : start + COLUMNS]
+        if total.numel() <= APART:
+            total += X.mT @ Y
+        elif same:
             accumulate_gram(total, X)
         else:
-            total.addmm_(X.mT, R2[start : start + COLUMNS])
+            total.addmm_(X.mT, Y)
