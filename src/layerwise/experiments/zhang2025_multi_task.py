@@ -10,10 +10,12 @@ import torch
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Curve, Figure, Panel
-from layerwise.experiments.over_seeds import band, bound
+from layerwise.experiments.over_seeds import band, bound, combined, distinct
 from layerwise.experiments.zhang2025_head_to_head import PAPER
 from layerwise.foundations.random import stream
 from layerwise.studies.feature_learning.multi_task import Tasks, draw_tasks, learn
+from layerwise.studies.feature_learning.noise_floor import kfac_floor
+from layerwise.studies.feature_learning.problem import Task
 
 START = 1e-3
 """Distance from G⋆ at which the runs without noise begin."""
@@ -36,6 +38,8 @@ class Config:
     dx: int = 20
     dy: int = 2
     k: int = 4
+    starts: int = 3
+    """Random representations that a run begins from."""
 
     def setting(self, tasks: int, samples: int, **others) -> Tasks:
         """T tasks with n samples each."""
@@ -54,39 +58,47 @@ def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
 
 
 def _noise_free(config: Config, seed: int) -> Row:
-    """Curves with the covariances inverted task by task, and with their mean inverted."""
+    """Curves with the covariances inverted task by task, and with their mean inverted; and from random starts."""
     setting = config.setting(max(config.tasks), max(config.samples), noise=0.0)
     steps = min(config.steps, 20)
     each, pooled = (
         learn(setting, lr=config.lr, steps=steps, seed=seed, start=START, pooled=pooled) for pooled in (False, True)
     )
     ratio = each[1:] / each[:-1]
+    # seeds of the starts are shared by no other run; the problem is another for each
+    far = [learn(setting, lr=0.5, steps=24, seed=seed * config.starts + i)[-1] for i in range(config.starts)]
     return Row(
         seed=seed,
         values={
             "deviation": float((ratio - (1 - config.lr)).abs().max()),
             "left": float(each[-1] / each[0]),
             "left-pooled": float(pooled[-1] / pooled[0]),
+            "found": statistics.fmean(float(dist <= 1e-3) for dist in far),
+            "entry": float(draw_tasks(setting, stream(seed, "problem"))[1][0].map[0, 0]),
         },
         series={"iteration": list(range(steps + 1)), "each": each.tolist(), "pooled": pooled.tolist()},
     )
 
 
 def _noise(config: Config, seed: int) -> Row:
-    """For every T and n the mean distance over the second half of the steps, and that in units of the heads'.
-
-    The noise of mean_t F_tᵀE_t has covariance P̄ σ²/(nT) in the rows, and P̄⁻¹ is applied: hence 1/√λ_min(P̄).
-    """
-    columns: dict[str, list[float | int]] = {name: [] for name in ("tasks", "n", "total", "dist", "scaled")}
+    """For every T and n the mean distance over the second half of the steps, alone and over what is predicted."""
+    columns: dict[str, list[float | int]] = {name: [] for name in ("tasks", "n", "total", "dist", "scaled", "over")}
     for tasks in config.tasks:
         for n in config.samples:
             setting = config.setting(tasks, n, anisotropy="low", repair="scaled")
             curve = learn(setting, lr=config.lr, steps=config.steps, seed=seed, start=NEAR)
             dist = float(curve[len(curve) // 2 :].mean())
-            for name, value in (("tasks", tasks), ("n", n), ("total", n * tasks), ("dist", dist)):
+            G, drawn = draw_tasks(setting, stream(seed, "problem"))
+            floor = kfac_floor(G, drawn, n, config.lr, stream(seed, "prediction", tasks, n))
+            scaled = dist * math.sqrt(least_of_heads(G, drawn))
+            point = (tasks, n, n * tasks, dist, scaled, dist / floor)
+            for name, value in zip(columns, point, strict=True):
                 columns[name].append(value)
-            columns["scaled"].append(dist * math.sqrt(least_of_heads(setting, seed)))
-    values = {"exponent": slope(columns["total"], columns["scaled"])}
+    values = {
+        "exponent": slope(columns["total"], columns["scaled"]),
+        "over": max(columns["over"], key=lambda ratio: abs(math.log(ratio))),
+        "few-samples": _few(config, seed),
+    }
     for name, other in (("tasks", "n"), ("n", "tasks")):
         values[f"exponent-{name}"] = statistics.fmean(
             slope(*(_where(columns, column, other, fixed) for column in (name, "scaled")))
@@ -95,9 +107,24 @@ def _noise(config: Config, seed: int) -> Row:
     return Row(seed=seed, values=values, series=columns)
 
 
-def least_of_heads(setting: Tasks, seed: int) -> float:
-    """λ_min of P̄ = mean_t F_tᵀF_t."""
-    G, tasks = draw_tasks(setting, stream(seed, "problem"))
+def _few(config: Config, seed: int) -> float:
+    """What noise leaves with n = 1.25 dx samples of each task, over that with twice as many of half of the tasks.
+
+    By the square root of n·T the two were equal.
+    """
+    T, n = max(config.tasks), round(1.25 * config.dx)
+
+    def left(tasks: int, samples: int) -> float:
+        setting = config.setting(tasks, samples, anisotropy="low", repair="scaled")
+        curve = learn(setting, lr=config.lr, steps=config.steps, seed=seed, start=NEAR)
+        heads = least_of_heads(*draw_tasks(setting, stream(seed, "problem")))
+        return float(curve[len(curve) // 2 :].mean()) * math.sqrt(heads)
+
+    return left(T, n) / left(T // 2, 2 * n)
+
+
+def least_of_heads(G: torch.Tensor, tasks: Sequence[Task]) -> float:
+    """λ_min of P̄ = mean_t F_tᵀF_t: the noise of mean_t F_tᵀE_t has covariance P̄ σ²/(nT), and P̄⁻¹ is applied."""
     P = torch.stack([G @ task.map.mT @ task.map @ G.mT for task in tasks]).mean(0)
     return float(torch.linalg.eigvalsh(P)[0])
 
