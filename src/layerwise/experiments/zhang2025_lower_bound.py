@@ -183,10 +183,16 @@ def sampled(config: Config, least: float, seed: int) -> dict[str, float]:
 def claims(config: Config) -> list[Claim]:
     """The proposition, how tight it is, the proof's step (reversed), and both algorithms with noise and elsewhere."""
     every, small = list(config.smallest), [least for least in config.smallest if least < SMALL]
-    paper, positive = {"origin": "paper", "source": "Proposition 3.5"}, {"span": (0, math.inf)}
+    paper: dict[str, Any] = {"origin": "paper", "source": "Proposition 3.5"}
+    positive: dict[str, Any] = {"span": (0, math.inf)}
 
     def over(
-        name: str, value: str, of: Sequence[float], edge: Callable[[Sequence[float]], float], statement: str, **others: Any
+        name: str,
+        value: str,
+        of: Sequence[float],
+        edge: Callable[[Sequence[float]], float],
+        statement: str,
+        **others: Any,
     ) -> Claim:
         names = [f"l={least:g}/{value}" for least in of]
         quantity = combined(CELL, names, lambda *values: edge(values))
@@ -198,7 +204,7 @@ def claims(config: Config) -> list[Claim]:
             "slack",
             small,
             min,
-            "No step up to 4/(1 − l) contracts below 1 − 4 λ_min/λ_max of F⋆ᵀF⋆: what is above that, least over l < 1/5.",
+            "No step up to 4/(1 − l) contracts below 1 − 4 λ_min/λ_max of F⋆ᵀF⋆: by how much, least over l < 1/5.",
             relation=">=",
             target=-1e-9,
             note="For l ≥ 1/5 the bound is not positive and says nothing.",
@@ -234,7 +240,7 @@ def claims(config: Config) -> list[Claim]:
             origin="misprint",
             source="Proof of Proposition 3.5",
             expected="fails",
-            why="The proof divides by a norm above one, which shrinks the left side; the conclusion holds all the same.",
+            why="The proof divides by a norm above one, which shrinks the left side; the conclusion still holds.",
         ),
         over(
             "limsup",
@@ -257,7 +263,7 @@ def claims(config: Config) -> list[Claim]:
             "Already at 3/(1 − l) the distance does not tend to zero: the largest late distance, least over l.",
             relation=">=",
             target=0.2,
-            note="The lemma's 4 is sufficient for instability; near G⋆ the factor is |1 − η(1 − l)|, above one from 2 on.",
+            note="The lemma's 4 is not the least: near G⋆ the factor is |1 − η(1 − l)|, which is above one from 2 on.",
             span=(0, 1),
         ),
         over(
@@ -309,7 +315,7 @@ def claims(config: Config) -> list[Claim]:
             "The bound holds from random starts too: what AMGD leaves at its best step size over the bound, least l.",
             relation="within",
             target=(1, 5),
-            note="The paper calls this a nuanced matter, and claims nothing. The upper end says how tight the bound is.",
+            note="The paper calls this nuanced, and claims nothing. The upper end says how tight the bound is.",
             **positive,
         ),
         over(

@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -147,8 +148,8 @@ def _where(columns: Mapping[str, Sequence], name: str, other: str, value: float 
 
 def claims(config: Config) -> list[Claim]:
     """The contraction without noise, what noise leaves against its prediction, and its exponents in n, T and n·T."""
-    common = {"seeds": config.seeds}
-    paper = {"seeds": config.seeds, "origin": "paper", "source": "Appendix B.3"}
+    common: dict[str, Any] = {"seeds": config.seeds}
+    paper: dict[str, Any] = {"seeds": config.seeds, "origin": "paper", "source": "Appendix B.3"}
     found = [
         bound(
             "noise-free",

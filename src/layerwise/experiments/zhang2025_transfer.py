@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -155,7 +156,7 @@ def claims(config: Config) -> list[Claim]:
 
 
 def _bounds(config: Config) -> list[Claim]:
-    common = {"seeds": config.seeds, "span": (0, 1)}
+    common: dict[str, Any] = {"seeds": config.seeds, "span": (0, 1)}
     found = []
     for cell, words in DIRECTIONS.items():
         found += [
@@ -169,8 +170,8 @@ def _bounds(config: Config) -> list[Claim]:
                 source="Lemma 3.7",
                 note=(
                     "The lemma states the squared error with the labels' noise; its proof bounds the excess, which is "
-                    "what is measured. C = 2 is ours, and 2δ leaves room for chance. First declared of the largest draw at "
-                    "every point, which a bound that holds with probability 1 − δ does not say."
+                    "what is measured. C = 2 is ours, and 2δ leaves room for chance. First declared of the largest "
+                    "draw at every point, which a bound that holds with probability 1 − δ does not say."
                 ),
                 **common,
             ),
@@ -188,7 +189,7 @@ def _bounds(config: Config) -> list[Claim]:
 
 
 def _tightness(config: Config) -> list[Claim]:
-    common = {"seeds": config.seeds, "span": (0, math.inf)}
+    common: dict[str, Any] = {"seeds": config.seeds, "span": (0, math.inf)}
     furthest, most = max(config.dist), max(config.samples)
     return [
         Claim(
@@ -231,7 +232,7 @@ def _tightness(config: Config) -> list[Claim]:
 
 
 def _scalings(config: Config) -> list[Claim]:
-    common = {"seeds": config.seeds, "origin": "paper", "source": "Lemma 3.7"}
+    common: dict[str, Any] = {"seeds": config.seeds, "origin": "paper", "source": "Lemma 3.7"}
     squares = [
         Claim(
             name=f"{cell}/square-of-distance",

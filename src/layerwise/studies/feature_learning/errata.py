@@ -227,6 +227,25 @@ def orthogonal_product(random: np.random.Generator) -> Readings:
     return Readings(printed=_error(1.0, truth), corrected=_error((1 - _sine(G, star) ** 2) ** 0.5, truth))
 
 
+def self_normalised(random: np.random.Generator) -> Readings:
+    """By how much ‖Σ w vᵀ Σ̂^−½‖² exceeds Lemma B.4's bound with log((1 + c)/(1 − c)), and with log(2/(1 − c)).
+
+    For w ~ N(0, 1) it is the square norm of dv standard normal numbers, whatever v and n are; c = 0.01. The proof has
+    log det(I + (1 + c)/(1 − c) I), which is dv log(2/(1 − c)).
+
+    >>> found = self_normalised(np.random.default_rng(0))
+    >>> found.printed > 0.3, found.corrected
+    (True, 0.0)
+    """
+    dv, c, delta = 400, 0.01, 0.01
+    truth = float(np.sum(random.standard_normal(dv) ** 2))
+
+    def beyond(logarithm: float) -> float:
+        return max(0.0, truth / (8 * dv * logarithm + 26 + 16 * float(np.log(1 / delta))) - 1)
+
+    return Readings(printed=beyond(np.log((1 + c) / (1 - c))), corrected=beyond(np.log(2 / (1 - c))))
+
+
 def concentration(random: np.random.Generator) -> Readings:
     """How far (1 − c)Σ ⪯ Sx fails for c = ‖Sx − Σ‖/‖Σ‖ (Lemma E.2), and for the c of isotropic samples, 2√φ + φ.
 
