@@ -75,7 +75,7 @@ def test_every_claim_of_the_longer_presets_finds_its_values(smoke):
     for name, sizes in {
         "four-settings": {"steps": 3, "every": 3, "dx": 20, "dy": 8, "k": 3, "batch": 256},
         "family": {"exponents": (-2.0,), "steps": 2, "dx": 20, "dy": 8, "k": 3, "batch": 256},
-        "contraction": {"steps": 2, "dx": 16, "dy": 6, "k": 3, "batch": 100},
+        "contraction": {"steps": 2, "dx": 16, "dy": 6, "k": 3, "batch": 100, "noisy": 1.0, "starts": 2},
     }.items():
         experiment = MODULES[name].EXPERIMENT
         config = dataclasses.replace(experiment.preset("paper"), **sizes)

@@ -137,11 +137,12 @@ def distinct(cell: str, name: str, statement: str, **others: Any) -> Claim:
             for seed, x in found.items()
         }
 
+    options: dict[str, Any] = {"span": (0, math.inf)} | others
     return Claim(
         name=f"{cell}/seeds-differ",
         statement=statement,
         quantity=quantity,
         relation=">",
         target=0,
-        **{"span": (0, math.inf)} | others,
+        **options,
     )
