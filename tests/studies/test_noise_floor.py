@@ -89,11 +89,12 @@ def test_terms_of_a_step_by_explicit_inverses():
 def test_runs_begin_at_starts_and_heads_of_ones_choice():
     G, task = drawn(level=0.0)
     starts = torch.stack([haar(K, DX, stream(0, i)) for i in range(3)])
-    together = distances(fl.KFAC(lr=[0.5] * 3), starts, G, lambda: draw_batch(task, N, stream(0, "train")), 4)
-    alone = [
-        distances(fl.KFAC(lr=[0.5]), start, G, lambda: draw_batch(task, N, stream(0, "train")), 4)[0]
-        for start in starts
-    ]
+
+    def draw():
+        return draw_batch(task, N, stream(0, "train"))
+
+    together = distances(fl.KFAC(lr=[0.5] * 3), starts, G, draw, 4)
+    alone = [distances(fl.KFAC(lr=[0.5]), start, G, draw, 4)[0] for start in starts]
     assert torch.allclose(together, torch.stack(alone), rtol=1e-9)
     other = torch.randn(DY, K, generator=stream(0, "head"), dtype=torch.float64)
     wrong = distances(fl.KFAC(lr=[0.5]), starts[0], G, draw, 4, other)[0]

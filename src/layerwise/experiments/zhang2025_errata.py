@@ -152,7 +152,6 @@ def claims(config: Config) -> list[Claim]:
         common: dict[str, Any] = {
             "seeds": config.seeds,
             "source": erratum.place,
-            "note": erratum.doubt,
             "span": (0, math.inf),
         }
         wrong = {"origin": "misprint", "expected": "fails", "why": f"{erratum.corrected}.", "note": erratum.doubt}

@@ -14,7 +14,7 @@ from layerwise.experiments.figures import Curve, Figure, Panel
 from layerwise.experiments.over_seeds import band, bound, combined, distinct
 from layerwise.experiments.zhang2025_head_to_head import PAPER
 from layerwise.foundations.random import stream
-from layerwise.studies.feature_learning.multi_task import Tasks, draw_tasks, learn
+from layerwise.studies.feature_learning.multi_task import Tasks, learn, tasks_of
 from layerwise.studies.feature_learning.noise_floor import kfac_floor
 from layerwise.studies.feature_learning.problem import Task
 
@@ -75,7 +75,7 @@ def _noise_free(config: Config, seed: int) -> Row:
             "left": float(each[-1] / each[0]),
             "left-pooled": float(pooled[-1] / pooled[0]),
             "found": statistics.fmean(float(dist <= 1e-3) for dist in far),
-            "entry": float(draw_tasks(setting, stream(seed, "problem"))[1][0].map[0, 0]),
+            "entry": float(tasks_of(setting, seed)[1][0].map[0, 0]),
         },
         series={"iteration": list(range(steps + 1)), "each": each.tolist(), "pooled": pooled.tolist()},
     )
@@ -89,7 +89,7 @@ def _noise(config: Config, seed: int) -> Row:
             setting = config.setting(tasks, n, anisotropy="low", repair="scaled")
             curve = learn(setting, lr=config.lr, steps=config.steps, seed=seed, start=NEAR)
             dist = float(curve[len(curve) // 2 :].mean())
-            G, drawn = draw_tasks(setting, stream(seed, "problem"))
+            G, drawn = tasks_of(setting, seed)
             floor = kfac_floor(G, drawn, n, config.lr, stream(seed, "prediction", tasks, n))
             scaled = dist * math.sqrt(least_of_heads(G, drawn))
             point = (tasks, n, n * tasks, dist, scaled, dist / floor)
@@ -118,7 +118,7 @@ def _few(config: Config, seed: int) -> float:
     def left(tasks: int, samples: int) -> float:
         setting = config.setting(tasks, samples, anisotropy="low", repair="scaled")
         curve = learn(setting, lr=config.lr, steps=config.steps, seed=seed, start=NEAR)
-        heads = least_of_heads(*draw_tasks(setting, stream(seed, "problem")))
+        heads = least_of_heads(*tasks_of(setting, seed))
         return float(curve[len(curve) // 2 :].mean()) * math.sqrt(heads)
 
     return left(T, n) / left(T // 2, 2 * n)
