@@ -241,7 +241,7 @@ def orthonormal_bound(eta: float, g1: float, g2: float) -> float:
     """Proposition B.7: s_min(R) ≥ √(1 − 2η(γ₁ + 2γ₂ + η(γ₁ + γ₂)γ₂)).
 
     >>> round(orthonormal_bound(1.0, *GAMMA), 6)
-    0.953573
+    0.953572
     """
     return math.sqrt(max(0.0, 1 - 2 * eta * (g1 + 2 * g2 + eta * (g1 + g2) * g2)))
 

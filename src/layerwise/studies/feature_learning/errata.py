@@ -6,6 +6,7 @@ A corrected reading that is an identity (of cosines of angles, in `orthogonal_pr
 here, and stands beside a printed one that does.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -241,9 +242,9 @@ def self_normalised(random: np.random.Generator) -> Readings:
     truth = float(np.sum(random.standard_normal(dv) ** 2))
 
     def beyond(logarithm: float) -> float:
-        return max(0.0, truth / (8 * dv * logarithm + 26 + 16 * float(np.log(1 / delta))) - 1)
+        return max(0.0, truth / (8 * dv * logarithm + 26 + 16 * math.log(1 / delta)) - 1)
 
-    return Readings(printed=beyond(np.log((1 + c) / (1 - c))), corrected=beyond(np.log(2 / (1 - c))))
+    return Readings(printed=beyond(math.log((1 + c) / (1 - c))), corrected=beyond(math.log(2 / (1 - c))))
 
 
 def concentration(random: np.random.Generator) -> Readings:

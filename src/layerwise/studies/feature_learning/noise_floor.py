@@ -26,7 +26,8 @@ def deviation_of_level(G: Float[Tensor, "k dx"], task: Task, n: int, level: floa
     σ̄² = σ²/(s_min(F⋆)² λ_min(Σ)).
 
     >>> I = torch.eye(4).double()
-    >>> deviation_of_level(I[:2], Task(Sigma=I, root=I, map=3 * I[:2], deviation=0.0, uniform=False), 400, 0.1)
+    >>> task = Task(Sigma=I, root=I, map=3 * I[:2], deviation=0.0, uniform=False)
+    >>> round(deviation_of_level(I[:2], task, n=400, level=0.1), 9)
     3.0
     """
     s, values = torch.linalg.svdvals(task.map @ G.mT)[-1], torch.linalg.eigvalsh(task.Sigma)[0]
