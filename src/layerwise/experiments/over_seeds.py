@@ -118,3 +118,31 @@ def bound(
         target=target,
         **{"span": SPANS.get(name.rpartition("/")[2].partition("@")[0], EVERYTHING)} | others,
     )
+
+
+def distinct(cell: str, name: str, statement: str, **others: Any) -> Claim:
+    """The claim that a value that depends on nothing but a seed's draws differs from seed to seed.
+
+    What decides it is, for each seed, the least difference from another one: zero if the seed was ignored.
+
+    >>> records = [{"cell": "a", "seed": s, "values": {"x": x}} for s, x in ((0, 1.0), (1, 4.0), (2, 5.0))]
+    >>> distinct("a", "x", "Seeds differ.").quantity(records)
+    {0: 3.0, 1: 1.0, 2: 1.0}
+    """
+
+    def quantity(records: Sequence[Mapping]) -> dict[int, float]:
+        found = by_seed(records, cell, name)
+        return {
+            seed: min((abs(x - other) for s, other in found.items() if s != seed), default=math.inf)
+            for seed, x in found.items()
+        }
+
+    options: dict[str, Any] = {"span": (0, math.inf)} | others
+    return Claim(
+        name=f"{cell}/seeds-differ",
+        statement=statement,
+        quantity=quantity,
+        relation=">",
+        target=0,
+        **options,
+    )

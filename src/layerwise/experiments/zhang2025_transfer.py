@@ -1,17 +1,22 @@
-"""Lemma 3.7 of Zhang et al. (2025): what a representation costs on another task, against the bound's two terms."""
+"""Lemma 3.7 of Zhang et al. (2025): what a representation costs on another task, against the bound's two terms.
+
+For Gaussian inputs the mean is known: with B the excess of infinitely many samples, y − F_pop z is independent of the
+features z = Gx and has variance B + dy σ², so that E[excess] = B + (B + dy σ²) k/(n − k − 1).
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from layerwise import theory
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Curve, Figure, Panel
-from layerwise.experiments.over_seeds import band, bound
+from layerwise.experiments.over_seeds import band, bound, distinct
 from layerwise.experiments.zhang2025_head_to_head import PAPER
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.random import stream
@@ -22,10 +27,13 @@ if TYPE_CHECKING:
 
     from layerwise.studies.feature_learning.problem import Problem, Task
 
-DIRECTIONS = {"random": "turned anywhere", "top": "turned to the inputs' largest directions"}
+DIRECTIONS = {
+    "isotropic": "with isotropic inputs",
+    "random": "turned anywhere",
+    "top": "turned to the inputs' largest directions",
+}
 CONSTANT = 2
 """The bound's C, as the proof's splitting gives it before concentration."""
-
 SMALL = 0.1
 """Further out the refitted head makes up for part of what a representation is off in the inputs' largest directions."""
 
@@ -39,7 +47,7 @@ class Config:
     dist: tuple[float, ...] = (0.0, 0.01, 0.03, 0.1, 0.3)
     samples: tuple[int, ...] = (64, 256, 1024, 4096)
     """n, for the head's refit."""
-    repeats: int = 10
+    repeats: int = 20
     """Independent samples a point; the mean and the largest are recorded."""
     failure: float = 0.01
     """δ."""
@@ -54,10 +62,25 @@ class Config:
         setting = fl.Setting(scale="trace", data="gaussian", dx=self.dx, dy=self.dy, k=self.k)
         return draw_problem(setting, stream(seed, "problem"))
 
+    @property
+    def few(self) -> int:
+        """Samples that hardly determine a head: less than the k + log 1/δ that the lemma asks for."""
+        return self.k + 2
+
 
 def cells(config: Config) -> list[Cell]:
     """One a direction in which the representation is off."""
     return [Cell(key=name, options={"direction": name}) for name in DIRECTIONS]
+
+
+def target(problem: Problem, direction: str) -> Task:
+    """The target task, or the same with Σ = I."""
+    import torch
+
+    if direction != "isotropic":
+        return problem.test
+    I = torch.eye(len(problem.test.Sigma), dtype=torch.float64)
+    return replace(problem.test, Sigma=I, root=I)
 
 
 def representation(problem: Problem, dist: float, direction: str, seed: int) -> torch.Tensor:
@@ -68,21 +91,30 @@ def representation(problem: Problem, dist: float, direction: str, seed: int) -> 
     from layerwise.studies.feature_learning.two_layer import orthonormal_rows
 
     k = len(problem.G)
-    if direction == "random":
+    if direction != "top":
         return tilted(problem.G, torch.full((k,), dist, dtype=torch.float64), stream(seed, "direction"))
     V = torch.linalg.eigh(problem.test.Sigma)[1][:, -k:].mT
     V = orthonormal_rows(V - (V @ problem.G.mT) @ problem.G)
     return math.sqrt(1 - dist**2) * problem.G + dist * V
 
 
-def bound_terms(task: Task, dist: float, n: int, k: int, failure: float) -> tuple[float, float]:
+def bound_terms(task: Task, G: torch.Tensor, dist: float, n: int, failure: float) -> tuple[float, float]:
     """Lemma 3.7's two terms: ‖F⋆‖²_F λ_max(Σ) dist² and σ² (dy k + log 1/δ) / n."""
     import torch
 
-    dy = task.map.shape[0]
-    # ‖F⋆G⋆‖_F = ‖F⋆‖_F, as G⋆ has orthonormal rows
-    misfit = float(task.map.square().sum() * torch.linalg.eigvalsh(task.Sigma)[-1]) * dist**2
-    return misfit, task.deviation**2 * (dy * k + math.log(1 / failure)) / n
+    largest = float(torch.linalg.eigvalsh(task.Sigma)[-1])
+    terms = theory.transfer_bound((task.map @ G.mT).numpy(), largest, dist, task.deviation, n, failure)
+    return terms.bias, terms.variance
+
+
+def expected_excess(task: Task, G: torch.Tensor, n: int) -> float:
+    """E[excess] = B + (B + dy σ²) k/(n − k − 1), for Gaussian inputs and n > k + 1."""
+    from layerwise.studies.feature_learning.measures import transfer_excess
+    from layerwise.studies.feature_learning.population import population_batch
+
+    k, dy = len(G), len(task.map)
+    B = float(transfer_excess(G, population_batch(task), task))
+    return B + (B + dy * task.deviation**2) * k / (n - k - 1)
 
 
 def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
@@ -90,51 +122,135 @@ def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
     from layerwise.studies.feature_learning.batch import draw_batch
     from layerwise.studies.feature_learning.measures import transfer_excess
 
+    direction = cell.options["direction"]
     for seed in seeds:
-        problem, columns = config.problem(seed), {name: [] for name in COLUMNS}
+        problem, columns, over = config.problem(seed), {name: [] for name in COLUMNS}, []
+        task = target(problem, direction)
+
+        def drawn(G: torch.Tensor, dist: float, n: int, task: Task = task, seed: int = seed) -> list[float]:
+            names = (direction, str(dist), n)
+            batches = (draw_batch(task, n, stream(seed, "refit", *names, i)) for i in range(config.repeats))
+            return [float(transfer_excess(G, batch, task)) for batch in batches]
+
         for dist in config.dist:
-            G = representation(problem, dist, cell.options["direction"], seed)
+            G = representation(problem, dist, direction, seed)
             for n in config.samples:
-                excess = [
-                    float(transfer_excess(G, draw_batch(problem.test, n, stream(seed, "refit", n, i)), problem.test))
-                    for i in range(config.repeats)
-                ]
-                misfit, noise = bound_terms(problem.test, dist, n, config.k, config.failure)
-                point = (dist, n, statistics.fmean(excess), max(excess), misfit, noise, max(excess) / (misfit + noise))
+                excess, terms = drawn(G, dist, n), bound_terms(task, problem.G, dist, n, config.failure)
+                mean = statistics.fmean(excess)
+                point = (dist, n, mean, max(excess), *terms, mean / expected_excess(task, G, n))
                 for name, value in zip(COLUMNS, point, strict=True):
                     columns[name].append(value)
-        yield Row(seed=seed, values={"worst": max(columns["over"])}, series=columns)
+                over += [x / sum(terms) for x in excess]
+        scarce = sum(bound_terms(task, problem.G, 0.0, config.few, config.failure))
+        values = {
+            "beyond": share_above(over, CONSTANT),
+            "beyond-half": share_above(over, CONSTANT / 2),
+            "beyond-few": share_above([x / scarce for x in drawn(problem.G, 0.0, config.few)], CONSTANT),
+            "expected": max(columns["expected"], key=lambda ratio: abs(math.log(ratio))),
+            "entry": float(task.map[0, 0]),
+        }
+        yield Row(seed=seed, values=values, series=columns)
 
 
-COLUMNS = ("dist", "n", "mean", "largest", "misfit", "noise", "over")
-"""What is known of each point; "over" is the largest excess over the sum of the two terms."""
+COLUMNS = ("dist", "n", "mean", "largest", "misfit", "noise", "expected")
+"""What is known of each point; "expected" is the mean excess over what it is for Gaussian inputs."""
+
+
+def share_above(values: Sequence[float], limit: float) -> float:
+    """The part of the values that are above a limit.
+
+    >>> share_above([1.0, 2.0, 3.0, 4.0], 2.0)
+    0.5
+    """
+    return sum(value > limit for value in values) / len(values)
 
 
 # --- Claims -------------------------------------------------------------------------------------------------
 
 
 def claims(config: Config) -> list[Claim]:
-    """The bound at every point, and that each of its terms is seen to scale as it says (which takes some repeats)."""
-    return [*_bounds(config), *(_scalings(config) if config.repeats >= 10 else [])]
+    """The bound and how tight it is, the mean itself, and (which takes sizes of the paper) how its terms scale."""
+    return [*_bounds(config), *_tightness(config), *(_scalings(config) if config.k >= 8 else [])]
 
 
 def _bounds(config: Config) -> list[Claim]:
+    common: dict[str, Any] = {"seeds": config.seeds, "span": (0, 1)}
+    found = []
+    for cell, words in DIRECTIONS.items():
+        found += [
+            bound(
+                cell,
+                "beyond",
+                "<=",
+                2 * config.failure,
+                f"The excess, {words}, is above {CONSTANT} times the two terms at most with probability δ: the share.",
+                origin="paper",
+                source="Lemma 3.7",
+                note=(
+                    "The lemma states the squared error with the labels' noise; its proof bounds the excess, which is "
+                    "what is measured. C = 2 is ours, and 2δ leaves room for chance. First declared of the largest "
+                    "draw at every point, which a bound that holds with probability 1 − δ does not say."
+                ),
+                **common,
+            ),
+            bound(
+                cell,
+                "expected",
+                "within",
+                (0.75, 1.33),
+                f"The mean excess, {words}, is B + (B + dy σ²) k/(n − k − 1): mean over that, at the worst point.",
+                seeds=config.seeds,
+                span=(0, math.inf),
+            ),
+        ]
+    return found
+
+
+def _tightness(config: Config) -> list[Claim]:
+    common: dict[str, Any] = {"seeds": config.seeds, "span": (0, math.inf)}
+    furthest, most = max(config.dist), max(config.samples)
     return [
+        Claim(
+            name="isotropic/misfit",
+            statement="With isotropic inputs and many samples the excess is the bound's first term: mean over terms.",
+            quantity=of_each("isotropic", lambda s: over_terms(s, furthest, most)),
+            relation="within",
+            target=(0.85, 1.15),
+            **common,
+        ),
+        Claim(
+            name="isotropic/noise",
+            statement="At distance 0 the excess is the bound's second term: mean over terms.",
+            quantity=of_each("isotropic", lambda s: over_terms(s, 0.0, most)),
+            relation="within",
+            target=(0.5, 1.3),
+            note="Below one since the term has log 1/δ beside dy k, which a mean does not need.",
+            **common,
+        ),
         bound(
-            cell,
-            "worst",
-            "<=",
-            CONSTANT,
-            f"The excess, {words}, is below {CONSTANT} times the two terms for every n and distance.",
+            "isotropic",
+            "beyond-half",
+            ">=",
+            2 * config.failure,
+            f"C cannot be {CONSTANT / 2:g}: the share of draws above half of the bound.",
             seeds=config.seeds,
-            source="Lemma 3.7",
-        )
-        for cell, words in DIRECTIONS.items()
+            span=(0, 1),
+        ),
+        bound(
+            "isotropic",
+            "beyond-few",
+            ">=",
+            0.1,
+            "With n = k + 2 < k + log 1/δ samples the bound fails: the share of draws above it, at distance 0.",
+            seeds=config.seeds,
+            span=(0, 1),
+        ),
+        distinct("isotropic", "entry", "Seeds are problems of their own: F⋆G⋆ differs.", seeds=config.seeds),
     ]
 
 
 def _scalings(config: Config) -> list[Claim]:
-    common = {"seeds": config.seeds, "source": "Lemma 3.7"}
+    common: dict[str, Any] = {"seeds": config.seeds, "origin": "paper", "source": "Lemma 3.7"}
     squares = [
         Claim(
             name=f"{cell}/square-of-distance",
@@ -149,20 +265,13 @@ def _scalings(config: Config) -> list[Claim]:
     return [
         *squares,
         Claim(
-            name="random/noise",
-            statement="At distance 0 the excess is σ² dy k / (n − k − 1), the noise term: the worst ratio.",
-            quantity=of_each("random", lambda s: noise_ratio(s, config)),
-            relation="within",
-            target=(0.7, 1.3),
-            **common,
-        ),
-        Claim(
             name="top-over-random",
             statement="The factor λ_max(Σ) is needed: off in the largest directions costs three times off anywhere.",
             quantity=lambda records: _ratio(records, max(config.dist), max(config.samples)),
             relation=">=",
             target=3,
-            **common,
+            seeds=config.seeds,
+            span=(0, math.inf),
         ),
     ]
 
@@ -182,6 +291,16 @@ def where(series: Mapping, column: str, **fixed: float | int) -> list[float]:
     return [series[column][i] for i in rows if all(series[name][i] == value for name, value in fixed.items())]
 
 
+def over_terms(series: Mapping, dist: float, n: int) -> float:
+    """The mean excess over the sum of the two terms, at one point.
+
+    >>> over_terms({"dist": [0.1], "n": [8], "mean": [1.5], "misfit": [2.0], "noise": [1.0]}, 0.1, 8)
+    0.5
+    """
+    (mean,), (misfit,), (noise,) = (where(series, name, dist=dist, n=n) for name in ("mean", "misfit", "noise"))
+    return mean / (misfit + noise)
+
+
 def exponent(series: Mapping, n: int) -> float:
     """The exponent in the distance of the mean excess less that at distance 0, between the two largest up to SMALL.
 
@@ -191,13 +310,6 @@ def exponent(series: Mapping, n: int) -> float:
     mean = dict(zip(where(series, "dist", n=n), where(series, "mean", n=n), strict=True))
     low, high = sorted(dist for dist in mean if 0 < dist <= SMALL)[-2:]
     return math.log((mean[high] - mean[0.0]) / (mean[low] - mean[0.0])) / math.log(high / low)
-
-
-def noise_ratio(series: Mapping, config: Config) -> float:
-    """Mean excess at distance 0 over σ² dy k / (n − k − 1), exact for Gaussian inputs: the one furthest from 1."""
-    pairs = zip(where(series, "n", dist=0.0), where(series, "mean", dist=0.0), strict=True)
-    ratios = [mean * (n - config.k - 1) / (config.dy * config.k) for n, mean in pairs]
-    return max(ratios, key=lambda ratio: abs(math.log(ratio)))
 
 
 def _ratio(records: Sequence[Mapping], dist: float, n: int) -> dict[int, float]:
@@ -252,12 +364,14 @@ EXPERIMENT = Experiment(
     figure="Lemma 3.7",
     summary=(
         "The head is refitted to n samples of the target task with the representation as it is, at a known distance "
-        "from G⋆. The expected excess is below C (‖F⋆‖² λ_max(Σ) dist² + σ² (dy k + log 1/δ)/n). The lemma states the "
-        "raw squared error, its proof bounds this excess; the excess is measured. Representations are off in random "
-        "directions, or in those where the inputs are largest, which shows that λ_max belongs into the bound."
+        "from G⋆. The excess is below C (‖F⋆‖² λ_max(Σ) dist² + σ² (dy k + log 1/δ)/n) but for a share δ of draws, "
+        "with C = 2 and not with C = 1. The lemma states the raw squared error, its proof bounds this excess; the "
+        "excess is measured. With isotropic inputs both terms are reached; with others the mean is still known "
+        "exactly, and lower. Representations are off in random directions, or in those where the inputs are largest, "
+        "which shows that λ_max belongs into the bound. With n = k + 2 samples the bound fails."
     ),
     presets={
-        "smoke": Config(seeds=1, dist=(0.0, 0.03, 0.1), samples=(64, 1024), repeats=3, dx=20, dy=6, k=3),
+        "smoke": Config(dist=(0.0, 0.1), samples=(64, 1024), repeats=60, dx=20, dy=6, k=3),
         "laptop": Config(),
         "paper": Config(seeds=5, samples=(64, 128, 256, 512, 1024, 2048, 4096, 16384), repeats=50),
     },

@@ -2,10 +2,11 @@
 
 Every function draws a small instance and returns how far the printed and the corrected reading are from the truth,
 relative to the truth; the truth is computed without the formula in question (a least-squares solve, a drawn matrix, …).
-Some corrected readings are identities (the noise of a step is linear in η, 1 − ‖W − I‖ is below the least eigenvalue of
-W): they cannot fail but by a mistake here, and stand beside a printed one that does.
+A corrected reading that is an identity (of cosines of angles, in `orthogonal_product`) cannot fail but by a mistake
+here, and stands beside a printed one that does.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,6 +36,8 @@ class Erratum:
     tolerance: float
     """Relative error up to which a reading counts as right."""
     readings: Callable[[np.random.Generator], Readings]
+    doubt: str = ""
+    """Why the printed reading may not be the authors', such as damage of the scanned text."""
 
 
 def _error(found: Array | float, truth: Array | float) -> float:
@@ -177,24 +180,74 @@ def low_anisotropy(random: np.random.Generator) -> Readings:
 
 
 def noise_of_a_step(random: np.random.Generator) -> Readings:
-    """How the noise of KFAC's step from G⋆ grows from η = 0.1 to 0.5: not at all (eq. 16), or five times.
+    """How what noise leaves of KFAC's distance grows from η = 0.1 to 0.5, by its steps and by two recursions.
+
+    With noise that does not depend on η (eq. 16), D⁺ = (1 − η)D + N settles at 1/√(η(2 − η)); with ηN at √(η/(2 − η)).
 
     >>> found = noise_of_a_step(np.random.default_rng(0))
-    >>> found.printed > 0.5, found.corrected < 0.01
+    >>> found.printed > 0.5, found.corrected < 0.2
     (True, True)
     """
-    dx, k, dy, n = 20, 2, 5, 400
-    G, F = np.eye(k, dx), random.standard_normal((dy, k))
-    x = random.standard_normal((n, dx))
-    y = x @ (F @ G).T + 0.01 * random.standard_normal((n, dy))
-    S = x.T @ x / n
-    step = np.linalg.solve(F.T @ F, F.T @ (F @ G @ S - y.T @ x / n)) @ np.linalg.inv(S)
-    truth = _sine(G - 0.5 * step, G) / _sine(G - 0.1 * step, G)
-    return Readings(printed=_error(1.0, truth), corrected=_error(5.0, truth))
+    dx, k, dy, n = 20, 2, 5, 100
+    star, F = np.eye(k, dx), random.standard_normal((dy, k))
+
+    def settled(eta: float) -> float:
+        G, found = star, []
+        for t in range(400):
+            x = random.standard_normal((n, dx))
+            y = x @ (F @ star).T + 0.01 * random.standard_normal((n, dy))
+            gradient = F.T @ (F @ G @ (x.T @ x) - y.T @ x)
+            G = G - eta * np.linalg.solve(F.T @ F, np.linalg.solve(x.T @ x, gradient.T).T)
+            found.append(_sine(G, star) if t >= 60 else 0.0)
+        return float(np.mean(found[60:]))
+
+    def growth(settles: Callable[[float], float]) -> float:
+        return settles(0.5) / settles(0.1)
+
+    truth = growth(settled)
+    return Readings(
+        printed=_error(growth(lambda eta: (eta * (2 - eta)) ** -0.5), truth),
+        corrected=_error(growth(lambda eta: (eta / (2 - eta)) ** 0.5), truth),
+    )
+
+
+def orthogonal_product(random: np.random.Generator) -> Readings:
+    """s_min(G⋆Gᵀ), which is called orthogonal on the way to Lemma B.5, against 1 and against √(1 − dist²).
+
+    >>> found = orthogonal_product(np.random.default_rng(0))
+    >>> found.printed > 0.001, found.corrected < 1e-9
+    (True, True)
+    """
+    dx, k = 12, 3
+    star, turned = (np.linalg.qr(random.standard_normal((dx, k)))[0].T for _ in range(2))
+    G = np.linalg.qr((star + 0.2 * turned).T)[0].T
+    truth = float(np.linalg.svd(star @ G.T, compute_uv=False)[-1])
+    return Readings(printed=_error(1.0, truth), corrected=_error((1 - _sine(G, star) ** 2) ** 0.5, truth))
+
+
+def self_normalised(random: np.random.Generator) -> Readings:
+    """By how much ‖Σ w vᵀ Σ̂^−½‖² exceeds Lemma B.4's bound with log((1 + c)/(1 − c)), and with log(2/(1 − c)).
+
+    For w ~ N(0, 1) it is the square norm of dv standard normal numbers, whatever v and n are; c = 0.01. The proof has
+    log det(I + (1 + c)/(1 − c) I), which is dv log(2/(1 − c)).
+
+    >>> found = self_normalised(np.random.default_rng(0))
+    >>> found.printed > 0.3, found.corrected
+    (True, 0.0)
+    """
+    dv, c, delta = 400, 0.01, 0.01
+    truth = float(np.sum(random.standard_normal(dv) ** 2))
+
+    def beyond(logarithm: float) -> float:
+        return max(0.0, truth / (8 * dv * logarithm + 26 + 16 * math.log(1 / delta)) - 1)
+
+    return Readings(printed=beyond(math.log((1 + c) / (1 - c))), corrected=beyond(math.log(2 / (1 - c))))
 
 
 def concentration(random: np.random.Generator) -> Readings:
-    """How far (1 − c)Σ ⪯ Sx fails for c = ‖Sx − Σ‖/‖Σ‖ (Lemma E.2), and for c of whitened samples.
+    """How far (1 − c)Σ ⪯ Sx fails for c = ‖Sx − Σ‖/‖Σ‖ (Lemma E.2), and for the c of isotropic samples, 2√φ + φ.
+
+    φ = dx/n; a sample covariance of N(0, I) has its largest deviation ‖Sx − I‖ near 2√φ + φ.
 
     >>> found = concentration(np.random.default_rng(0))
     >>> found.printed > 0.1, found.corrected < 1e-9
@@ -206,7 +259,7 @@ def concentration(random: np.random.Generator) -> Readings:
     W = u.T @ u / n
     S, Sigma = W * np.outer(root, root), np.diag(root**2)
     plain = float(np.linalg.norm(S - Sigma, 2) / np.linalg.norm(Sigma, 2))
-    whitened = float(np.linalg.norm(W - np.eye(dx), 2))
+    whitened = 2 * (dx / n) ** 0.5 + dx / n
     least = float(np.linalg.eigvalsh(W)[0])
     return Readings(printed=max(0.0, 1 - plain - least), corrected=max(0.0, 1 - whitened - least))
 

@@ -71,6 +71,16 @@ def draw_tasks(setting: Tasks, generator: torch.Generator) -> tuple[Float[Tensor
     return G, found
 
 
+def tasks_of(setting: Tasks, seed: int) -> tuple[Float[Tensor, "k dx"], list[Task]]:
+    """G⋆ and the tasks of a seed, which `learn` learns.
+
+    >>> G, tasks = tasks_of(Tasks(tasks=3), seed=0)
+    >>> G.shape
+    torch.Size([4, 40])
+    """
+    return draw_tasks(setting, stream(seed, "problem"))
+
+
 def step(
     G: Float[Tensor, "k dx"],
     F: Sequence[Float[Tensor, "dy k"]],
@@ -125,7 +135,7 @@ def learn(
     >>> [round(float(ratio), 3) for ratio in d[1:] / d[:-1]]
     [0.5, 0.5, 0.5]
     """
-    target, tasks = draw_tasks(setting, stream(seed, "problem"))
+    target, tasks = tasks_of(setting, seed)
     if start is None:
         G = haar(setting.k, setting.dx, stream(seed, "init"))
     else:

@@ -53,14 +53,21 @@ def tilted(
 
 def distances(
     algorithm: Algorithm,
-    start: Float[Tensor, "k dx"],
+    start: Float[Tensor, "*r k dx"],
     target: Float[Tensor, "k dx"],
     draw: Callable[[], Batch],
     steps: int,
+    head: Float[Tensor, "dy k"] | None = None,
 ) -> Float[Tensor, "rates points"]:
-    """Distance to the target before and after each step, at all rates of the algorithm; the head starts at F_ls.
+    """Distance to the target before and after each step, at all rates of the algorithm.
 
-    `draw` gives a batch whenever one is needed: twice a step.
+    Args:
+        algorithm: with one rate or several.
+        start: one representation for all rates, or one for each.
+        target: G⋆.
+        draw: gives a batch whenever one is needed: twice a step, and once more for F_ls if there is no `head`.
+        steps: how many.
+        head: F at the start, for all rates; without, F_ls of each start.
 
     >>> I = torch.eye(4).double()
     >>> G = I[:1]
@@ -72,8 +79,9 @@ def distances(
     [0.5, 0.1]
     """
     lr = torch.tensor(algorithm.rates, dtype=start.dtype)[:, None, None]
-    G = start.expand(len(lr), *start.shape).contiguous()
-    w = Weights(least_squares_head(G, draw()), G)
+    G = start.expand(len(lr), *start.shape[-2:]).contiguous()
+    F = least_squares_head(G, draw()) if head is None else head.expand(len(lr), *head.shape)
+    w = Weights(F, G)
     found = [subspace_distance(w.G, target)]
     for _ in range(steps):
         new = algorithm.step(w, lr, draw(), draw())
