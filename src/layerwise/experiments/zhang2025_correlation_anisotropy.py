@@ -223,9 +223,7 @@ EXPERIMENT = Experiment(
         "matter. Readings as in correlation-damping."
     ),
     presets={
-        "smoke": Config(
-            seeds=12, dx=60, n=1200, dh=60, anisotropies=(0.0, 0.5, 0.8, 0.9), noise_dx=100, noise_dh=100
-        ),
+        "smoke": Config(seeds=12, dx=60, n=1200, dh=60, anisotropies=(0.0, 0.5, 0.8, 0.9), noise_dx=100, noise_dh=100),
         "laptop": Config(seeds=12, anisotropies=(0.0, 0.4, 0.8, 0.9, 0.98)),
         "paper": Config(),
     },
