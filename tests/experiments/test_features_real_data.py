@@ -23,7 +23,7 @@ def smoke():
     """Records of preset smoke, with annotations unchecked for speed; tests/studies checks them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-        yield records(real_data.EXPERIMENT, real_data.EXPERIMENT.preset("smoke"), [0])
+        yield records(real_data.EXPERIMENT, real_data.EXPERIMENT.preset("smoke"), [0, 1])
 
 
 def test_smoke_holds_what_it_claims_and_draws(smoke):

@@ -115,6 +115,23 @@ def movement_claims(cell: str, seeds: int) -> list[Claim]:
     ]
 
 
+def short_label_claims(cell: str, seeds: int) -> list[Claim]:
+    """What a few steps are enough for: the source labels, by four members that are quick."""
+    names = ("sgd", "adam", "foof", "kfac")
+    return [
+        Claim(
+            name=f"{cell}/source",
+            statement="SGD, Adam, FOOF and KFAC learn most of the labels that they are trained on (least accuracy).",
+            quantity=combined(cell, [f"{name}/source" for name in names], lambda *found: min(found)),
+            relation=">=",
+            target=0.85,
+            note="Set after seeds 1000 to 1011 of preset smoke, where the least is 0.95.",
+            span=(0, 1),
+            **_common(seeds),
+        )
+    ]
+
+
 def label_claims(cell: str, members: Sequence[str], *, each: int, least: float, width: int, seeds: int) -> list[Claim]:
     """Whose hidden layer serves other labels, with `each` examples of every target label."""
     common, at = _common(seeds), f"target@{each}"

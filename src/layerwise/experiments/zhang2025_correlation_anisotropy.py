@@ -218,8 +218,8 @@ EXPERIMENT = Experiment(
         "One full-batch step of a two-layer network on y = σ⋆(β⋆ᵀx) + ε; half of the inputs' variances are 1 + e, "
         "half 1 − e. SGD's direction Xᵀy/n is biased towards large variances, however many the samples; "
         "KFAC's is a ridge estimator. KFAC with λ → 0 stays accurate up to e near 0.8 and falls below SGD beyond "
-        "0.966, which the paper does not show; a damping of 0.1 keeps it ahead. With as many inputs as samples, and with "
-        "labels of much noise, the noise terms of both lemmas are checked too: at the paper's sizes they hardly "
+        "0.966, which the paper does not show; a damping of 0.1 keeps it ahead. With as many inputs as samples, and "
+        "with labels of much noise, the noise terms of both lemmas are checked too: at the paper's sizes they hardly "
         "matter. Readings as in correlation-damping."
     ),
     presets={

@@ -52,7 +52,7 @@ MOSTLY = (
 )
 NEAR = (
     "First claimed of single trials, which spread by 0.05, within 0.2 (0.1 for means over trials): too wide to tell "
-    "Lemma 3.12 from Lemma 3.10, which differ by 0.15 here. Now of means over many trials, which differ from the theory "
+    "Lemma 3.12 from Lemma 3.10, which differ by 0.15 here. Now of means over trials, which differ from the theory "
     "by 0.03 at most on trials 1000 to 1029."
 )
 
@@ -233,8 +233,8 @@ def _shares(config: Config) -> list[Claim]:
             function=lambda share: share / equal,
             relation="<=",
             target=2.0,
-            note="First 1.5; on one of the nine trials 1000 to 1008 of preset smoke KFAC (λ relative) has 1.56. SGD's is "
-            "more than 3.",
+            note="First 1.5; on one of the nine trials 1000 to 1008 of preset smoke KFAC (λ relative) has 1.56. "
+            "SGD's is more than 3.",
             span=(0, math.inf),
         )
         for name in SPREAD

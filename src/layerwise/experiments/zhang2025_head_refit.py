@@ -139,7 +139,7 @@ def claims(config: Config) -> list[Claim]:
         ),
         Claim(
             name="tanh/even-half-is-left",
-            statement="With tanh, whose features are odd, KFAC's step and a new head leave the even half of σ⋆ (error).",
+            statement="With tanh, whose features are odd, KFAC's step and a new head leave the even half of σ⋆.",
             quantity=value("tanh", "kfac/best"),
             relation=">=",
             target=0.45,
