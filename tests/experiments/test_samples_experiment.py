@@ -23,12 +23,12 @@ def smoke():
     """Records of preset smoke, with annotations unchecked for speed; tests/studies checks them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-        return records(EXPERIMENT, EXPERIMENT.preset("smoke"), [0, 1])
+        return records(EXPERIMENT, EXPERIMENT.preset("smoke"), [0])
 
 
 def test_smoke_holds_what_it_claims(smoke):
     assert find("samples") is EXPERIMENT
-    claims = EXPERIMENT.claims(EXPERIMENT.preset("smoke"))
+    claims = EXPERIMENT.claims(replace(EXPERIMENT.preset("smoke"), seeds=1))
     assert len(claims) == 4
     for claim in claims:
         verdict = judge(claim, smoke)
