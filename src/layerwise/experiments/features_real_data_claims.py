@@ -41,8 +41,8 @@ NOT_SERVED = (
 MOST = {"test": "share", "share": 0.6}
 HALF = {"test": "share", "share": 0.5}
 ADAM = (
-    "First declared for every seed. Of the seeds 1000 and 1001, not used before, one has a distance of 0.30 on pixels and "
-    "0.29 on rotated ones; so it is declared for half of the seeds."
+    "First declared for every seed. Of the seeds 1000 and 1001, not used before, one has a distance of 0.30 on pixels "
+    "and 0.29 on rotated ones; so it is declared for half of the seeds."
 )
 
 
