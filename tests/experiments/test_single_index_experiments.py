@@ -271,7 +271,11 @@ def refit_records(none=0.7, sgd=0.2, kfac=0.16, odd=0.77, left=(0.5, 0.1, 0.05),
     ("changed", "failing"),
     [
         ({}, set()),
-        ({"kfac": 0.5}, {"relu/kfac-beats-random-features", "relu/kfac-before-sgd"}),
+        ({"kfac": 0.45}, {"relu/kfac-beats-random-features", "relu/kfac-before-sgd"}),
+        (
+            {"kfac": 0.6},
+            {f"relu/kfac-{w}" for w in ("beats-random-features", "before-sgd", "generalises")},
+        ),
         ({"odd": 0.3}, {"tanh/even-half-is-left"}),
         ({"left": (0.5, 0.1, 0.3)}, {f"expansion/relu/{n}-{w}" for n in LABELS for w in ("small", "second-term")}),
         ({"left": (0.2, 0.1, 0.05)}, {f"expansion/tanh/{n}-first-term" for n in LABELS}),

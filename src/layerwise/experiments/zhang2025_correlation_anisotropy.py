@@ -58,7 +58,7 @@ class Config:
 
     def noisy(self) -> list[fl.SingleIndex]:
         """The problems of the cell about noise: every noise at every ratio dx/n."""
-        sizes = {"dx": self.noise_dx, "dh": self.noise_dh, "anisotropy": self.noise_anisotropy}
+        sizes: dict[str, Any] = {"dx": self.noise_dx, "dh": self.noise_dh, "anisotropy": self.noise_anisotropy}
         return [
             fl.SingleIndex(n=round(self.noise_dx / ratio), noise=noise, activation=self.activation, **sizes)
             for ratio in self.ratios
@@ -116,7 +116,7 @@ def _difference(first: str, second: str) -> Callable[[Sequence[Mapping]], dict[i
 
 def claims(config: Config) -> list[Claim]:
     """Theory and simulation agree, with little noise and with much; SGD falls and KFAC stays."""
-    near = {"seeds": config.seeds, "source": "Lemmas 3.10 and 3.12"}
+    near: dict[str, Any] = {"seeds": config.seeds, "source": "Lemmas 3.10 and 3.12"}
     small, noise_small = (max(1.0, 200 / dx) ** 0.5 for dx in (config.dx, config.noise_dx))  # errors go as dx^(−½)
     return [
         *agreement(BY_E, list(LABELS), tolerance=0.02 * small, **near),
@@ -127,10 +127,16 @@ def claims(config: Config) -> list[Claim]:
 
 def _about_anisotropy(config: Config) -> list[Claim]:
     def claim(name: str, statement: str, quantity: Callable, target: float, **others: Any) -> Claim:
-        kind = {"seeds": config.seeds, "test": "mean", "span": (-1, 1), "relation": ">=", "target": target}
+        kind: dict[str, Any] = {
+            "seeds": config.seeds,
+            "test": "mean",
+            "span": (-1, 1),
+            "relation": ">=",
+            "target": target,
+        }
         return Claim(name=f"{BY_E}/{name}", statement=statement, quantity=quantity, **kind | others)
 
-    paper = {"origin": "paper", "source": SOURCE}
+    paper: dict[str, Any] = {"origin": "paper", "source": SOURCE}
     large = config.dx >= 200
     stays = [f"kfac@{e:g}" for e in config.anisotropies if e <= 0.8]
     found = [
@@ -197,7 +203,7 @@ def _noise_panel(config: Config, records: Sequence[Record], place: int, ratio: f
     """Correlation by noise at one dx/n."""
     part = slice(place * len(config.noises), (place + 1) * len(config.noises))
     shown: list[Record] = [
-        record | {"series": {name: column[part] for name, column in record["series"].items()}}
+        {**record, "series": {name: column[part] for name, column in record["series"].items()}}
         for record in records
         if record["cell"] == BY_NOISE
     ]
