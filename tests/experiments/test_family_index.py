@@ -12,7 +12,13 @@ from layerwise.experiments import zhang2025_family_trained as trained
 from layerwise.experiments.catalog import find
 from layerwise.experiments.claims import HELD, NOT_HELD, judge
 from layerwise.foundations.errors import InputError
-from layerwise.studies.feature_learning.index_family import INDEX_MEMBERS
+from layerwise.studies.feature_learning.index_family import (
+    INDEX_MEMBERS,
+    member_step,
+    predicted_recovery,
+    recovery,
+    turned_trial,
+)
 
 MODULES = {"family-index": by_step, "family-trained": trained}
 
@@ -28,7 +34,8 @@ def smoke():
 @pytest.mark.parametrize("name", MODULES)
 def test_smoke_holds_what_it_claims_and_draws(name, smoke):
     experiment = find(name)
-    config = experiment.preset("smoke")
+    config = dataclasses.replace(experiment.preset("smoke"), seeds=1)
+    assert experiment.claims(config)
     for claim in experiment.claims(config):
         verdict = judge(claim, smoke[name])
         assert verdict.status == HELD, (claim.name, verdict.detail, verdict.values)
@@ -49,6 +56,9 @@ def test_every_claim_finds_its_values(name, preset, smoke):
         config = dataclasses.replace(config, anisotropies=small.anisotropies, dampings=small.dampings)
     claims = experiment.claims(config)
     assert len(claims) == len({claim.name for claim in claims}) >= 12
+    assert {claim.origin for claim in claims if "near-theory" not in claim.name} == {
+        "ours"
+    }  # Appendix D has no numbers
     for claim in claims:
         assert set(claim.quantity(smoke[name])) == {0}, claim.name
 
@@ -82,29 +92,67 @@ def changed(found, cell, **values):
 
 
 def statuses(module, found):
-    config = dataclasses.replace(module.EXPERIMENT.preset("smoke"), **({"steps": 40} if module is trained else {}))
+    options = {"seeds": 1} | ({"steps": 40} if module is trained else {})
+    config = dataclasses.replace(module.EXPERIMENT.preset("smoke"), **options)
     return {claim.name.split("/", 1)[1]: judge(claim, found).status for claim in module.claims(config)}
+
+
+def failed(module, found):
+    return {name for name, status in statuses(module, found).items() if status == NOT_HELD}
 
 
 def test_claims_fail_where_the_numbers_say_otherwise(smoke):
     found = smoke["family-index"]
-    values = found[0]["values"]
-    like_sgd = {f"foof@0.9/{m}": values[f"sgd@0.9/{m}"] for m in ("correlation", "share")}
-    wrong = statuses(by_step, changed(found, "anisotropies", **like_sgd))
-    assert wrong["foof-against-sgd"] == NOT_HELD
-    assert wrong["kfac-against-sgd"] == HELD
-    like_foof = {f"{m}@0.9/correlation": values["foof@0.9/correlation"] for m in ("sign", "sgd", "soap")}
-    wrong = statuses(by_step, changed(found, "anisotropies", **like_foof))
-    for name in ("sign-against-sgd", "sign-near-theory"):
-        assert wrong[name] == NOT_HELD, name
-    wrong = statuses(
-        by_step, changed(found, "anisotropies", **{"muon@0.9/share": 0.6, "ngd@0.9/share": 0.8, "soap@0.9/gap": 0.9})
-    )
-    assert {wrong[name] for name in ("muon-share", "ngd-against-sgd", "soap-gap")} == {NOT_HELD}
-    best = {"kfac-relative@1/correlation": 0.99, "ngd@1/share": 0.99, "mahalanobis@1/share": 0.9}
-    wrong = statuses(by_step, changed(found, "dampings", **best))
-    for name in ("kfac-relative-best-correlation", "ngd-best-share", "mahalanobis-best-share"):
-        assert wrong[name] == NOT_HELD, name
+    assert failed(by_step, changed(found, "theory", **{"foof-sgd": 0.0, "sign-sgd": 0.1, "kfac": 0.15})) == {
+        "foof-against-sgd",
+        "sign-against-sgd",
+        "kfac-near-theory",
+    }
+    wrong = {"muon@0.9/share": 0.6, "ngd@0.9/share": 0.8, "soap@0.9/gap": 0.9, "foof@0/correlation": 0.1}
+    assert failed(by_step, changed(found, "anisotropies", **wrong)) == {
+        "muon-share",
+        "ngd-against-sgd",
+        "soap-gap",
+        "foof-against-sgd@0",
+    }
+    best = {"kfac-relative@10/correlation": 0.99, "ngd@10/share": 0.99, "mahalanobis@10/share": 0.9}
+    assert failed(by_step, changed(found, "dampings", **best)) == {
+        "kfac-relative-best-correlation",
+        "ngd-best-share",
+        "mahalanobis-best-share",
+    }
+
+
+def test_one_lemma_in_place_of_the_other_is_noticed(smoke):
+    """They differ by more than the claims allow."""
+    for preset in ("smoke", "laptop", "paper"):
+        config = by_step.EXPERIMENT.preset(preset)
+        theory = predicted_recovery(config.setting(config.largest), config.damping)
+        (claim,) = (claim for claim in by_step.claims(config) if claim.name.endswith("/foof-near-theory"))
+        assert theory["foof"] - theory["sgd"] > 1.5 * claim.target[1]
+
+
+def test_means_are_of_trials_of_their_own(smoke):
+    """Eight of each seed, of which no other seed and no other cell has one."""
+    config = by_step.EXPERIMENT.preset("smoke")
+    setting = config.setting(0.9)
+    first = by_step.AVERAGED_FROM
+    steps = [(t, member_step("foof", t, config.damping)) for t in (turned_trial(setting, first + i) for i in range(8))]
+    mean = sum(recovery(step, trial.index).correlation for trial, step in steps) / 8
+    values = next(r["values"] for r in smoke["family-index"] if r["cell"] == "theory")
+    assert values["foof"] == pytest.approx(mean - predicted_recovery(setting, config.damping)["foof"])
+
+
+def test_short_training_claims_fail_where_nothing_is_learned(smoke):
+    found = smoke["family-trained"]
+    config = dataclasses.replace(trained.EXPERIMENT.preset("smoke"), seeds=1)
+    idle = {f"{name}/fresh": found[0]["values"]["start"] for name in trained.MIDDLE}
+    idle |= {f"{name}/correlation": 0.2 for name in trained.MIDDLE}
+    verdicts = [judge(claim, changed(found, "trained", **idle)) for claim in trained.claims(config)]
+    assert {verdict.status for verdict in verdicts} == {NOT_HELD}
+    one = changed(found, "trained", **{"adam/fresh": 2 * found[0]["values"]["start"]})
+    failing = [claim.name for claim in trained.claims(config) if judge(claim, one).status == NOT_HELD]
+    assert failing == ["trained/all-learn"]
 
 
 def test_claims_about_training_fail_where_a_member_misses(smoke):

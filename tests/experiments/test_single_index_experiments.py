@@ -13,6 +13,7 @@ from layerwise.experiments.against_theory import agreement, deviations, means
 from layerwise.experiments.catalog import find
 from layerwise.experiments.claims import HELD, NOT_ENOUGH, NOT_HELD, judge
 
+LABELS = head_refit.LABELS
 MODULES = {
     "correlation-damping": by_damping,
     "correlation-anisotropy": by_anisotropy,
@@ -45,7 +46,7 @@ def test_smoke_holds_what_it_claims(name, smoke):
     claims = experiment.claims(config)
     assert claims
     for claim in claims:
-        assert judge(claim, smoke[name]).status == HELD, claim.name
+        assert judge(claim, smoke[name]).as_expected, claim.name
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -53,12 +54,17 @@ def test_smoke_holds_what_it_claims(name, smoke):
 def test_every_claim_finds_its_values(name, preset, smoke):
     """Small records have all that the claims of the large presets read, but are too few to decide them."""
     experiment = MODULES[name].EXPERIMENT
-    found = [record | {"seed": seed} for record in smoke[name] for seed in (record["seed"], record["seed"] + 10)]
-    claims = experiment.claims(experiment.preset(preset))
+    small, config = experiment.preset("smoke"), experiment.preset(preset)
+    if name == "correlation-anisotropy":  # the claims of these sizes, at the points of the small run
+        config = dataclasses.replace(config, anisotropies=small.anisotropies)
+    found = smoke[name]
+    seeds = {record["seed"] for record in found}
+    claims = experiment.claims(config)
     assert len(claims) == len({claim.name for claim in claims}) >= 3
     for claim in claims:
-        assert set(claim.quantity(found)) == {record["seed"] for record in found}, claim.name
-        assert judge(claim, found).status == NOT_ENOUGH, claim.name
+        assert set(claim.quantity(found)) == seeds, claim.name
+        if len(seeds) < config.seeds:
+            assert judge(claim, found).status == NOT_ENOUGH, claim.name
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -73,11 +79,12 @@ def test_a_seed_is_the_same_alone(name, smoke):
 @pytest.mark.parametrize("name", MODULES)
 def test_figures_show_all_points(name, smoke):
     experiment = MODULES[name].EXPERIMENT
-    (figure,) = experiment.figures(experiment.preset("smoke"), smoke[name])
-    for panel in figure.panels:
+    for panel in (
+        panel for figure in experiment.figures(experiment.preset("smoke"), smoke[name]) for panel in figure.panels
+    ):
         lengths = {len(curve.x) for curve in panel.curves}
         assert len(lengths) == 1
-        assert lengths.pop() >= 3
+        assert lengths.pop() >= 2
         assert any(curve.style == "dashed" for curve in panel.curves)
     assert experiment.figures(experiment.preset("smoke"), [])[0].panels
 
@@ -110,7 +117,8 @@ def damping_records(shift=0.0, lead=0.07, seeds=30):
 
 def verdicts(module, found, seeds):
     config = dataclasses.replace(module.EXPERIMENT.preset("paper"), seeds=seeds)
-    return {claim.name.split("/")[1]: judge(claim, found) for claim in module.EXPERIMENT.claims(config)}
+    claims = module.EXPERIMENT.claims(config)
+    return {claim.name.removeprefix(claims[0].name.split("/")[0] + "/"): judge(claim, found) for claim in claims}
 
 
 def test_damping_claims_hold_where_theory_and_simulation_agree():
@@ -140,12 +148,30 @@ def test_damping_claims_fail_one_by_one():
     assert moved["direction-is-the-estimator"].status == NOT_HELD
 
 
-def test_few_trials_have_a_wider_tolerance_and_no_claim_about_errors():
-    names = [claim.name for claim in agreement("a", ["kfac"], seeds=8, tolerance=0.01, source="")]
-    assert names == ["a/near-theory"]
-    (claim,) = agreement("a", ["kfac"], seeds=8, tolerance=0.01, source="")
-    assert claim.target == pytest.approx(0.01 * (30 / 8) ** 0.5)
-    assert [c.target for c in agreement("a", ["kfac"], seeds=60, tolerance=0.01, source="")] == [0.01, 0.1, 4.0]
+def test_few_trials_have_a_wider_tolerance_and_fewer_claims_about_errors():
+    def targets(seeds):
+        claims = agreement("a", ["kfac"], seeds=seeds, tolerance=0.01, source="Lemma 3.12")
+        return {claim.name: claim.target for claim in claims}
+
+    assert targets(8) == {"a/near-theory": pytest.approx(0.01 * (30 / 8) ** 0.5)}
+    assert targets(12) == {"a/near-theory": pytest.approx(0.01 * 2.5**0.5), "a/beyond-six-errors": 6}
+    assert list(targets(60).values()) == [0.01, 0.1, 4.0]
+
+
+def test_only_the_paper_is_quoted_as_the_paper():
+    """Agreement with the lemmas is the paper's claim; tests of ours that failed are not."""
+    origins = {claim.name: claim.origin for claim in by_damping.claims(by_damping.EXPERIMENT.preset("paper"))}
+    assert origins["dampings/near-theory"] == origins["dampings/kfac-ahead"] == "paper"
+    failed = [claim for m in MODULES.values() for claim in m.claims(m.EXPERIMENT.preset("paper")) if claim.why]
+    assert failed
+    assert {claim.origin for claim in failed} == {"ours"}
+
+
+def test_trials_that_are_all_the_same_are_noticed():
+    found = [record | {"seed": seed} for seed, record in enumerate(damping_records(seeds=1) * 30)]
+    got = verdicts(by_damping, found, 30)
+    assert got["near-theory"].status == HELD
+    assert got["beyond-four-errors"].status == NOT_HELD
 
 
 def test_points_and_errors_over_trials():
@@ -159,7 +185,7 @@ def test_points_and_errors_over_trials():
     assert means(found, "dampings", "damping", "kfac", "KFAC").y[0] == pytest.approx(0.792)
 
 
-def anisotropy_records(sgd, kfac, damped):
+def anisotropy_records(sgd, kfac, damped, miss=0.0):
     values = {}
     grid = by_anisotropy.EXPERIMENT.preset("paper").anisotropies
     for at, e in enumerate(grid):
@@ -172,6 +198,9 @@ def anisotropy_records(sgd, kfac, damped):
             series |= {name: [value + noise for value in column], f"{name}/theory": column}
         shifted = {name: value + noise for name, value in values.items()}
         found.append({"cell": "anisotropies", "seed": seed, "values": shifted, "series": series})
+        noisy = {name: [0.5 + noise] * 6 for name in ("sgd", "kfac")}
+        noisy |= {f"{name}/theory": [0.5 + miss] * 6 for name in ("sgd", "kfac")}
+        found.append({"cell": "noise", "seed": seed, "values": {}, "series": noisy})
     return found
 
 
@@ -196,35 +225,64 @@ def test_anisotropy_claims_fail_where_kfac_is_sgd():
     assert flat["sgd-falls"].status == NOT_HELD
 
 
+def test_a_wrong_noise_term_is_noticed():
+    found = verdicts(by_anisotropy, anisotropy_records(SGD, KFAC, DAMPED, miss=0.06), 30)
+    assert {name for name, verdict in found.items() if not verdict.as_expected} == {
+        "noise/near-theory",
+        "noise/beyond-two-errors",
+        "noise/beyond-four-errors",
+    }
+
+
 # --- Theorem 3.9 and Appendix C.4 -------------------------------------------------------------------------------
 
 
 def test_rank_one_claims_read_powers_of_n():
     samples = [500, 1000, 2000, 4000]
 
-    def record(seed, power, size):
-        series = {"samples": samples}
-        for name in ("sgd", "kfac"):
-            series |= {f"{name}/error": [n**power for n in samples], f"{name}/size": [n**size for n in samples]}
-        return {"cell": "sizes", "seed": seed, "values": {}, "series": series}
+    def record(seed, power, size, share):
+        series = {"samples": samples} | {f"{name}/share": [n**power for n in samples] for name in ("sgd", "kfac")}
+        values = {f"{name}/{what}": x for name in ("sgd", "kfac") for what, x in (("size", size), ("share", share))}
+        return {"cell": "sizes", "seed": seed, "values": values, "series": series}
 
-    good = verdicts(rank_one, [record(seed, -0.5, 0.01 * seed) for seed in range(10)], 10)
+    good = verdicts(rank_one, [record(seed, -0.5, 1 + 0.01 * seed, 0.03) for seed in range(10)], 10)
     assert {verdict.status for verdict in good.values()} == {HELD}
     assert good["sgd-error-falls"].mean == pytest.approx(-0.5)
-    bad = verdicts(rank_one, [record(seed, -0.1, -0.4) for seed in range(10)], 10)
+    bad = verdicts(rank_one, [record(seed, -0.1, 1.4, 0.1) for seed in range(10)], 10)
     assert {verdict.status for verdict in bad.values()} == {NOT_HELD}
 
 
-def test_refit_claims_can_fail():
-    def record(cell, seed, none, sgd, kfac):
-        return {"cell": cell, "seed": seed, "values": {"none": none, "sgd/best": sgd, "kfac/best": kfac}, "series": {}}
+def refit_records(none=0.7, sgd=0.2, kfac=0.16, odd=0.77, left=(0.5, 0.1, 0.05), power=-0.5):
+    """Thirty trials of every cell of head-refit; `left` after 0, 1 and 2 terms at every α but the largest."""
+    config, found = head_refit.EXPERIMENT.preset("paper"), []
+    for seed in range(30):
+        for cell, best in (("relu", kfac), ("tanh", odd)):
+            values = {"none": none, "sgd/best": sgd, "kfac/best": best + seed / 999}
+            found.append({"cell": cell, "seed": seed, "values": values, "series": {}})
+            series = {"samples": list(config.samples)}
+            values = {f"{n}@{a:g}/{k}": x for n in ("sgd", "kfac") for a in config.orders for k, x in enumerate(left)}
+            values |= {"kfac@0.49/3": 1.0}
+            series |= {f"{n}@0.2/2": [m**power for m in config.samples] for n in ("sgd", "kfac")}
+            found.append({"cell": f"expansion/{cell}", "seed": seed, "values": values, "series": series})
+    return found
 
-    good = [record("relu", s, 0.7, 0.2, 0.16 + s / 999) for s in range(30)]
-    odd = [record("tanh", s, 0.8, 0.78, 0.77) for s in range(30)]
+
+@pytest.mark.parametrize(
+    ("changed", "failing"),
+    [
+        ({}, set()),
+        ({"kfac": 0.45}, {"relu/kfac-beats-random-features", "relu/kfac-before-sgd"}),
+        (
+            {"kfac": 0.6},
+            {f"relu/kfac-{w}" for w in ("beats-random-features", "before-sgd", "generalises")},
+        ),
+        ({"odd": 0.3}, {"tanh/even-half-is-left"}),
+        ({"left": (0.5, 0.1, 0.3)}, {f"expansion/relu/{n}-{w}" for n in LABELS for w in ("small", "second-term")}),
+        ({"left": (0.2, 0.1, 0.05)}, {f"expansion/tanh/{n}-first-term" for n in LABELS}),
+        ({"power": 0.0}, {f"expansion/relu/{n}-falls" for n in LABELS}),
+    ],
+)
+def test_refit_claims_fail_one_by_one(changed, failing):
     claims = head_refit.EXPERIMENT.claims(head_refit.EXPERIMENT.preset("paper"))
-    found = {claim.name: judge(claim, good + odd) for claim in claims}
-    assert all(verdict.as_expected for verdict in found.values())
-    bad = [record("relu", s, 0.7, 0.16, 0.5 + s / 999) for s in range(30)]
-    found = {claim.name: judge(claim, bad + odd) for claim in claims}
-    assert found["relu/kfac-beats-random-features"].status == NOT_HELD
-    assert found["relu/kfac-before-sgd"].status == NOT_HELD
+    found = refit_records(**changed)
+    assert {claim.name for claim in claims if not judge(claim, found).as_expected} == failing

@@ -171,3 +171,36 @@ def test_wrong_dampings_and_ridges_are_refused():
             call(setting, 0, [0.1, 0.0])
     with pytest.raises(InputError, match="ridge"):
         fl.refit(setting, 0, exponents=[0.0], ridge=0)
+
+
+def test_the_size_of_the_rank_one_part_is_the_predicted_one(untyped):
+    """Means over trials; ‖f₀‖ and ‖β⋆‖ of a trial are near one."""
+    setting = fl.SingleIndex(dx=100, n=300, dh=100, anisotropy=0.7, noise=2.0)
+    sizes = torch.stack([fl.rank_one(setting, seed, [0.1, 1.0]).size for seed in range(20)]).mean(0)
+    torch.testing.assert_close(sizes, fl.predicted_sizes(setting, [0.1, 1.0]), rtol=0.07, atol=0)
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_the_expansion_of_features_written_out(activation):
+    """One η, two terms, with norms by SVD and the coefficients of the activations as numbers."""
+    setting = fl.SingleIndex(dx=10, n=60, dh=12, anisotropy=0.5, activation=activation)
+    found = fl.expand_features(setting, 3, exponents=[0.3], terms=2, damping=0.2)
+    trial = draw_trial(setting, 3)
+    x = draw_sample(setting, trial.index, 60, randomness(setting, 3, "expansion")).x
+    X, y = trial.sample.x, trial.sample.y
+    inverse = torch.linalg.inv(X.mT @ X / 60 + 0.2 * torch.eye(10, dtype=torch.float64))
+    mu = {"tanh": (0.605706, 0.0), "relu": (0.5, (2 * torch.pi) ** -0.5)}[activation]
+    sigma, eta = getattr(torch, activation), 60**0.3
+    for right, rows in ((torch.eye(10, dtype=torch.float64), found.sgd), (inverse, found.kfac)):
+        u = mu[0] * eta * (x @ right @ X.mT @ y / 60)
+        left = [sigma(x @ (trial.G0 + eta * one_step(trial) @ right).mT) - sigma(x @ trial.G0.mT)]
+        left.append(left[0] - mu[0] * torch.outer(u, trial.f0))
+        left.append(left[1] - mu[1] / 2 * torch.outer(u**2, trial.f0**2))
+        size = torch.linalg.matrix_norm(sigma(x @ trial.G0.mT), 2)
+        expected = torch.stack([torch.linalg.matrix_norm(one, 2) for one in left]) / size
+        torch.testing.assert_close(rows[0], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_an_expansion_without_terms_is_refused():
+    with pytest.raises(InputError, match="terms=0"):
+        fl.expand_features(fl.SingleIndex(dx=4, n=10, dh=5), 0, exponents=[0.0], terms=0)

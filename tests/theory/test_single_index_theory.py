@@ -238,3 +238,27 @@ def test_two_level_spectrum_stays_within_its_range():
     assert eigenvalues @ weights == 1
     with pytest.raises(InputError, match="from 0 to 1"):
         theory.two_level_spectrum(1.2)
+
+
+@pytest.mark.parametrize("variance", [1.0, 0.5])
+def test_hermite_coefficients_are_means_of_derivatives(variance):
+    """tanh′, tanh‴ written out, against Gauss–Hermite; of ReLU′ and ReLU″ in closed form."""
+    t = np.tanh
+    by_hand = {1: lambda z: 1 - t(z) ** 2, 3: lambda z: -2 * (1 - t(z) ** 2) * (1 - 3 * t(z) ** 2)}
+    for order, derivative in by_hand.items():
+        assert theory.hermite_coefficient(t, order, variance) == pytest.approx(
+            theory.gaussian_mean(derivative, variance), rel=1e-6
+        )
+    assert theory.hermite_coefficient(t, 2, variance) == pytest.approx(0.0, abs=1e-12)
+
+    def relu(z):
+        return np.maximum(z, 0)
+
+    assert theory.hermite_coefficient(relu, 1, variance) == pytest.approx(0.5, rel=1e-5)
+    assert theory.hermite_coefficient(relu, 2, variance) == pytest.approx((2 * np.pi * variance) ** -0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [{"order": -1}, {"variance": 0.0}, {"points": 100}])
+def test_hermite_coefficients_refuse(wrong):
+    with pytest.raises(InputError, match="order"):
+        theory.hermite_coefficient(np.tanh, **{"order": 1, "variance": 1.0} | wrong)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from layerwise.studies.feature_learning.networks import Learned
     from layerwise.studies.feature_learning.teacher import Network
 
+
 DAMPING, CLIP = 1e-3, 1e-3
 MEMBERS = members(damping=DAMPING, clip=CLIP)
 ALL = tuple(name for name in MEMBERS if name != "ngd")
@@ -115,6 +116,7 @@ LEAST = {"sgd": 5, "adam": 1.5, "muon": 1.5}
 """The same when every member may choose the rate of its own least distance."""
 TRANSFER = {"sgd": 4, "adam": 1.2}
 """The same for the error after transfer."""
+SHORT = "Set after seeds 1000 to 1011 of preset smoke: KFAC's distance at most 0.12, SGD's at least 3.5 times that."
 AFTER = (
     "Numbers were first chosen after seeds 0 to 2 with Gaussian inputs; other seeds and laws then broke those for "
     "Adam, Muon, Shampoo and SOAP, and they were set anew after seeds 0 to 4. All of this was before measuring was "
@@ -133,9 +135,11 @@ def claims(config: Config) -> list[Claim]:
 
 
 def _short_claims(config: Config, cell: str) -> list[Claim]:
-    common = {"seeds": config.seeds, "source": SOURCE}
-    learned = bound(cell, "kfac/dist", "<=", 0.5, "KFAC has begun to find the features.", **common)
-    return [learned, *([_ratio(cell, "sgd", "dist", 1.5, common)] if "sgd" in config.members else [])]
+    common = {"seeds": config.seeds, "source": SOURCE, "note": SHORT}
+    learned = bound(cell, "kfac/dist", "<=", 0.2, "KFAC finds most of the features.", **common)
+    if "sgd" not in config.members:
+        return [learned]
+    return [learned, _ratio(cell, "sgd", "dist", 2.5, common), _ratio(cell, "sgd", "transfer", 2, common)]
 
 
 def _claims(config: Config, cell: str) -> list[Claim]:
@@ -190,6 +194,7 @@ def _ratio(cell: str, name: str, measure: str, least: float | int, common: Mappi
         quantity=combined(cell, [f"{name}/{measure}", f"kfac/{measure}"], _over),
         relation=">=",
         target=least,
+        span=(0, math.inf),
         **common,
     )
 
@@ -244,6 +249,7 @@ EXPERIMENT = Experiment(
     ),
     presets={
         "smoke": Config(
+            seeds=2,
             cells=("uniform-2",),
             members=("sgd", "adam", "kfac"),
             steps=40,
@@ -262,6 +268,6 @@ EXPERIMENT = Experiment(
     run=run,
     claims=claims,
     figures=figures,
-    cost="on one core: smoke two seconds, laptop a minute, paper a quarter of an hour",
+    cost="on one core: smoke four seconds, laptop a minute, paper a quarter of an hour",
     check=lambda config: [config.network(name) for name in config.cells],
 )

@@ -34,7 +34,7 @@ def claims(config: Config) -> list[Claim]:
     """How needs grow, who needs least, what limits KFAC, and where the boundary of one step lies."""
     top = config.conditions[-1]
     if top < 1e4:
-        return [*_ratio(config, "kfac", "sgd", top), *_around(config, ["kfac"])]
+        return [*_ratio(config, "kfac", "sgd", top), *_around(config, ["kfac"]), _near_theory(config)]
     found = [_at_most(config, name) for name in (*FLAT, "soap") if name in config.members]
     found += [_at_least(config, name) for name in STEEP if name in config.members]
     if "kfac" in config.members:
@@ -56,7 +56,9 @@ def _claim(cell: str, name: str, statement: str, quantity: Callable, relation: s
         target=target,
         seeds=seeds,
         note=CHOSEN if cell != BOUNDARY or name == "near-theory" else "",
+        origin="paper" if name == "near-theory" else "ours",  # the paper does not solve its lemmas for n
         source="Lemmas 3.10 and 3.12" if cell == BOUNDARY else "beyond the paper",
+        span=(-1, 1) if cell == BOUNDARY else (0, math.inf),
     )
 
 
@@ -245,4 +247,5 @@ def _near_theory(config: Config) -> Claim:
         "Correlations of the learned direction around the boundary are the predicted ones of the estimator (mean "
         "absolute difference of means)."
     )
-    return _claim(BOUNDARY, "near-theory", statement, _of_series(mean), "<=", 0.03, config.seeds)
+    few = config.index_dx * config.trials < 1000  # with fewer inputs or trials means are less certain
+    return _claim(BOUNDARY, "near-theory", statement, _of_series(mean), "<=", 0.08 if few else 0.03, config.seeds)

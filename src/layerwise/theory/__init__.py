@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from layerwise.theory.single_index import correlation_kfac as correlation_kfac
     from layerwise.theory.single_index import correlation_sgd as correlation_sgd
     from layerwise.theory.single_index import gaussian_mean as gaussian_mean
+    from layerwise.theory.single_index import hermite_coefficient as hermite_coefficient
     from layerwise.theory.single_index import hermite_constants as hermite_constants
     from layerwise.theory.single_index import rank_one_coefficient as rank_one_coefficient
     from layerwise.theory.single_index import single_index_correlation as single_index_correlation

@@ -69,6 +69,26 @@ def gaussian_mean(function: Function, variance: Number, nodes: int = 128) -> flo
     return float(w @ np.broadcast_to(np.asarray(function(z), dtype=np.float64), z.shape))
 
 
+def hermite_coefficient(function: Function, order: int, variance: Number, points: int = 20001) -> float:
+    """μ_k = E[f⁽ᵏ⁾(z)] for z ~ N(0, variance), from f alone: E[f(z) He_k(z/s)]/sᵏ with s² = variance (Stein).
+
+    So it is defined where derivatives are not, as for ReLU. By the trapezoidal rule on [−12s, 12s], with a point at 0
+    for kinks there; `order` is k.
+
+    >>> [round(hermite_coefficient(lambda z: np.maximum(z, 0), k, 1.0), 4) for k in (1, 2, 4)]
+    [0.5, 0.3989, -0.3989]
+    """
+    if order < 0 or points < 3 or points % 2 == 0 or not (np.isfinite(variance) and variance > 0):
+        given = f"order={order}, variance={variance}, points={points}"
+        raise InputError(describe(given, "order ≥ 0, variance > 0 and an odd number of points", "change them"))
+    s = float(variance) ** 0.5
+    z = np.linspace(-12.0, 12.0, points)
+    weight = np.exp(-(z**2) / 2)
+    values = np.broadcast_to(np.asarray(function(s * z), dtype=np.float64), z.shape)
+    polynomial = np.polynomial.hermite_e.hermeval(z, [0.0] * order + [1.0])
+    return float(weight @ (values * polynomial) / weight.sum()) / s**order
+
+
 def _normal(variance: Number, nodes: int) -> tuple[np.ndarray, np.ndarray]:
     if nodes < 1 or not (np.isfinite(variance) and variance >= 0):
         given = f"variance={variance}, nodes={nodes}"

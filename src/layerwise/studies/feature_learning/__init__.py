@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from layerwise.studies.feature_learning.networks import learn as learn
     from layerwise.studies.feature_learning.ngd import NGD as NGD
     from layerwise.studies.feature_learning.one_step import correlations as correlations
+    from layerwise.studies.feature_learning.one_step import expand_features as expand_features
     from layerwise.studies.feature_learning.one_step import predicted_correlations as predicted_correlations
+    from layerwise.studies.feature_learning.one_step import predicted_sizes as predicted_sizes
     from layerwise.studies.feature_learning.one_step import rank_one as rank_one
     from layerwise.studies.feature_learning.one_step import refit as refit
     from layerwise.studies.feature_learning.problem import Setting as Setting

@@ -4,6 +4,7 @@ Theorem 3.9 and Corollary 3.11, Lemmas 3.10 and 3.12, Remark 3.13 and Appendix C
 predictions are those of `layerwise.theory`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,7 +28,15 @@ from layerwise.studies.feature_learning.single_index import (
     one_step,
     randomness,
 )
-from layerwise.theory import correlation_kfac, correlation_sgd, hermite_constants, rank_one_coefficient
+from layerwise.theory import (
+    HermiteConstants,
+    correlation_kfac,
+    correlation_sgd,
+    hermite_coefficient,
+    hermite_constants,
+    rank_one_coefficient,
+    resolvent,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,13 +120,41 @@ def predicted_correlations(setting: SingleIndex, dampings: Sequence[float | int]
     [0.7474, 0.8169]
     """
     check_dampings(dampings)
-    levels, counts = np.unique(setting.eigenvalues.numpy(), return_counts=True)
-    weights = counts / setting.dx
-    constants = hermite_constants(lambda z: hermite_link(torch.from_numpy(z)).numpy(), None, float(weights @ levels))
+    levels, weights, constants = _law(setting)
     noise, ratio = setting.noise, setting.dx / setting.n
     sgd = correlation_sgd(constants, noise, ratio, levels, weights)
     kfac = [correlation_kfac(constants, noise, ratio, damping, levels, weights) for damping in dampings]
     return torch.tensor([sgd, *kfac], dtype=torch.float64)
+
+
+def _law(setting: SingleIndex) -> tuple[np.ndarray, np.ndarray, HermiteConstants]:
+    """Distinct eigenvalues of Σ, their weights, and the constants of σ⋆."""
+    levels, counts = np.unique(setting.eigenvalues.numpy(), return_counts=True)
+    weights = counts / setting.dx
+    link = hermite_constants(lambda z: hermite_link(torch.from_numpy(z)).numpy(), None, float(weights @ levels))
+    return levels, weights, link
+
+
+def predicted_sizes(setting: SingleIndex, dampings: Sequence[float | int]) -> Float[Tensor, "l"]:
+    """The limits of ‖a f₀bᵀ‖ in `rank_one`, where ‖f₀‖ and ‖β⋆‖ tend to one.
+
+    ‖b‖² tends to c₁²t₂ + φ(c⋆² + noise²)t₁ for SGD and to c₁²Ψ₂ + φ(c⊥² + noise²)Ψ₃ for KFAC, the denominators of
+    Lemmas 3.10 and 3.12 (t_j = tr(Σʲ)/dx, φ = dx/n).
+
+    >>> [round(float(size), 3) for size in predicted_sizes(SingleIndex(), [0.3])]
+    [0.81, 0.521]
+    """
+    check_dampings(dampings)
+    levels, weights, link = _law(setting)
+    noise2, ratio = float(setting.noise) ** 2, setting.dx / setting.n
+    squares = [
+        link.c1**2 * float(weights @ levels**2) + ratio * (link.cs2 + noise2) * float(weights @ levels),
+        *(
+            link.c1**2 * found.psi2 + ratio * (link.cperp2 + noise2) * found.psi3
+            for found in (resolvent(levels, ratio=ratio, ridge=damping, weights=weights) for damping in dampings)
+        ),
+    ]
+    return abs(slope_mean(setting)) * torch.tensor(squares, dtype=torch.float64).sqrt()
 
 
 def slope_mean(setting: SingleIndex) -> float:
@@ -226,3 +263,60 @@ def _ridge_head(trial: Trial, G: Float[Tensor, "dh dx"], sample: Sample, ridge: 
     n = len(sample.y)
     regular = gram / n + ridge * torch.eye(len(G), dtype=G.dtype)
     return torch.cholesky_solve(cross / n, torch.linalg.cholesky(regular))[:, 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expansion:
+    """What a polynomial in Xb leaves of the features after one step, in operator norm over that of σ(XG₀ᵀ)."""
+
+    sgd: Float[Tensor, "k terms"]
+    """For each η, and after 0, 1, 2, … terms."""
+    kfac: Float[Tensor, "k terms"]
+
+
+def expand_features(
+    setting: SingleIndex, seed: int, *, exponents: Sequence[float | int], terms: int, damping: float | int = 0.3
+) -> Expansion:
+    """Appendix C.4: σ(XG₁ᵀ) is nearly σ(XG₀ᵀ) + Σ_{k ≤ terms} (aη)ᵏ/k! μ_k (Xb)ᵏ(f₀ᵏ)ᵀ, powers taken entry by entry.
+
+    G₁ is the step itself with η = n^α, α an exponent, not its rank-one part; X are n new inputs, μ_k = E[σ⁽ᵏ⁾(z)] with
+    z ~ N(0, tr Σ/dx), a = μ₁ and b is SGD's or KFAC's estimator.
+
+    >>> found = expand_features(SingleIndex(dx=20, n=200, dh=40, activation="relu"), 0, exponents=[0.0, 0.2], terms=2)
+    >>> found.kfac.shape, bool((found.kfac[:, 1] < found.kfac[:, 0]).all())
+    (torch.Size([2, 3]), True)
+    """
+    check_dampings([damping])
+    if terms < 1:
+        raise InputError(describe(f"terms={terms}", "at least one", "pass e.g. terms=2"))
+    trial = draw_trial(setting, seed)
+    x = draw_sample(setting, trial.index, setting.n, randomness(setting, seed, "expansion")).x
+    found, change = moments(trial.sample), one_step(trial)
+    variance = float(setting.eigenvalues.mean())
+
+    def activation(z: np.ndarray) -> np.ndarray:
+        return ACTIVATIONS[setting.activation](torch.from_numpy(z))[0].numpy()
+
+    mu = [hermite_coefficient(activation, k, variance) for k in range(terms + 1)]
+    start = _features(trial, trial.G0, x)
+    size = _operator_norm(start)
+
+    def left(row: Float[Tensor, "dx"], rate: float) -> Float[Tensor, "terms"]:
+        step = (change @ found.V * row) @ found.V.mT
+        u = slope_mean(setting) * rate * (x @ (found.V @ (row * found.Sxy)))
+        rest = _features(trial, trial.G0 + rate * step, x) - start
+        norms = [_operator_norm(rest)]
+        for k in range(1, terms + 1):
+            rest = rest - mu[k] / math.factorial(k) * torch.outer(u**k, trial.f0**k)
+            norms.append(_operator_norm(rest))
+        return torch.stack(norms) / size
+
+    sgd, kfac = (
+        torch.stack([left(row, setting.n**exponent) for exponent in exponents]) for row in found.filters([damping])
+    )
+    return Expansion(sgd=sgd, kfac=kfac)
+
+
+def _operator_norm(matrix: Float[Tensor, "n dh"]) -> Float[Tensor, ""]:
+    """The largest singular value, by the smaller Gram matrix."""
+    return torch.linalg.eigvalsh(matrix.mT @ matrix)[-1].clamp(min=0).sqrt()
