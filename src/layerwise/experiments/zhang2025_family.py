@@ -1,5 +1,6 @@
 """The family of Zhang et al. (2025), Appendix D, on the linear problem: which members recover the features, and why."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -8,9 +9,9 @@ import torch
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Figure, Panel
-from layerwise.experiments.over_seeds import band, bars, bound, combined
+from layerwise.experiments.over_seeds import band, bars, bound, combined, own_draws
 from layerwise.experiments.progress import within_cell
-from layerwise.experiments.zhang2025_head_to_head import PAPER
+from layerwise.experiments.zhang2025_head_to_head import DRAWS, PAPER, draws
 from layerwise.foundations.random import stream
 from layerwise.studies import feature_learning as fl
 from layerwise.studies.feature_learning.algorithms import Weights
@@ -40,8 +41,11 @@ MEMBERS: dict[str, tuple[str, fl.Algorithm, float]] = {
 """Label, algorithm, and what is added to the exponents of the rates so that they enclose its best one."""
 RECOVER = ("kfac", "ekfac", "ngd", "dfw", "foof", "locoprop", "mahalanobis")
 """Those that invert the inputs' covariance."""
+SUPPORTED = ("kfac", "dfw", "foof", "locoprop")
+"""Those of them that the paper says learn features: Theorem 3.6, and Appendix D.1, where DFW stands for others."""
 FOUND, MISSED = 0.3, 0.45
-"""Distances up to which features count as recovered, and from which on as missed."""
+"""Distances up to which features count as recovered, and from which on as missed; (0.2, 0.35) in preset smoke."""
+FEW_RATES = "On some heads none of the few rates of preset smoke is both stable and fast: half of the seeds is claimed."
 EXPONENTS = tuple(-3 + 0.5 * i for i in range(7))
 
 
@@ -68,6 +72,10 @@ class Config:
         return [10.0 ** (exponent + MEMBERS[member][2]) for exponent in self.exponents]
 
 
+SMOKE = Config(seeds=2, exponents=(-2.0, -1.5, -1.0, -0.5, 0.0), steps=200, dx=20, dy=15, k=2, batch=256)
+"""A small problem, and five rates a member."""
+
+
 def cells(config: Config) -> list[Cell]:
     """One: all members of a seed share its draws."""
     return [Cell(key=CELL)]
@@ -85,7 +93,7 @@ def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
             seeds=[seed],
             progress=within_cell(),
         )
-        values: dict[str, float] = {}
+        values: dict[str, float] = draws(config.setting(), seed)
         series: dict[str, list[float | int]] = {}
         for name, result in results.items():
             dist, loss = result.dist[0, :, -1].tolist(), result.loss[0, :, -1].tolist()
@@ -125,17 +133,25 @@ def alignment(algorithm: fl.Algorithm, setting: fl.Setting, seed: int) -> float:
 
 
 def claims(config: Config) -> list[Claim]:
-    """Those that invert the inputs' covariance recover the features, the others do not at any rate."""
-    if config.steps < 400:
+    """Those that invert the inputs' covariance recover the features, the others do not at any rate.
+
+    A run of another size, or of fewer iterations, claims nothing.
+    """
+    small = replace(config, seeds=SMOKE.seeds) == SMOKE
+    if not small and (config.steps < 400 or config.dx < 100):
         return []
     common = {"seeds": min(config.seeds, 5), "source": "Appendix D"}
+    said = {**common, "origin": "paper"}
+    half = {"test": "share", "share": 0.5, "note": FEW_RATES} if small else {}
+    recovered, missed = (0.2, 0.35) if small else (FOUND, MISSED)
     found = []
     for name, (label, _, _) in MEMBERS.items():
         if name in RECOVER:
-            found.append(bound(CELL, f"{name}/dist", "<=", FOUND, f"{label} recovers the features.", **common))
+            by = (said if name in SUPPORTED else common) | (half if name in ("foof", "locoprop") else {})
+            found.append(bound(CELL, f"{name}/dist", "<=", recovered, f"{label} recovers the features.", **by))
         else:
             statement = f"{label} does not recover the features at any of its rates."
-            found.append(bound(CELL, f"{name}/dist", ">=", MISSED, statement, **common))
+            found.append(bound(CELL, f"{name}/dist", ">=", missed, statement, **common))
     found.append(
         Claim(
             name=f"{CELL}/ekfac-is-kfac",
@@ -143,21 +159,22 @@ def claims(config: Config) -> list[Claim]:
             quantity=combined(CELL, ["ekfac/dist", "kfac/dist"], lambda one, other: abs(one / other - 1)),
             relation="<=",
             target=1e-6,
+            span=(0, math.inf),
             **common,
         )
     )
     for name in ("sgd", "adam", "muon-ideal"):
-        statement = f"{MEMBERS[name][0]} lowers the training loss all the same (from about 30)."
-        found.append(bound(CELL, f"{name}/loss", "<=", 2, statement, **common))
+        statement = f"{MEMBERS[name][0]} lowers the training loss all the same (from about {10 if small else 30})."
+        found.append(bound(CELL, f"{name}/loss", "<=", 2, statement, **common, **(half if name == "sgd" else {})))
     for name, (label, _, _) in MEMBERS.items():
         least = {"kfac": 0.999, "ekfac": 0.999, "ngd": 0.999, "dfw": 0.3, "foof": 0.3, "locoprop": 0.3}.get(name)
         if least is not None:
             statement = f"{label} steps {'straight ' * (least > 0.9)}towards the features: the cosine."
             found.append(bound(CELL, f"{name}/alignment", ">=", least, statement, **common))
-        elif name not in RECOVER:
+        elif name not in RECOVER and not small:
             statement = f"{label} hardly steps towards the features: the cosine."
             found.append(bound(CELL, f"{name}/alignment", "<=", 0.2, statement, **common))
-    return found
+    return [*found, own_draws(CELL, DRAWS)]
 
 
 def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
@@ -213,7 +230,7 @@ EXPERIMENT = Experiment(
         "so that the corrected eigenvalues are the products of the factors' own."
     ),
     presets={
-        "smoke": Config(exponents=(-2.0, -1.0), steps=20, dx=20, dy=8, k=3, batch=256),
+        "smoke": SMOKE,
         "laptop": Config(),
         "paper": Config(seeds=5, exponents=tuple(-3 + 0.25 * i for i in range(13)), steps=1000),
     },
@@ -221,5 +238,5 @@ EXPERIMENT = Experiment(
     run=run,
     claims=claims,
     figures=figures,
-    cost="on two cores: smoke a second, laptop half a minute, paper eight minutes",
+    cost="on two cores: smoke some 6 s, laptop half a minute, paper eight minutes",
 )
