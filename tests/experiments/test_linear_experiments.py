@@ -13,10 +13,11 @@ from layerwise.experiments import zhang2025_contraction as contraction
 from layerwise.experiments import zhang2025_family as family
 from layerwise.experiments import zhang2025_lower_bound as lower_bound
 from layerwise.experiments import zhang2025_multi_task as multi_task
+from layerwise.experiments import zhang2025_second_order as second_order
 from layerwise.experiments import zhang2025_settings as settings
 from layerwise.experiments import zhang2025_transfer as transfer
 from layerwise.experiments.catalog import find
-from layerwise.experiments.claims import HELD, NOT_HELD, judge
+from layerwise.experiments.claims import NOT_HELD, judge
 from layerwise.studies import feature_learning as fl
 
 MODULES = {
@@ -26,6 +27,7 @@ MODULES = {
     "transfer": transfer,
     "multi-task": multi_task,
     "family": family,
+    "second-order": second_order,
 }
 
 
@@ -53,7 +55,9 @@ def test_smoke_runs_claims_and_draws(name, smoke):
     assert experiment is MODULES[name].EXPERIMENT
     config = experiment.preset("smoke")
     for claim in experiment.claims(config):
-        verdict = judge(claim, smoke[name])
+        if claim.name.endswith("own-draws"):
+            continue  # of two seeds
+        verdict = judge(dataclasses.replace(claim, seeds=1) if claim.test != "mean" else claim, smoke[name])
         assert verdict.as_expected, (claim.name, verdict.detail, verdict.values)
     for figure in experiment.figures(config, smoke[name]):
         for panel in figure.panels:
@@ -81,7 +85,7 @@ def test_every_claim_of_the_longer_presets_finds_its_values(smoke):
         config = dataclasses.replace(experiment.preset("paper"), **sizes)
         found = records(experiment, config, [0])
         for claim in experiment.claims(experiment.preset("paper")):
-            assert set(claim.quantity(found)) == {0}, claim.name
+            assert set(claim.quantity(found)) == {0} or claim.name.endswith("own-draws"), claim.name
 
 
 # --- Figures 4, 6–9 -----------------------------------------------------------------------------------------
@@ -100,6 +104,7 @@ def test_all_four_settings_and_both_repairs_are_run():
 
 def test_claims_of_low_anisotropy_are_the_specification():
     values = {"kfac/dist": 0.002, "dfw/dist": 0.01, "adam/dist": 0.05, "sgd/dist": 0.1, "kfac/loss": 0.075}
+    values |= {"amgd-bn-slow/dist": 0.48, "limit": 0.47, "amgd-bn/loss": 20.0}
     record = {"cell": "uniform-low-abs", "seed": 0, "values": values | {"adam/loss": 0.08}, "series": {}}
     config = settings.Config(settings=("uniform-low-abs",))
 
@@ -107,10 +112,12 @@ def test_claims_of_low_anisotropy_are_the_specification():
         wrong = record | {"values": record["values"] | {key.replace("_", "/"): v for key, v in changed.items()}}
         return {claim.name.split("/", 1)[1]: judge(claim, [wrong]).status for claim in settings.claims(config)}
 
-    assert set(statuses().values()) == {HELD}
+    fails = {claim.name.split("/", 1)[1] for claim in settings.claims(config) if claim.expected == "fails"}
+    assert fails == {"amgd-bn-slow/dist", "amgd-bn/loss"}
+    assert {name for name, status in statuses().items() if status == NOT_HELD} == fails
     assert statuses(kfac_dist=0.011)["kfac/dist"] == NOT_HELD
     assert statuses(dfw_dist=0.021)["dfw/dist"] == NOT_HELD
-    assert statuses(adam_dist=0.31)["adam/dist"] == NOT_HELD
+    assert statuses(adam_dist=0.36)["adam/dist"] == NOT_HELD
     assert statuses(adam_dist=0.009)["kfac-over-adam"] == NOT_HELD
     assert statuses(sgd_dist=0.009)["kfac-over-sgd"] == NOT_HELD
 

@@ -74,8 +74,18 @@ def unless_diverged(
     return found
 
 
-SPANS = {"dist": (0, 1), "loss": (0, math.inf), "transfer": (0, math.inf), "correlation": (0, 1)}
+SPANS = {
+    "dist": (0, 1),
+    "limit_dist": (0, 1),
+    "loss": (0, math.inf),
+    "population_loss": (0, math.inf),
+    "transfer": (0, math.inf),
+    "correlation": (0, 1),
+    "alignment": (-1, 1),
+}
 """The values that a quantity can take, by the last part of its name."""
+POSITIVE = (0, math.inf)
+"""The values of a ratio of positive numbers."""
 
 
 def value(cell: str, name: str) -> Callable[[Sequence[Mapping]], dict[int, Any]]:
@@ -99,6 +109,42 @@ def combined(
         return {seed: function(*(column[seed] for column in columns)) for seed in sorted(seeds)}
 
     return quantity
+
+
+def ratio(cell: str, above: str, below: str) -> Callable[[Sequence[Mapping]], dict[int, float | int]]:
+    """A claim's quantity: one value of a cell over another; its span is `POSITIVE`. Over zero it is ∞.
+
+    >>> ratio("a", "p", "q")([{"cell": "a", "seed": 0, "values": {"p": 1.0, "q": 4.0}}])
+    {0: 0.25}
+    """
+    return combined(cell, [above, below], lambda p, q: p / q if q else math.inf)
+
+
+def own_draws(cell: str, names: Sequence[str], **others: Any) -> Claim:
+    """The claim that no two seeds of a cell share one of these values, such as "draws/problem" and "draws/start".
+
+    >>> rows = [{"cell": "a", "seed": s, "values": {"x": x}} for s, x in ((0, 1.0), (1, 3.0))]
+    >>> own_draws("a", ["x"]).quantity(rows)
+    {0: 2.0, 1: 2.0}
+    """
+
+    def quantity(records: Sequence[Mapping]) -> dict[int, float]:
+        columns = [by_seed(records, cell, name) for name in names]
+        seeds = set(columns[0]).intersection(*columns[1:])
+        return {
+            seed: min(abs(column[seed] - column[other]) for column in columns for other in seeds - {seed})
+            for seed in sorted(seeds)
+            if len(seeds) > 1
+        }
+
+    return Claim(
+        name=f"{cell}/own-draws",
+        statement="Every seed has its own problem, start and batches: the least difference to another seed.",
+        quantity=quantity,
+        relation=">",
+        target=1e-9,
+        **{"span": POSITIVE, "seeds": 2} | others,
+    )
 
 
 def bound(

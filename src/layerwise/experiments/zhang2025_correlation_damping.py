@@ -1,5 +1,7 @@
 """Figure 3, left, of Zhang et al. (2025): the direction that one step learns, by the damping of KFAC."""
 
+from __future__ import annotations
+
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence

