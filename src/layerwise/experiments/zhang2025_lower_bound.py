@@ -387,5 +387,5 @@ EXPERIMENT = Experiment(
     run=run,
     claims=claims,
     figures=figures,
-    cost="on two cores: smoke and laptop some seconds, paper a minute",
+    cost="on two cores: smoke and laptop some seconds, paper two minutes",
 )

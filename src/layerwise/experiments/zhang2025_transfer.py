@@ -353,5 +353,5 @@ EXPERIMENT = Experiment(
     run=run,
     claims=claims,
     figures=figures,
-    cost="on two cores: smoke a second, laptop some ten seconds, paper six minutes",
+    cost="on two cores: smoke a second, laptop some ten seconds, paper some ten minutes",
 )
