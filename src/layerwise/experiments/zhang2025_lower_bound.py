@@ -414,7 +414,7 @@ EXPERIMENT = Experiment(
     run=run,
     claims=claims,
     figures=figures,
-    cost="on two cores: smoke and laptop some seconds, paper a minute",
+    cost="on two cores: smoke and laptop some seconds, paper two minutes",
     ranges={"smallest": (1e-6, 0.5)},
     check=_goes_together,
 )

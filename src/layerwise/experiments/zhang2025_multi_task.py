@@ -272,7 +272,7 @@ EXPERIMENT = Experiment(
         "text may be at fault)."
     ),
     presets={
-        "smoke": Config(tasks=(4, 8), samples=(32, 128), steps=40, dx=10, starts=2),
+        "smoke": Config(tasks=(4, 8), samples=(32, 128), lr=0.5, steps=40, dx=10, starts=2),
         "laptop": Config(),
         "paper": Config(seeds=5, tasks=(4, 8, 16, 32), samples=(128, 512, 2048), steps=100),
     },
@@ -280,6 +280,6 @@ EXPERIMENT = Experiment(
     run=run,
     claims=claims,
     figures=figures,
-    cost="on two cores: smoke a second, laptop half a minute, paper six minutes",
+    cost="on two cores: smoke some seconds, laptop half a minute, paper some ten minutes",
     check=lambda config: [config.setting(tasks, n) for tasks in config.tasks for n in config.samples],
 )

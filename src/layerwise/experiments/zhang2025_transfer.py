@@ -379,7 +379,7 @@ EXPERIMENT = Experiment(
     run=run,
     claims=claims,
     figures=figures,
-    cost="on two cores: smoke a second, laptop some ten seconds, paper six minutes",
+    cost="on two cores: smoke a second, laptop some ten seconds, paper some ten minutes",
     ranges={"dist": (0, 1), "failure": (1e-300, 1)},
     check=_goes_together,
 )
