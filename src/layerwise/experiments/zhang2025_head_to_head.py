@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from jaxtyping import Float
-from torch import Tensor
 
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
@@ -16,6 +14,9 @@ from layerwise.experiments.figures import Figure, Panel
 from layerwise.experiments.over_seeds import POSITIVE, band, bound, own_draws, ratio, unless_diverged, value
 from layerwise.experiments.progress import within_cell
 from layerwise.studies import feature_learning as fl
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PAPER = (
     "Zhang, Moniri, Nagwekar, Rahman, Xue, Hassani, Matni: On The Concurrence of Layer-wise Preconditioning Methods "
@@ -156,6 +157,8 @@ def rows_off(G: Float[Tensor, "k dx"]) -> float:
     >>> rows_off(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
     3.0
     """
+    import torch
+
     return float((G @ G.mT - torch.eye(len(G), dtype=G.dtype)).abs().max())
 
 
