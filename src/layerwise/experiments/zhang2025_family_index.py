@@ -250,7 +250,7 @@ def _shares(config: Config) -> list[Claim]:
             [f"sgd{at}"],
             relation=">=",
             target=0.5,
-            note="First 0.55; on nine fresh trials of preset smoke the least is 0.60; one other draw had less than 0.55.",
+            note="First 0.55; the least of nine fresh trials of preset smoke is 0.60, but another draw had less.",
             span=(0, 1),
         ),
     ]
