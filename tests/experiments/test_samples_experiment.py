@@ -29,7 +29,7 @@ def smoke():
 def test_smoke_holds_what_it_claims(smoke):
     assert find("samples") is EXPERIMENT
     claims = EXPERIMENT.claims(replace(EXPERIMENT.preset("smoke"), seeds=1))
-    assert len(claims) == 4
+    assert len(claims) == 5
     for claim in claims:
         verdict = judge(claim, smoke)
         assert verdict.status == HELD, (claim.name, verdict.values)
@@ -129,9 +129,9 @@ def made(seed, needed, steps, shift=0.0):
     values |= {f"{name}/factor": last / first for name, (first, last) in needed.items()}
     values |= {"sgd/late": 0.85, "kfac/growth": 0.12, "sgd@1000": 3e4, "adam@1000": 1e4, "sign@1000": 5e4}
     points = [(e, factor) for e in config.anisotropies for factor in config.factors]
-    series = {"factor": [factor for _, factor in points]}
+    series = {"e": [e for e, _ in points], "factor": [factor for _, factor in points]}
     for method in SIMULATED:
-        edges = [math.inf if method == "sgd" and e > 0.75 else 5.0 for e, _ in points]
+        edges = [math.inf if method == "sgd" and e > 0.75 else 1 + 2 * 0.64 / (0.36 * (1 - e**2)) for e, _ in points]
         theory = [
             0.72 if math.isinf(edge) else 0.8 + 0.05 * math.log2(factor)
             for edge, (_, factor) in zip(edges, points, strict=True)
@@ -232,7 +232,12 @@ def test_only_what_can_be_decided_is_claimed():
     assert every - names(anisotropies=(0.0,)) == {"sgd-out-of-reach"}
     assert names(factors=(2.0, 3.0)) == every - {f"{method}-below" for method in SIMULATED}
     assert not {"adam-before-sgd", "sign-before-sgd"} & names(conditions=(1.0, 1e3, 1e4), members=("sgd", "kfac"))
-    assert names(conditions=(1.0, 100.0), members=("sgd",)) == {"kfac-below", "kfac-above", "near-theory"}
+    assert names(conditions=(1.0, 100.0), members=("sgd",)) == {
+        "kfac-below",
+        "kfac-above",
+        "near-theory",
+        "kfac-closed-form",
+    }
 
 
 def test_neither_was_found_decides_nothing():

@@ -98,7 +98,8 @@ def copied(folder: Path, mutant: Mutant | None) -> Path:
 
 def judged(source: Path, experiment: str, preset: str, out: Path) -> tuple[bool, str]:
     """Run and check one experiment with the code in `source`: whether all is as expected, and what is not."""
-    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    paths = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     command = [sys.executable, "-c", CHILD, experiment, preset, str(out)]
     try:
         done = subprocess.run(

@@ -11,8 +11,8 @@ SUMMARY = (
     "Two-layer networks on real images, whose pixels are centred and divided by one number, so that their anisotropy "
     "stays; mean and number are those of all images, held-out ones included. First the labels are a teacher's, "
     "F⋆ tanh(G⋆x) + ε, and the features are read off the mean outer product of the network's gradients. SGD misses "
-    "them. Adam finds them, against the linear theory: much of the unevenness lies along single pixels, and rotated "
-    "pixels take Adam away from the features. SOAP, which finds its own axes, finds them in both bases. Between Adam "
+    "them. Adam comes near, against the linear theory: much of the unevenness lies along single pixels, and rotated "
+    "pixels mostly take Adam away from them. SOAP, which finds its own axes, finds them in both bases. Between Adam "
     "and the nearest of FOOF, KFAC and EKFAC, which invert the inputs' covariance, there is no clear order and none is "
     "claimed: in preset paper Adam was nearer on three of three seeds of digits and on one of three of MNIST; EKFAC's "
     "held-out loss is mostly below Adam's. Second, real labels: a network learns 0–4, and a ridge head on its hidden "
@@ -41,8 +41,9 @@ NOT_SERVED = (
 MOST = {"test": "share", "share": 0.6}
 HALF = {"test": "share", "share": 0.5}
 ADAM = (
-    "First declared for every seed. Of the seeds 1000 and 1001, not used before, one has a distance of 0.30 on pixels "
-    "and 0.29 on rotated ones; so it is declared for half of the seeds."
+    "First declared for every seed, after seeds 0–2: a distance of at most 0.25 on pixels, and 1.4 times it on rotated "
+    "ones. Of the seeds 1000 to 1004, not used before, two have 0.30 and 0.32 on pixels, and two have ratios of 0.98 "
+    "and 1.35. So the distance is 0.4 now, and the ratio 1.1 for half of the seeds."
 )
 
 
@@ -70,14 +71,16 @@ def known_claims(cell: str, seeds: int) -> list[Claim]:
     common = _common(seeds)
     return [
         bound(cell, "sgd/dist", ">=", 0.35, f"SGD misses the features at each of its rates. {CHOSEN}", **common),
-        bound(
-            cell,
-            "adam/dist",
-            "<=",
-            0.25,
-            f"Adam finds the features, for most teachers. {CHOSEN}",
-            note=ADAM,
-            **common | HALF,
+        bound(cell, "adam/dist", "<=", 0.4, "Adam comes near the features.", note=ADAM, **common),
+        Claim(
+            name=f"{cell}/adam-before-sgd",
+            statement="Adam is nearer to the features than SGD (ratio).",
+            quantity=combined(cell, ["adam/dist", "sgd/dist"], lambda adam, sgd: adam / sgd),
+            relation="<=",
+            target=0.85,
+            note="Set after seeds 1000 to 1004 of digits, where the largest is 0.68.",
+            span=(0, math.inf),
+            **common,
         ),
         bound(cell, "soap/dist", "<=", 0.25, f"SOAP finds the features. {TESTED}", **common),
         Claim(
@@ -101,10 +104,10 @@ def rotated_claims(rotated: str, known: str, seeds: int) -> list[Claim]:
         bound(rotated, "soap/dist", "<=", 0.25, f"SOAP finds the features of rotated pixels. {TESTED}", **common),
         Claim(
             name=f"{rotated}/adam-needs-pixels",
-            statement=f"Rotated pixels take Adam farther from the features, for most teachers. {CHOSEN}",
+            statement="Rotated pixels take Adam farther from the features, for most teachers.",
             quantity=ratio_between((rotated, "adam/dist"), (known, "adam/dist")),
             relation=">=",
-            target=1.4,
+            target=1.1,
             note=ADAM,
             span=(0, math.inf),
             **common | HALF,
@@ -136,7 +139,7 @@ def short_label_claims(cell: str, seeds: int) -> list[Claim]:
     names = ("sgd", "adam", "foof", "kfac")
     return [
         Claim(
-            name=f"{cell}/source",
+            name=f"{cell}/learned",
             statement="SGD, Adam, FOOF and KFAC learn most of the labels that they are trained on (least accuracy).",
             quantity=combined(cell, [f"{name}/source" for name in names], lambda *found: min(found)),
             relation=">=",

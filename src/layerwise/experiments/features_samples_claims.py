@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.features_samples_figures import LABELS
-from layerwise.experiments.features_samples_runs import BOUNDARY, LIMITS, SIMULATED, STEPS, Config, ratio
+from layerwise.experiments.features_samples_runs import BOUNDARY, LIMITS, LINK, SIMULATED, STEPS, Config, ratio
 from layerwise.experiments.over_seeds import bound, combined
 from layerwise.studies.feature_learning.members import member
 
@@ -34,7 +34,12 @@ def claims(config: Config) -> list[Claim]:
     """How needs grow, who needs least, what limits KFAC, and where the boundary of one step lies."""
     top = config.conditions[-1]
     if top < 1e4:
-        return [*_ratio(config, "kfac", "sgd", top), *_around(config, ["kfac"]), _near_theory(config)]
+        return [
+            *_ratio(config, "kfac", "sgd", top),
+            *_around(config, ["kfac"]),
+            _near_theory(config),
+            _closed_form(config),
+        ]
     found = [_at_most(config, name) for name in (*FLAT, "soap") if name in config.members]
     found += [_at_least(config, name) for name in STEEP if name in config.members]
     if "kfac" in config.members:
@@ -44,7 +49,8 @@ def claims(config: Config) -> list[Claim]:
         found += [*_ratio(config, "adam", "sgd", 1e3), *_ratio(config, "sign", "sgd", 1e3, SIGN)]
     if config.steps >= 2000:
         found += _exponents(config)
-    return [*found, *_limiting(config), *_around(config, SIMULATED), *_out_of_reach(config), _near_theory(config)]
+    found += [*_limiting(config), *_around(config, SIMULATED), *_out_of_reach(config)]
+    return [*found, _near_theory(config), _closed_form(config)]
 
 
 def _claim(cell: str, name: str, statement: str, quantity: Callable, relation: str, target: float, seeds: int) -> Claim:
@@ -58,7 +64,7 @@ def _claim(cell: str, name: str, statement: str, quantity: Callable, relation: s
         note=CHOSEN if cell != BOUNDARY or name == "near-theory" else "",
         origin="paper" if name == "near-theory" else "ours",  # the paper does not solve its lemmas for n
         source="Lemmas 3.10 and 3.12" if cell == BOUNDARY else "beyond the paper",
-        span=(-1, 1) if cell == BOUNDARY else (0, math.inf),
+        span=(-1, 1) if cell == BOUNDARY and name != "kfac-closed-form" else (0, math.inf),
     )
 
 
@@ -249,3 +255,19 @@ def _near_theory(config: Config) -> Claim:
     )
     few = config.index_dx * config.trials < 1000  # with fewer inputs or trials means are less certain
     return _claim(BOUNDARY, "near-theory", statement, _of_series(mean), "<=", 0.08 if few else 0.03, config.seeds)
+
+
+def _closed_form(config: Config) -> Claim:
+    """Lemma 3.12 for the covariance (14), λ → 0, solved for n/dx by hand."""
+    rho2 = config.correlation**2
+
+    def worst(series: Mapping) -> float:
+        found = zip(series["e"], series["kfac/boundary"], strict=True)
+        noise = rho2 * (LINK.cperp2 + 1) / ((1 - rho2) * LINK.c1**2)
+        return max(abs(per / (1 + noise / (1 - e**2)) - 1) for e, per in found)
+
+    statement = (
+        "KFAC's boundary with λ → 0 is 1 + ρ²(c⊥² + noise²)/((1 − ρ²)c₁²(1 − e²)), ρ the target: the largest relative "
+        "difference over e."
+    )
+    return _claim(BOUNDARY, "kfac-closed-form", statement, _of_series(worst), "<=", 1e-3, config.seeds)

@@ -253,7 +253,7 @@ def _shares(config: Config) -> list[Claim]:
             [f"sgd{at}"],
             relation=">=",
             target=0.5,
-            note="First 0.55; on nine fresh trials of preset smoke the least was 0.60, on another draw below 0.55.",
+            note="First 0.55; the least of nine fresh trials of preset smoke is 0.60, but another draw had less.",
             span=(0, 1),
         ),
     ]
