@@ -347,5 +347,5 @@ EXPERIMENT = Experiment(
     run=run,
     claims=claims,
     figures=figures,
-    cost="on one core: smoke two seconds, laptop half a minute, paper a minute and a half",
+    cost="on one core: smoke five seconds, laptop half a minute, paper a minute and a half",
 )

@@ -237,5 +237,5 @@ EXPERIMENT = Experiment(
     run=run,
     claims=claims,
     figures=figures,
-    cost="on one core: smoke two seconds, laptop half a minute, paper four minutes",
+    cost="on one core: smoke four seconds, laptop half a minute, paper four minutes",
 )

@@ -318,5 +318,5 @@ EXPERIMENT = Experiment(
     run=run,
     claims=claims,
     figures=figures,
-    cost="on two cores: smoke a second, laptop 20 seconds, paper two minutes",
+    cost="on one core: smoke three seconds, laptop 40 seconds, paper four minutes",
 )
