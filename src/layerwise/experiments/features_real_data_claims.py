@@ -40,6 +40,7 @@ NOT_SERVED = (
 )
 MOST = {"test": "share", "share": 0.6}
 HALF = {"test": "share", "share": 0.5}
+MISSED = "First 0.35, set after seeds 0–2; it held on seeds 1000 to 1007, but with 0.351 on one of them."
 ADAM = (
     "First declared for every seed, after seeds 0–2: a distance of at most 0.25 on pixels, and 1.4 times it on rotated "
     "ones. Of the seeds 1000 to 1004, not used before, two have 0.30 and 0.32 on pixels, and two have ratios of 0.98 "
@@ -70,7 +71,7 @@ def known_claims(cell: str, seeds: int) -> list[Claim]:
     """Who finds the teacher's features from pixels."""
     common = _common(seeds)
     return [
-        bound(cell, "sgd/dist", ">=", 0.35, f"SGD misses the features at each of its rates. {CHOSEN}", **common),
+        bound(cell, "sgd/dist", ">=", 0.3, "SGD misses the features at each of its rates.", note=MISSED, **common),
         bound(cell, "adam/dist", "<=", 0.4, "Adam comes near the features.", note=ADAM, **common),
         Claim(
             name=f"{cell}/adam-before-sgd",

@@ -350,7 +350,7 @@ EXPERIMENT = Experiment(
     run=run,
     claims=claims,
     figures=figures,
-    cost="on one core: smoke two seconds, laptop half a minute, paper a minute and a half",
+    cost="on one core: smoke five seconds, laptop half a minute, paper a minute and a half",
     ranges={"noise": (0, math.inf)},
     check=lambda config: [config.setting(e) for e in config.anisotropies],
 )

@@ -243,7 +243,7 @@ EXPERIMENT = Experiment(
     run=run,
     claims=claims,
     figures=figures,
-    cost="on one core: smoke two seconds, laptop half a minute, paper four minutes",
+    cost="on one core: smoke four seconds, laptop half a minute, paper four minutes",
     ranges={"anisotropy": (0, 1)},
     check=lambda config: config.setting(),
 )

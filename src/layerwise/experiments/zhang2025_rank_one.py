@@ -22,8 +22,8 @@ SOURCES = {"sgd": "Theorem 3.9", "kfac": "Corollary 3.11"}
 POWER = (
     "First claimed of the error alone, and beside it that the size keeps its power within 0.15; both vary with ‖β⋆‖, "
     "which their ratio does not: on seeds 1000 to 1019 of preset smoke the power of the error has a standard deviation "
-    "of 0.14, that of the ratio of 0.07. The upper end was −0.3; on seeds 2000 to 2004 of preset laptop KFAC's interval "
-    "is −0.585 to −0.298, so it is −0.2 now. A wrong coefficient gives powers near 0."
+    "of 0.14, that of the ratio of 0.07. The upper end was −0.3; on seeds 2000 to 2004 of preset laptop KFAC's "
+    "interval is −0.585 to −0.298, so it is −0.2 now. A wrong coefficient gives powers near 0."
 )
 
 
