@@ -64,7 +64,25 @@ def test_too_few_seeds_decide_nothing(values):
 def test_share_of_seeds():
     rows = records(0.1, 0.1, 0.1, 0.1, 9.0)
     assert judge(claim(test="share", share=0.8), rows).status == "held"
-    assert judge(claim(test="share", share=0.81), rows).status == "not held"
+    assert judge(claim(test="share", share=0.97), rows).status == "not held"
+
+
+@pytest.mark.parametrize(
+    ("share", "held", "n", "status"),
+    [
+        (0.75, 1, 2, "held"),  # as probable as not, were the share three quarters
+        (0.75, 0, 2, "not held"),
+        (0.5, 0, 2, "not held"),
+        (0.7, 3, 5, "held"),
+        (0.7, 2, 5, "not held"),
+        (0.7, 65, 100, "not held"),
+        (0.7, 70, 100, "held"),
+        (1.0, 4, 5, "not held"),
+    ],
+)
+def test_a_share_fails_where_so_few_are_improbable(share, held, n, status):
+    values = [0.0] * held + [9.0] * (n - held)
+    assert judge(claim(test="share", share=share), records(*values)).status == status
 
 
 def test_mean_needs_the_whole_interval():

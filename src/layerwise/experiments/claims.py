@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from layerwise.experiments.intervals import mean_interval, share_interval
+from layerwise.experiments.intervals import at_most, mean_interval, share_interval
 from layerwise.foundations.errors import InputError, describe, nearest
 
 COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
@@ -22,6 +22,9 @@ ORIGINS = {
 }
 """Who makes a claim, in words."""
 EVERYTHING = (-math.inf, math.inf)
+SO_FEW = 0.3
+"""Stated shares leave a margin below what was measured, so that a large level seldom errs; with a small one no claim
+about a share could fail on the two seeds that a small preset has."""
 FEW = 5
 """Below this many seeds the values themselves are shown: an interval of so few says more than they do."""
 
@@ -31,8 +34,9 @@ class Claim:
     """A statement that records can confirm or refute.
 
     `quantity` gives one number a seed (a mapping from seed to number); the claim holds if every seed (or, with
-    ``test="mean"``, the whole 95 % interval of the mean; ``test="share"``, at least the share `share` of the seeds)
-    stands in `relation` to `target`. NaN stands in no relation to anything; ±∞ compares as usual. A seed whose
+    ``test="mean"``, the whole 95 % interval of the mean; ``test="share"``, so many seeds as go with the share `share`)
+    stands in `relation` to `target`. A claim about a share fails if so few seeds, were the share as stated, would be
+    seen with a probability below `SO_FEW`: one seed of two does not contradict three quarters, none of two does. NaN stands in no relation to anything; ±∞ compares as usual. A seed whose
     quantity is None has diverged: it is counted apart, and the others decide.
     """
 
@@ -58,7 +62,7 @@ class Claim:
     source: str = ""
     """Where the paper says so, such as "Figure 1" or "Lemma 3.7"."""
     share: float | int = 1.0
-    """For ``test="share"``: the part of the seeds that must hold, in (0, 1]."""
+    """For ``test="share"``: the part of all seeds, in (0, 1], that the statement is about."""
     span: tuple[float | int, float | int] = EVERYTHING
     """The least and largest value that the quantity can take; an interval of its mean is cut to it."""
 
@@ -227,7 +231,7 @@ def _mean(values: Sequence[float]) -> float | None:
 def _holds(claim: Claim, held: int, n: int, interval: tuple[float, float] | None) -> bool:
     if claim.test == "mean":
         return interval is not None and all(claim.holds_for(edge) for edge in interval)
-    return held == n if claim.test == "every seed" else held >= claim.share * n - 1e-9
+    return held == n if claim.test == "every seed" else at_most(held, n, claim.share) >= SO_FEW
 
 
 def _as_expected(claim: Claim, status: str, undefined: int) -> bool | None:

@@ -46,13 +46,18 @@ def share_interval(held: int, n: int, level: float = LEVEL) -> tuple[float, floa
     0.473 0.997
     """
     tail = (1 - level) / 2
-
-    def at_most(k: int, p: float) -> float:
-        return math.fsum(math.comb(n, j) * p**j * (1 - p) ** (n - j) for j in range(k + 1))
-
-    low = 0.0 if held == 0 else _root(lambda p: at_most(held - 1, p) - (1 - tail))
-    high = 1.0 if held == n else _root(lambda p: at_most(held, p) - tail)
+    low = 0.0 if held == 0 else _root(lambda p: at_most(held - 1, n, p) - (1 - tail))
+    high = 1.0 if held == n else _root(lambda p: at_most(held, n, p) - tail)
     return low, high
+
+
+def at_most(k: int, n: int, p: float) -> float:
+    """The probability of at most k of n, where each comes with probability p.
+
+    >>> round(at_most(1, 2, 0.75), 4)
+    0.4375
+    """
+    return math.fsum(math.comb(n, j) * p**j * (1 - p) ** (n - j) for j in range(k + 1))
 
 
 def _root(decreasing: Callable[[float], float]) -> float:
