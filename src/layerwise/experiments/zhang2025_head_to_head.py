@@ -312,7 +312,7 @@ def _trace(seeds: int) -> list[Claim]:
             note=NEAR_THE_EDGE,
         ),
     ]
-    for name, loss, dist, transfer in (("amgd", 0.5, 0.7, 10), ("adam", 0.2, 0.5, 5)):
+    for name, loss, dist, transfer in (("amgd", 1.0, 0.7, 10), ("adam", 0.2, 0.5, 5)):
         label = LABELS[name]
         found += [
             c.of(

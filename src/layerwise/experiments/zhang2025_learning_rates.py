@@ -322,7 +322,7 @@ EXPERIMENT = Experiment(
     ),
     presets={
         "smoke": SMOKE,
-        "laptop": Config(seeds=1, scales=("none", "trace")),
+        "laptop": Config(seeds=2, scales=("none", "trace")),
         "paper": Config(seeds=5, scales=("none", "trace", "max")),
     },
     cells=cells,
