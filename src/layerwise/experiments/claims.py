@@ -36,8 +36,9 @@ class Claim:
     `quantity` gives one number a seed (a mapping from seed to number); the claim holds if every seed (or, with
     ``test="mean"``, the whole 95 % interval of the mean; ``test="share"``, so many seeds as go with the share `share`)
     stands in `relation` to `target`. A claim about a share fails if so few seeds, were the share as stated, would be
-    seen with a probability below `SO_FEW`: one seed of two does not contradict three quarters, none of two does. NaN stands in no relation to anything; ±∞ compares as usual. A seed whose
-    quantity is None has diverged: it is counted apart, and the others decide.
+    seen with a probability below `SO_FEW`: one seed of two does not contradict three quarters, none of two does. NaN
+    stands in no relation to anything; ±∞ compares as usual. A seed whose quantity is None has diverged: it is counted
+    apart, and the others decide.
     """
 
     name: str

@@ -40,8 +40,8 @@ SUPPORTED = ("kfac", "dfw", "foof", "locoprop")
 FOUND, MISSED = 0.3, 0.45
 """Distances up to which features count as recovered, and from which on as missed; (0.2, 0.35) in preset smoke."""
 BAD_HEADS = (
-    "First declared for every seed. Heads with a small eigenvalue are slow for all that do not invert FᵀF: one of 24 fresh "
-    "problems misses."
+    "First declared for every seed. Heads with a small eigenvalue are slow for all that do not invert FᵀF: one of 24 "
+    "fresh problems misses."
 )
 FEW_RATES = "On some heads none of the few rates of preset smoke is both stable and fast: half of the seeds is claimed."
 EXPONENTS = tuple(-3 + 0.5 * i for i in range(7))
@@ -181,7 +181,7 @@ def claims(config: Config) -> list[Claim]:
             relation="<=",
             target=0.15,
             span=POSITIVE,
-            note="First 1e-3. Equal in exact arithmetic, but 400 steps magnify rounding: 0.06 on one of 24 fresh problems.",
+            note="First 1e-3. Equal in exact arithmetic; 400 steps magnify rounding to 0.06 on one of 24 fresh problems.",
             **common,
         )
     )

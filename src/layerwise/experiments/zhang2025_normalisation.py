@@ -126,7 +126,8 @@ def claims(config: Config) -> list[Claim]:
 SLOW = (
     "First declared for every seed, with 0.2 for the loss and 0.08 for the distance from the limit, so loose that AMGD "
     "without any normalisation passed. A seed that misses has not converged: the slowest direction of F⋆G⋆Σ^½ has "
-    "shrunk by less than e^8 (value `time`), and more iterations bring it to the limit. So a share of seeds is claimed. On 24 fresh problems 20 to 22 hold each."
+    "shrunk by less than e^8 (value `time`), and more iterations bring it to the limit. So a share of seeds is claimed; "
+    "of 24 fresh problems 20 to 22 hold each."
 )
 
 

@@ -185,8 +185,8 @@ def _at_the_limit(cell: str, name: str, seeds: int, target: float, **others: Any
 
 
 WIDER = (
-    "First 0.01 for KFAC's distance and 0.2 for its ratio to Adam's; one of 24 fresh problems had 0.015 and 0.25, so both "
-    "were given a margin."
+    "First 0.01 for KFAC's distance and 0.2 for its ratio to Adam's; one of 24 fresh problems had 0.015 and 0.25, so "
+    "both were given a margin."
 )
 
 
