@@ -120,7 +120,8 @@ def claims(config: Config) -> list[Claim]:
     if not small and (config.steps < 1000 or config.dx < 100 or config.exponents != EXPONENTS):
         return []
     seeds = min(config.seeds, 5)
-    found = [claim for scale in config.scales for claim in (*_ranges(scale, seeds, small), own_draws(scale, DRAWS))]
+    found = [claim for scale in config.scales for claim in _ranges(scale, seeds, small)]
+    found += [own_draws(scale, DRAWS) for scale in config.scales if config.seeds > 1]
     return found + (_as_printed(seeds) if "none" in config.scales and not small else [])
 
 

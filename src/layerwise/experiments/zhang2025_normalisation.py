@@ -116,23 +116,23 @@ def claims(config: Config) -> list[Claim]:
     Claims are of the paper's size and of preset smoke; a run of another size claims nothing.
     """
     if replace(config, seeds=SMOKE.seeds, every=SMOKE.every) == SMOKE:
-        return _claims(config, most={}, loss=0.09, lowered=0.2, far=0.4, coordinate=0.8)
+        return _claims(config, most={}, loss=0.09, near=0.05, lowered=0.2, far=0.4, coordinate=0.8)
     if config.steps < 1000 or config.dx < 100:
         return []
     most = {"test": "share", "share": 0.7, "note": SLOW}
-    return _claims(config, most=most, loss=0.12, lowered=0.2, far=0.5, coordinate=0.5)
+    return _claims(config, most=most, loss=0.12, near=0.2, lowered=0.2, far=0.5, coordinate=0.5)
 
 
 SLOW = (
     "First declared for every seed, with 0.2 for the loss and 0.08 for the distance from the limit, so loose that AMGD "
     "without any normalisation passed. A seed that misses has not converged: the slowest direction of F⋆G⋆Σ^½ has "
-    "shrunk by less than e^8 (value `time`), and more iterations bring it to the limit. So a share of seeds is claimed; "
-    "of 24 fresh problems 20 to 22 hold each."
+    "shrunk by less than e^8 (value `time`), and more iterations bring it to the limit. So a share of seeds is "
+    "claimed; of 24 fresh problems 20 to 22 hold each."
 )
 
 
 def _claims(
-    config: Config, *, most: dict[str, Any], loss: float, lowered: float, far: float, coordinate: float
+    config: Config, *, most: dict[str, Any], loss: float, near: float, lowered: float, far: float, coordinate: float
 ) -> list[Claim]:
     needed = min(config.seeds, 5)
     paper = {"seeds": needed, "source": "Figure 2", "origin": "paper"}
@@ -158,7 +158,7 @@ def _claims(
             CELL,
             "whiten_pop/limit_dist",
             "<=",
-            0.1,
+            near,
             "It ends at rowsp(G⋆Σ^½): the distance between the two subspaces.",
             **limit,
             **most,
@@ -192,7 +192,7 @@ def _claims(
             "Scaled by coordinate AMGD does not end at rowsp(G⋆Σ^½).",
             **ours,
         ),
-        own_draws(CELL, DRAWS),
+        *([own_draws(CELL, DRAWS)] if config.seeds > 1 else []),
     ]
 
 
