@@ -597,6 +597,7 @@ BAD_VALUES = {
     "correlation-damping": (["--n", "0"], ["--anisotropy", "1.5"], ["--dampings", "0"]),
     "errata": (["--seeds", "0"],),
     "family": (["--k", "200"], ["--batch", "0"], ["--exponents", "inf"]),
+    "second-order": (["--k", "200"], ["--rates", "0"], ["--scales", "trcae"]),
     "family-index": (["--dh", "1"], ["--noise", "-1"], ["--dampings", "-1"]),
     "family-trained": (["--every", "0"], ["--held-out", "-3"], ["--dx", "3"]),
     "four-settings": (["--settings", "uniform-lwo"], ["--lr", "nan"], ["--k", "200"]),

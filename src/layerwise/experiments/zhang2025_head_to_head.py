@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-from jaxtyping import Float
+from typing import Any
 
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
@@ -14,9 +12,6 @@ from layerwise.experiments.figures import Figure, Panel
 from layerwise.experiments.over_seeds import POSITIVE, band, bound, own_draws, ratio, unless_diverged, value
 from layerwise.experiments.progress import within_cell
 from layerwise.studies import feature_learning as fl
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 PAPER = (
     "Zhang, Moniri, Nagwekar, Rahman, Xue, Hassani, Matni: On The Concurrence of Layer-wise Preconditioning Methods "
@@ -147,19 +142,8 @@ def row(seed: int, results: Mapping[str, fl.Result], names: Mapping[str, Sequenc
                 if measure in MEASURES:
                     series[f"{name}/{measure}"] = curve
             values[f"{name}/diverged_at"] = int(result.diverged_at[0, rate])
-            values[f"{name}/rows"] = rows_off(result.G[0, rate])
+            values[f"{name}/rows"] = fl.rows_off(result.G[0, rate])
     return Row(seed=seed, values=values, series=series)
-
-
-def rows_off(G: Float[Tensor, "k dx"]) -> float:
-    """How far the rows of G are from orthonormal: the largest entry of |GGᵀ − I|.
-
-    >>> rows_off(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
-    3.0
-    """
-    import torch
-
-    return float((G @ G.mT - torch.eye(len(G), dtype=G.dtype)).abs().max())
 
 
 def draws(setting: fl.Setting, seed: int) -> dict[str, float]:

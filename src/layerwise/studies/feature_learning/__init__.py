@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from layerwise.studies.feature_learning.further import Shampoo as Shampoo
     from layerwise.studies.feature_learning.further import Sign as Sign
     from layerwise.studies.feature_learning.further import Spectral as Spectral
+    from layerwise.studies.feature_learning.measures import rows_off as rows_off
     from layerwise.studies.feature_learning.measures import subspace_distance as subspace_distance
     from layerwise.studies.feature_learning.measures import whitened_distance as whitened_distance
     from layerwise.studies.feature_learning.measures import whitened_representation as whitened_representation

@@ -66,3 +66,12 @@ def whitened_distance(setting: Setting, seed: int) -> float:
     """
     problem = draw_problem(setting, stream(seed, "problem"))
     return float(subspace_distance(problem.G @ problem.train.root, problem.G))
+
+
+def rows_off(G: Float[Tensor, "k dx"]) -> float:
+    """How far the rows of G are from orthonormal: the largest entry of |GGᵀ − I|.
+
+    >>> rows_off(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
+    3.0
+    """
+    return float((G @ G.mT - torch.eye(len(G), dtype=G.dtype)).abs().max())
