@@ -9,6 +9,7 @@ import torch
 import annotations
 from interpreter import marks
 from rounding import VARIABLE, OtherOrder
+from thinning import is_left_out
 from waiting import nothing_waits
 
 annotations.install()
@@ -24,11 +25,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "interpreted: of Triton's kernels, on a CPU; run with `make test-interpreted`")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     everywhere = [CUBLAS, PROFILER] if torch.cuda.is_available() else []
     for item in items:
         for mark in [*everywhere, *(marks() if item.get_closest_marker("interpreted") else [])]:
             item.add_marker(mark)
+        if is_left_out(item):
+            item.add_marker(pytest.mark.slow)
 
 
 ON_CUDA = [

@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from layerwise.experiments import catalog
@@ -65,6 +66,7 @@ def _spread(word: str) -> Iterator[str]:
         yield word
 
 
+@cache
 def claims() -> list[tuple[str, Claim]]:
     """All claims of the catalog's experiments, those of all presets, each name once."""
     found: dict[tuple[str, str], Claim] = {}
