@@ -17,6 +17,8 @@ import layerwise as lw
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fisher_structures.py"
 pytest.importorskip("sklearn")
+pytestmark = pytest.mark.slow
+"""`make test` runs the example itself; its numbers take twelve seconds."""
 
 
 def _load() -> ModuleType:
