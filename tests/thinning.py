@@ -63,7 +63,7 @@ KEPT = {
     "test_unrotate_passes.py::test_training_by_halves_is_the_same": r"EKFAC",
     "test_unrotate_passes.py::test_a_basis_has_the_fixed_scale_when_it_is_resumed": r"EKFAC",
     "test_compiled.py::test_a_model_compiled_after_the_optimizer_was_built": r"KFAC",
-    "test_feature_learning_plain.py::test_every_algorithm_is_the_plain_loop": r"kfac$|amgd|sgd|adam|altminmin|shampoo|dfw",
+    "test_feature_learning_plain.py::test_every_algorithm_is_the_plain_loop": r"kfac$|amgd|adam|altminmin|shampoo",
     "test_recorded.py::test_recorded_steps_are_the_same": r"KFAC|SOAP|Shampoo",
     "test_single_index_theory.py::test_correlations_equal_simulation": r"^300-200",
     "test_fast_accuracy.py::test_random_factors": r"0",
@@ -75,7 +75,7 @@ KEPT = {
     "test_solver.py::test_a_run_that_is_resumed_goes_on": r"newton-newton-(EKFAC|SOAP)|auto-newton-(KFAC|Shampoo)",
     "test_solver.py::test_bases_by_sweeps_of_products": r"EKFAC-options3|KFAC-options5|Shampoo-options0",
     "test_solver.py::test_a_factor_that_is_replaced_is_followed": r"1.0-10-False|1000000.0-1-True|1000000.0-10-False",
-    "test_paths_without_waiting.py::test_transposed_convolutions": r"KFAC-options0|EKFAC-options[14]|Shampoo-options[24]"
+    "test_paths_without_waiting.py::test_transposed_convolutions": r"KFAC-options[01]|Shampoo-options[24]"
     r"|SOAP-options[05]",
     "test_other_rounding.py::test_steps_on_other_machines": r"True-.*wide|False-.*dead",
     "test_gate.py::test_a_steady_step_asks_the_device_for_nothing": r"all options|^(EKFAC|SOAP|Muon|FOOF)$",
