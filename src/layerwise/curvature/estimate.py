@@ -106,6 +106,8 @@ class _Statistics:
     def __init__(self, sweep: Sweep, structure: Structure, options: Options) -> None:
         self.sweep, self.structure, self.options = sweep, structure, options
         self.dtype, self.device = _first_look(sweep)
+        self.begun = False
+        """Whether anything has been added up."""
         self._made: dict[str, Approximation] | None = None
 
     @property
@@ -122,9 +124,11 @@ class _Statistics:
         return self._made
 
     def prepare(self) -> None:
-        """Make them when the table is final; it changes if the first batch was too small to show all."""
+        """Make them when the first batch has been verified; the table changes if a later one shows more."""
         if list(self.of) != self.sweep.recorder.table.names():
-            raise _TableChanged
+            if self.begun:
+                raise _TableChanged
+            self._made = None
 
     def _require(self, table: LayerTable, classes: dict[str, type[Approximation]]) -> None:
         needed = {s.name: classes[s.name].bytes_needed(s, self.dtype.itemsize) for s in table.layers}
@@ -139,11 +143,11 @@ class _Statistics:
 
 def by_layer(sweep: Sweep, structure: Structure, options: Options, centered: bool = False) -> BlockDiagonal:
     """diag, quasidiag, block, kfac, ekfac, or a mixture."""
-    try:
-        return _by_layer(sweep, structure, options, centered)
-    except _TableChanged:
-        sweep.source.restart("whose first batch has one example, too few to see all that a later one shows")
-        return _by_layer(sweep, structure, options, centered)
+    while True:  # each time with one layer fewer, at least, that does not fall back
+        try:
+            return _by_layer(sweep, structure, options, centered)
+        except _TableChanged:
+            sweep.source.restart("in which a later batch uses a layer in a way that the first ones do not")
 
 
 def _by_layer(sweep: Sweep, structure: Structure, options: Options, centered: bool) -> BlockDiagonal:
@@ -153,6 +157,7 @@ def _by_layer(sweep: Sweep, structure: Structure, options: Options, centered: bo
     sweep.source.require_passes(passes, f"structure {structure!r}")
 
     def observe(spec: LayerSpec, io: LayerIO, first: bool) -> None:
+        statistics.begun = True
         statistics.of[spec.name].observe(io, first)
         if means is not None:
             means.add(spec, io)
@@ -167,7 +172,7 @@ def _by_layer(sweep: Sweep, structure: Structure, options: Options, centered: bo
             if statistics.of[spec.name].passes == 2:
                 statistics.of[spec.name].correct(io)
 
-        sweep.layers(correct, f"{_label(structure)}, second pass", settle=False)
+        sweep.layers(correct, f"{_label(structure)}, second pass", statistics.prepare, settle=False)
     count = _scale(sweep, totals)
     _divide([pair for a in statistics.of.values() for pair in a.sums(count)])
     operators = {name: a.finish(count) for name, a in statistics.of.items()}

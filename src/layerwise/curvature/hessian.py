@@ -52,7 +52,7 @@ class HessianProducts:
             for batch in self.source.batches("hessian"):
                 n = self.recorder.likely_examples(batch)
                 refuse_empty(n)
-                self.recorder.check(batch)
+                self.recorder.check_batch(batch)
                 self.recorder.seed_forward(batch)
                 with torch.enable_grad(), twice_differentiable(), explained():
                     f = forward(self.model, dict(chosen), batch.x)

@@ -74,7 +74,7 @@ class Examples:
 
     def _checked(self, batch: Batch) -> Batch:
         """The same, which need not be looked at again, nor any part of it."""
-        self.recorder.check(batch)
+        self.recorder.check_batch(batch)
         return replace(batch, found_finite=batch.versions())
 
     @property

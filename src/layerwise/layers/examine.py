@@ -1,13 +1,11 @@
-"""First use of a model: where the examples are in every layer, and whether its layers tell the whole gradient.
+"""First use of a model: where the examples are in its input and output, and how it has to be run to be recorded.
 
-One example of a small batch gets a cotangent, the last and then the first. A layer's gradient must then be
-non-zero in that example's rows only, which finds the example axis (time-first and merged layouts included) or
-shows that examples interact.
-The same backward gives autograd's own parameter gradients; a layer whose calls do not add up to them (its
-weight is used elsewhere, its forward is not what the rule believes) falls back, with that reason.
+A few examples are run and verified (`verify`). A module whose input all examples share (position indices) is then given
+an input for each, and parameters that no rule covers a copy for each, where the output stays the same. What is found is
+a proposal: `Recorder` verifies it again on the graph of every batch that differs, and proposes anew where it fails.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,16 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, InteractionError, describe
-from layerwise.foundations.random import stream
 from layerwise.foundations.types import Tree, leaves, map_leaves
 from layerwise.foundations.vectors import trainable
 from layerwise.layers.calling import call, example_count, holding, refuse_empty, take, undisturbed
 from layerwise.layers.copies import Copies, Trial, find_copies
-from layerwise.layers.form import Part
-from layerwise.layers.layout import Layout, candidates, holds_alone
+from layerwise.layers.layout import Layout, candidates
 from layerwise.layers.table import LayerTable
-from layerwise.layers.tape import Event, SiteKey, Tape, explained
+from layerwise.layers.tape import SiteKey, Tape, explained
 from layerwise.layers.vectorised import dense
+from layerwise.layers.verify import NO_AXIS, noise, verify
 
 PROBE = 3
 """Examples that the examination uses; it costs a few forwards and backwards on them.
@@ -34,11 +31,6 @@ With two, the middle of an odd number of positions would belong to either exampl
 """
 WIDER = 16
 """Examples that are used where some layer has no gradient on the first few (dead units, zero-initialised branches)."""
-TRIES = 8
-"""Examples that are given a cotangent, one after another, until no layer's layout is in doubt."""
-
-
-NO_AXIS = "its input has no axis that holds the examples"
 
 
 @dataclass(frozen=True)
@@ -76,18 +68,19 @@ def examine(
     y: object,
     example_axis: int | None,
     before: Callable[[], None] = lambda: None,
+    whole: bool = False,
 ) -> Notes:
-    """Examine a model on its first batch; what was found is kept until the model or the kind of batch changes.
+    """Examine a model on a batch; what was found is proposed again until the model or the kind of batch changes.
 
-    `before` is called if the model must be run.
+    `before` is called if the model must be run. `whole` uses all examples, and nothing that was found before.
     """
     signature = _signature(model, table, x, y, example_axis)
     kept = _KEPT.get(model)
-    if kept is not None and kept[0] == signature:
+    if kept is not None and kept[0] == signature and not whole:
         return kept[1]
     before()
     with undisturbed(model):  # a forward of its own must not move buffers (spectral norm in train mode)
-        notes = _examine_anew(model, table, x, y, example_axis)
+        notes = _examine_anew(model, table, x, y, example_axis, whole)
     if notes.conclusive:
         _KEPT[model] = signature, notes
     return notes
@@ -132,15 +125,17 @@ def _setting(value: object) -> object:
     return id(value) if callable(value) else type(value)
 
 
-def _examine_anew(model: nn.Module, table: LayerTable, x: Tree, y: object, example_axis: int | None) -> Notes:
+def _examine_anew(
+    model: nn.Module, table: LayerTable, x: Tree, y: object, example_axis: int | None, whole: bool
+) -> Notes:
     axes = [example_axis] if example_axis is not None else likely_axes(x, y)
     trouble: InteractionError | None = None
     for axis in axes:
         n = example_count(x, axis)
         refuse_empty(n)
         try:
-            notes = _examine_along(_record(model, table, x, axis, n, PROBE), _first_axis(y, n))
-            if not notes.conclusive and n > PROBE:
+            notes = _examine_along(_record(model, table, x, axis, n, n if whole else PROBE), _first_axis(y, n))
+            if not notes.conclusive and n > PROBE and not whole:
                 notes = _examine_along(_record(model, table, x, axis, n, WIDER), _first_axis(y, n))
             return notes
         except InteractionError as error:
@@ -282,40 +277,37 @@ def _examine_along(probe: _Probe, first: int) -> Notes:
 
 def _examine_output(probe: _Probe, output: Layout) -> Notes | list[str]:
     """What is found if the output's examples are where `output` says, or the layers that contradict it."""
-    n, v = probe.n, _one_example(probe.f, output, probe.n)
-    event_grads, param_grads = _gradients(probe.tape, probe.f, v)
-    truth = param_grads
-    layouts, lost = _find_layouts(probe, output, event_grads)
-    if lost and not probe.broadcast:
-        shared = probe.spread(lost)
+    n, tape, table = probe.n, probe.tape, probe.tape.table
+    verdict = verify(tape, probe.f, output, n)
+    if verdict.lost and not probe.broadcast:
+        shared = probe.spread(list(verdict.lost))
         if shared is not None:
             found = _examine_output(shared, output)
             if isinstance(found, Notes) and NO_AXIS not in found.reasons.values():
                 return found
     if _interacts(probe, output):
-        return lost
-    table = probe.tape.table
-    reasons = dict.fromkeys(_specs_at(table, lost), NO_AXIS)
-    probe.tape.layouts = layouts
-    if not _complete(param_grads):  # another example may have the gradient that the last one has not
-        event_grads, param_grads = _gradients(probe.tape, probe.f, _noise(probe.f))
-    reasons |= _gradient_mismatches(probe.tape, table, event_grads, param_grads, n, set(reasons))
+        return list(verdict.lost)
+    reasons = dict.fromkeys(specs_at(table, verdict.lost), NO_AXIS) | dict(verdict.reasons)
     bare = [name for spec in table.demote(reasons).layers if not spec.sites for name in spec.parameters]
-    copies = find_copies(_trial(probe, output, v), bare, truth)
-    size = _recorded_bytes(probe.tape) / n
-    complete = _complete(param_grads)
-    return Notes(probe.axis, output, reasons, layouts, size, probe.broadcast, copies, probe.shared, complete)
+    copies = _find_copies(probe, output, bare) if bare else Copies()
+    size = _recorded_bytes(tape) / n
+    layouts = {event.key: verdict.layouts[event.order] for event in tape.events if event.order in verdict.layouts}
+    return Notes(probe.axis, output, reasons, layouts, size, probe.broadcast, copies, probe.shared, verdict.conclusive)
+
+
+def _find_copies(probe: _Probe, output: Layout, bare: list[str]) -> Copies:
+    v = _one_example(probe.f, output, probe.n)
+    params = {k: p for k, p in trainable(probe.tape.model).items() if k in bare}
+    with probe.tape.replaying(), explained():
+        found = torch.autograd.grad(probe.f, list(params.values()), v, retain_graph=True, allow_unused=True)
+    truth = {k: None if g is None else dense(g) for k, g in zip(params, found, strict=True)}
+    return find_copies(_trial(probe, output, v), bare, truth)
 
 
 def _trial(probe: _Probe, output: Layout, v: Tensor) -> Trial:
     n = probe.n
     fewer = take(probe.x, min(1, n - 1), n, probe.axis, probe.shared)
     return Trial(probe.tape.model, probe.x, n, probe.f, v, _one_example(probe.f, output, n, 0), fewer)
-
-
-def _complete(grads: Mapping[str, Tensor | None]) -> bool:
-    """Whether every parameter that is used has a gradient other than zero."""
-    return all(g is None or bool(g.any()) for g in grads.values())
 
 
 def _recorded_bytes(tape: Tape) -> int:
@@ -335,59 +327,8 @@ def _one_example(f: Tensor, output: Layout, n: int, example: int = -1) -> Tensor
     """A random cotangent on one example, by default the last."""
     chosen = torch.zeros_like(f)
     layout_view = output.front(chosen, f.ndim, n)
-    layout_view[example] = output.front(_noise(f), f.ndim, n)[example]
+    layout_view[example] = output.front(noise(f), f.ndim, n)[example]
     return chosen
-
-
-def _noise(f: Tensor) -> Tensor:
-    return torch.randn(f.shape, generator=stream(0, "examine")).to(f)
-
-
-def _gradients(tape: Tape, f: Tensor, v: Tensor) -> tuple[list[Tensor | None], dict[str, Tensor | None]]:
-    """Gradients of every recorded output and of every parameter, in one backward."""
-    edges = [event.edge for event in tape.events if event.edge is not None]
-    params = {name: p for name, p in trainable(tape.model).items() if name in tape.table.shapes}
-    with tape.replaying(), explained():
-        found = torch.autograd.grad(f, [*edges, *params.values()], v, retain_graph=True, allow_unused=True)  # type: ignore[list-item]
-    found = [None if g is None else dense(g) for g in found]
-    by_edge = iter(found[: len(edges)])
-    event_grads = [next(by_edge) if event.edge is not None else None for event in tape.events]
-    return event_grads, dict(zip(params, found[len(edges) :], strict=True))
-
-
-def _find_layouts(probe: _Probe, output: Layout, grads: list[Tensor | None]) -> tuple[dict[SiteKey, Layout], list[str]]:
-    """A layout for each call, and the names of those that have none; `grads` are those of the last example."""
-    n, events = probe.n, probe.tape.events
-    possible = [_possible_layouts(event, n) for event in events]
-    seen = [False] * len(events)
-    for example in (n - 1, *range(min(n, TRIES) - 1)):
-        if example < n - 1:
-            grads = _gradients(probe.tape, probe.f, _one_example(probe.f, output, n, example))[0]
-        for i, (event, grad) in enumerate(zip(events, grads, strict=True)):
-            if grad is not None and n > 1:
-                support = _support(event, grad)
-                seen[i] |= bool(support.any())
-                possible[i] = [layout for layout in possible[i] if holds_alone(support, layout, n, example)]
-        if example == 0 and all(len(left) < 2 or found for left, found in zip(possible, seen, strict=True)):
-            break
-    # Gradients that fit two layouts say nothing (unless there are none at all: then the likelier one does no harm).
-    clear = [bool(left) and (len(left) == 1 or not found) for left, found in zip(possible, seen, strict=True)]
-    layouts = {event.key: left[0] for event, left, ok in zip(events, possible, clear, strict=True) if ok}
-    return layouts, [event.site.module_name for event, ok in zip(events, clear, strict=True) if not ok]
-
-
-def _possible_layouts(event: Event, n: int) -> list[Layout]:
-    lead = event.site.rule.lead(event.site.module, event.site.key, event.x)
-    possible = list(candidates(tuple(event.x.shape[:lead]), n))
-    return possible[:1] or [Layout(0, "major")] * bool(lead) if n == 1 else possible
-
-
-def _support(event: Event, grad: Tensor) -> Tensor:
-    """Where a call's output gradient is not zero, over the leading axes."""
-    rule, module = event.site.rule, event.site.module
-    lead = rule.lead(module, event.site.key, event.x)
-    g = rule.outgrads(module, event.site.key, grad.unsqueeze(0))[0]
-    return (g != 0).reshape(*g.shape[:lead], -1).any(-1)
 
 
 def _interacts(probe: _Probe, output: Layout) -> bool:
@@ -417,57 +358,6 @@ def _agree(a: Tensor, b: Tensor, rtol: float) -> bool:
     return torch.allclose(a, b, rtol=rtol, atol=0.1 * rtol * float(a.abs().max() + 1e-30))
 
 
-def _specs_at(table: LayerTable, modules: list[str]) -> list[str]:
+def specs_at(table: LayerTable, modules: Collection[str]) -> list[str]:
+    """Layers that have a call in one of these modules."""
     return [spec.name for spec in table.layers if any(site.module_name in modules for site in spec.sites)]
-
-
-def _gradient_mismatches(
-    tape: Tape,
-    table: LayerTable,
-    event_grads: list[Tensor | None],
-    param_grads: dict[str, Tensor | None],
-    n: int,
-    skip: set[str],
-) -> dict[str, str]:
-    """Layers whose calls do not add up to autograd's gradient, with the reason."""
-    for event, grad in zip(tape.events, event_grads, strict=True):
-        event.grad = None if grad is None else grad.unsqueeze(0)
-    reasons = {}
-    for spec in table.layers:
-        if not spec.sites or spec.name in skip:
-            continue
-        calls = tape.calls_of(spec)
-        expected = {name: param_grads[name] for name in spec.parameters}
-        if not calls:
-            if any(g is not None and bool(g.any()) for g in expected.values()):
-                reasons[spec.name] = "its weight is used, but its module is never called"
-            continue
-        try:
-            own = dict(spec.form.split(tape.io(spec, 1, n).grad()[0]))
-        except (RuntimeError, ValueError, IndexError, InputError):
-            reasons[spec.name] = "its calls do not have the shape its rule expects"
-            continue
-        error = _relative_error(own, expected)
-        if error > _tolerance(calls[0].out_dtype):
-            reasons[spec.name] = (
-                f"its calls explain another gradient than autograd's (relative error {error:.1g}): "
-                "the weight is used elsewhere, or the forward is not the layer type's own"
-            )
-    for event in tape.events:
-        event.grad = None
-    return reasons
-
-
-def _relative_error(own: dict[Part, Tensor], expected: dict[str, Tensor | None]) -> float:
-    """Over weight and bias together: the gradient of one alone may be zero but for rounding (a key's bias)."""
-    gap = scale = 0.0
-    for part, grad in own.items():
-        truth = expected[part.name]
-        right = torch.zeros_like(grad) if truth is None else part.of({part.name: truth})
-        gap += float((grad.double() - right.double()).square().sum())
-        scale += float(right.double().square().sum())
-    return (gap / scale) ** 0.5 if scale > 0 else gap**0.5
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    return {torch.float64: 1e-6, torch.float32: 1e-2}.get(dtype, 0.2)

@@ -1,9 +1,14 @@
-"""`Recorder`: a model ready to be recorded batch after batch, examined at its first use."""
+"""`Recorder`: runs a model batch after batch, and verifies what it records on the graph of each.
+
+How the model has to be run is proposed by `examine` from a few examples; that it is right is seen on the graph of the
+batch itself (`verify`), once for every graph, and always where the graph depends on the data.
+"""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +18,7 @@ from layerwise.foundations.asked import Asked, Checks
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods import Reading, Terms
 from layerwise.foundations.random import stream
+from layerwise.foundations.types import leaves
 from layerwise.foundations.vectors import unwrap
 from layerwise.layers.batch import Batch, add_batch_checks, add_output_check
 from layerwise.layers.calling import (
@@ -20,17 +26,22 @@ from layerwise.layers.calling import (
     call,
     check_devices,
     example_count,
+    refuse_empty,
     refuse_train_mode_batch_norm,
     substituted,
     undisturbed,
 )
 from layerwise.layers.copies import Copies
-from layerwise.layers.examine import Notes, examine, likely_axes
+from layerwise.layers.examine import Notes, examine, likely_axes, specs_at
 from layerwise.layers.generic import ExampleGradients
+from layerwise.layers.graph import Graph, parameter_names
 from layerwise.layers.io import CHUNK_BYTES, GradientIO, LayerIO
 from layerwise.layers.layout import Layout
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.layers.tape import Tape
+from layerwise.layers.verify import NO_AXIS, Verdict, noise, tolerance, verify
+
+Check = Literal["always", "first", "never"]
 
 
 class Recorder:
@@ -43,6 +54,7 @@ class Recorder:
         example_axis: int | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         seed: int = 0,
+        check: Check = "first",
     ) -> None:
         self.seed = seed
         self.model, self.table = unwrap(model), table
@@ -51,7 +63,10 @@ class Recorder:
         self.findings: Notes | None = None
         self.checks = Checks()
         """Of batches and outputs; inside a session they are looked at later than they are made."""
+        self.check = check
         self._examined_on = 0
+        self._first_table, self._fallen, self._uncopied = table, dict[str, str](), set[str]()
+        """The table as it was given; layers that have fallen back since, and parameters that are not to be copied."""
         self._generic: ExampleGradients | None = None
         self._modules: list[tuple[str, nn.Module]] | None = None
         self._prepared: weakref.ref[Batch] | None = None
@@ -89,19 +104,34 @@ class Recorder:
         axis = self.given_axis if self.findings is None else self.findings.example_axis
         n = example_count(batch.x, axis or 0)
         if self.findings is None or (self._examined_on < 2 <= n):
-            self.findings = examine(self.model, self.table, batch.x, batch.y, self.given_axis, self.checks.settle)
-            self._examined_on = example_count(batch.x, self.findings.example_axis)
-            self.table = self.table.demote(self.findings.reasons)
-            bare = [name for spec in self.table.layers if not spec.sites for name in spec.parameters]
-            names = [name for name in bare if name not in self.findings.copies.axes]
-            self._generic = ExampleGradients(self.model, names, self.findings.example_axis, self.findings.shared)
+            self._propose(batch, whole=False)
+        assert self.findings is not None
         self._prepared = weakref.ref(batch)
         return self.findings
+
+    def _propose(self, batch: Batch, whole: bool) -> None:
+        """How the model has to be run, from some examples of a batch or from all."""
+        table = self._first_table if whole else self.table
+        found = examine(self.model, table, batch.x, batch.y, self.given_axis, self.checks.settle, whole)
+        self._examined_on = example_count(batch.x, found.example_axis)
+        # What has once been found to fall back stays so: sums of several batches must be of one kind.
+        self._adopt(found, {**found.reasons, **self._fallen})
+
+    def _adopt(self, found: Notes, reasons: Mapping[str, str]) -> None:
+        known = {spec.name for spec in self._first_table.layers}
+        self._fallen = {name: why for name, why in reasons.items() if name in known}
+        self.findings = found
+        self.table = self._first_table.demote(self._fallen)
+        bare = [name for spec in self.table.layers if not spec.sites for name in spec.parameters]
+        copied = {name: axes for name, axes in found.copies.axes.items() if name in bare and name not in self._uncopied}
+        self.findings = replace(found, copies=Copies(copied))
+        names = [name for name in bare if name not in copied]
+        self._generic = ExampleGradients(self.model, names, found.example_axis, found.shared)
 
     def _knows(self, batch: Batch) -> bool:
         return self._prepared is not None and self._prepared() is batch
 
-    def check(self, batch: Batch) -> None:
+    def check_batch(self, batch: Batch) -> None:
         """Device and finiteness of a batch, now."""
         self._add_checks(batch)
         self.checks.settle()
@@ -169,22 +199,121 @@ class Recorder:
 
         `batched` prepares for many cotangents at once, which fused attention cannot differentiate.
         """
-        found = self.prepare(batch)
-        n = example_count(batch.x, found.example_axis)
+        self.prepare(batch)
         asked = likelihood.ask(batch.y, batch.mask)
         self.checks.ask()
-        self.seed_forward(batch)
-        copies = found.copies.make(self.model, n)
-        tape = Tape(self.model, self.table, found.layouts, self.chunk_bytes, found.broadcast, n)
         kernels = [SDPBackend.MATH] if batched else ANY_BACKEND
-        with torch.enable_grad(), sdpa_kernel(kernels), substituted(self.model, copies), tape:
-            f = call(self.model, batch.x)
+        tape, f, copies, n = self._run_verified(batch, kernels)
         self.checks.read()  # what was asked before the forward, which the device has still to do
         self.check_output(f, batch)
         with torch.enable_grad():
             terms = self.terms(f, batch, likelihood, n, asked)
         return Recorded(self, tape, batch, likelihood, f, terms, n, copies, tuple(kernels))
 
+    # --- running and verifying ---------------------------------------------------------------------------
+
+    def _run(self, batch: Batch, kernels: list[SDPBackend], plain: bool = False) -> "_Run":
+        """A forward as proposed; `plain` with nothing in the place of parameters and inputs."""
+        found = self.findings
+        assert found is not None
+        n = example_count(batch.x, found.example_axis)
+        refuse_empty(n)
+        copies = {} if plain else found.copies.make(self.model, n)
+        tape = Tape(self.model, self.table, found.layouts, self.chunk_bytes, () if plain else found.broadcast, n)
+        self.seed_forward(batch)
+        with torch.enable_grad(), sdpa_kernel(kernels), substituted(self.model, copies), tape:
+            f = call(self.model, batch.x)
+        return _Run(tape, f, copies, n)
+
+    def _run_verified(self, batch: Batch, kernels: list[SDPBackend]) -> "_Run":
+        """The same, proposed anew where the batch contradicts it: on all its examples, then without what failed."""
+        for attempt in range(ATTEMPTS):
+            assert self.findings is not None
+            try:
+                run = self._run(batch, kernels)
+            except (RuntimeError, ValueError, IndexError, TypeError):
+                if not self.findings.copies.axes and not self.findings.broadcast:
+                    raise  # the model's own
+                self._again(batch, attempt, Verdict({}, mixed=tuple(self.findings.copies.axes)))
+                continue
+            with sdpa_kernel(kernels):
+                verdict = self._verdict(batch, run, kernels)
+            if verdict.right:
+                run.tape.keep_layouts(verdict.layouts)
+                return run
+            self._again(batch, attempt, verdict)
+        raise AssertionError("unreachable: nothing is left that could fail")
+
+    def _again(self, batch: Batch, attempt: int, verdict: Verdict) -> None:
+        """Propose anew: by looking at all examples, later by leaving out what failed."""
+        assert self.findings is not None
+        if attempt == 0:
+            self._propose(batch, whole=True)
+            return
+        failed = dict.fromkeys(specs_at(self.table, verdict.lost), NO_AXIS) | dict(verdict.reasons)
+        self._uncopied.update(verdict.mixed)
+        notes = replace(self.findings, broadcast=frozenset()) if attempt > 1 else self.findings
+        self._adopt(notes, {**self._fallen, **failed})
+
+    def _verdict(self, batch: Batch, run: "_Run", kernels: list[SDPBackend]) -> Verdict:
+        """Of a forward, by its graph where that has been verified before."""
+        found, (tape, f, copies, n) = self.findings, run
+        assert found is not None
+        if not f.requires_grad or self.check == "never":
+            return Verdict({})
+        graph = Graph.of(f)
+        tape.forget_unreached(graph.places)
+        known = _VERIFIED.setdefault(self.model, {})
+        names = {**parameter_names(self.model.named_parameters()), **{id(t): k for k, t in copies.items()}}
+        sizes = tuple((t.shape, t.dtype) for t in leaves(batch.x))
+        key = (graph.key(names), sizes, n, found.output, found.broadcast, tuple(self.table.names()))
+        steady = graph.steady and self.check == "first"
+        if steady and key in known:
+            return known[key]
+        verdict = verify(tape, f, found.output, n, copies)
+        if (copies or found.broadcast) and verdict.right:
+            verdict = self._compared(batch, kernels, run, verdict)
+        if steady and verdict.right and verdict.conclusive:
+            if len(known) >= MOST_GRAPHS:
+                known.pop(next(iter(known)))
+            known[key] = replace(verdict, truth={})
+        return verdict
+
+    def _compared(self, batch: Batch, kernels: list[SDPBackend], run: "_Run", verdict: Verdict) -> Verdict:
+        """Whether the output and the gradients of copied parameters are those of the model as it is."""
+        plain = self._run(batch, kernels, plain=True)
+        own = tolerance(run.f.dtype)
+        if plain.f.shape != run.f.shape or not torch.allclose(plain.f, run.f, rtol=1e-2 * own + 1e-6, atol=1e-6):
+            lost = self.findings.broadcast if self.findings is not None else ()
+            return replace(verdict, mixed=tuple(run.copies), lost=tuple(lost))
+        params = [dict(self.model.named_parameters())[name] for name in run.copies]
+        if not params:
+            return verdict
+        with plain.tape.replaying():
+            grads = torch.autograd.grad(plain.f, params, noise(plain.f), allow_unused=True)
+        wrong = []
+        for name, p, g in zip(run.copies, params, grads, strict=True):
+            mine = verdict.truth[name]
+            truth = p.new_zeros(p.shape) if g is None else g
+            gap = truth if mine is None else mine.reshape(p.shape) - truth
+            if float(gap.double().norm()) > own * float(truth.double().norm()):
+                wrong.append(name)
+        return replace(verdict, mixed=tuple(wrong))
+
+
+class _Run(NamedTuple):
+    """A forward under a tape."""
+
+    tape: Tape
+    f: Tensor
+    copies: dict[str, Tensor]
+    examples: int
+
+
+ATTEMPTS = 6
+MOST_GRAPHS = 256
+"""Verdicts that are remembered of each model."""
+_VERIFIED: "weakref.WeakKeyDictionary[nn.Module, dict[object, Verdict]]" = weakref.WeakKeyDictionary()
 
 ANY_BACKEND = [
     SDPBackend.FLASH_ATTENTION,

@@ -67,8 +67,8 @@ class Sweep:
     ) -> Totals:
         """Hand every layer over as it comes; the flag says whether it is the batch's first cotangents.
 
-        `ready` is called before the model runs on a batch, when it has been examined. Without `settle` the caller
-        settles the recorder's checks, when it has queued all that it wants to.
+        `ready` is called before the model runs on a batch, and again when it is known which layers fall back. Without
+        `settle` the caller settles the recorder's checks, when it has queued all that it wants to.
         """
 
         def visit(recorded: Recorded) -> None:
@@ -100,9 +100,11 @@ class Sweep:
             for batch in self.source.batches(description):
                 self.recorder.prepare(batch)
                 if ready is not None:
-                    ready()
+                    ready()  # what does not fit is refused before the model is run on all examples
                 for part in self.parts(batch):
                     recorded = self.recorder.record(part, self.likelihood, batched=many)
+                    if ready is not None:
+                        ready()
                     totals.examples += recorded.examples
                     if self.normalize == "terms":
                         totals.terms = totals.terms + recorded.terms.weight.sum(dtype=torch.float64)

@@ -10,7 +10,7 @@ Gradients are taken with respect to gradient *edges*, not tensors: an in-place o
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -232,7 +232,9 @@ class Tape:
         if before is None:
             before = self._events_at[where] = []
         live = out.requires_grad
-        edge = get_gradient_edge(out) if live and not self.listens else None
+        if not live:  # under no_grad, such as targets that are not differentiated: no part of the gradient
+            return
+        edge = get_gradient_edge(out) if not self.listens else None
         raw, order = x.detach(), len(self.events)
         lent = _lent(x if x._base is None else x._base)
         event = Event(site, len(before), order, raw, raw._version, edge, out.shape, out.dtype, live, lent)
@@ -348,6 +350,22 @@ class Tape:
             layout = self.layouts.get(first.key, Layout())
             examples = first.x.shape[layout.axis]
         return {spec.name: self.io(spec, 1, examples, mask) for spec in self._recorded_specs()}
+
+    def forget_unreached(self, reached: Container[Any]) -> None:
+        """Leave out calls on which the output does not depend: of stop-gradient targets, of other outputs."""
+        kept = [event for event in self.events if event.edge is not None and event.edge.node in reached]
+        if len(kept) < len(self.events):
+            self.events, self._events_at = [], {}
+            for order, event in enumerate(kept):
+                before = self._events_at.setdefault((event.site.module_name, event.site.key), [])
+                event.number, event.order = len(before), order
+                before.append(event)
+                self.events.append(event)
+
+    def keep_layouts(self, layouts: Mapping[int, Layout]) -> None:
+        """Where the examples are in every call, by its place among all."""
+        if layouts:
+            self.layouts = {event.key: layouts[event.order] for event in self.events if event.order in layouts}
 
     def subscriptions(self) -> tuple[dict[int, list[LayerSpec]], dict[str, int]]:
         """For listeners of their own: which layers wait for which event, and for how many each of them."""
