@@ -22,7 +22,7 @@ from layerwise.layers.flat_rows import flat_rows
 from layerwise.layers.io import LayerIO
 from layerwise.layers.parts import layers_of
 from layerwise.layers.sweep import Sweep, Totals
-from layerwise.layers.table import LayerSpec, LayerTable, matches
+from layerwise.layers.table import LayerSpec, LayerTable, TableChanged, matches
 
 LAYER_STRUCTURES = ("diag", "quasidiag", "block", "kfac", "ekfac")
 STRUCTURES = (*LAYER_STRUCTURES, "dense", "lowrank", "implicit")
@@ -96,10 +96,6 @@ def _first_look(sweep: Sweep) -> tuple[torch.dtype, torch.device]:
     return statistics_dtype(parameter.dtype), parameter.device
 
 
-class _TableChanged(Exception):
-    """A later batch has shown that a layer falls back: its sums so far are of no use."""
-
-
 class _Statistics:
     """One approximation a layer, made when the table is final (after the first batch was examined)."""
 
@@ -127,7 +123,7 @@ class _Statistics:
         """Make them when the first batch has been verified; the table changes if a later one shows more."""
         if list(self.of) != self.sweep.recorder.table.names():
             if self.begun:
-                raise _TableChanged
+                raise TableChanged
             self._made = None
 
     def _require(self, table: LayerTable, classes: dict[str, type[Approximation]]) -> None:
@@ -146,7 +142,7 @@ def by_layer(sweep: Sweep, structure: Structure, options: Options, centered: boo
     while True:  # each time with one layer fewer, at least, that does not fall back
         try:
             return _by_layer(sweep, structure, options, centered)
-        except _TableChanged:
+        except TableChanged:
             sweep.source.restart("in which a later batch uses a layer in a way that the first ones do not")
 
 

@@ -29,6 +29,11 @@ class TypeRegistry(Generic[T]):
         self._discover()
         return next((self._entries[base] for base in key.__mro__ if base in self._entries), None)
 
+    def registered(self, key: type) -> type | None:
+        """The nearest base of `key` that has an entry, or None."""
+        self._discover()
+        return next((base for base in key.__mro__ if base in self._entries), None)
+
     def names(self) -> list[str]:
         """Names of the classes that have an entry."""
         self._discover()

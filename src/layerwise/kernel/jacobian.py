@@ -228,11 +228,12 @@ class Jacobian:
     @in_own_arithmetic
     def _rows(self, block: Block, start: int, stop: int) -> Float[Tensor, "rows d"]:
         """Rows of some examples of a block, layer by layer, cotangent by cotangent."""
-        like, table, P = torch.zeros((), dtype=self.dtype, device=self.device), self.recorder.table, self.functions
+        like, P = torch.zeros((), dtype=self.dtype, device=self.device), self.functions
         pieces = []
         self.check_unchanged()
         with self.session():
             recorded = recorded_as_seen(self.recorder, block.batch, self.outputs, P)
+            table = self.recorder.table
             step = self.cotangents_at_once(recorded.output_bytes())
             for first in range(0, P, step):
                 last = min(first + step, P)

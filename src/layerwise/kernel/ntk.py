@@ -16,6 +16,7 @@ from layerwise.foundations.linalg.checks import require_finite
 from layerwise.foundations.progress import Progress
 from layerwise.foundations.progress import resolve as resolve_progress
 from layerwise.kernel.assemble import WHOLE, assemble
+from layerwise.kernel.cost import Sizes
 from layerwise.kernel.examples import Examples, recording_sizes
 from layerwise.kernel.jacobian import Jacobian, prepare
 from layerwise.kernel.kernel import Kernel, MatrixKernel
@@ -25,7 +26,7 @@ from layerwise.kernel.plan import Algorithm, Plan, Request, check_algorithm, mak
 from layerwise.layers.calling import in_own_arithmetic
 from layerwise.layers.generic import is_random
 from layerwise.layers.io import LayerIO
-from layerwise.layers.table import LayerSpec, OnUnsupported
+from layerwise.layers.table import LayerSpec, OnUnsupported, TableChanged
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -98,8 +99,22 @@ class TangentKernel(Kernel):
         matrices = self._assemble(make_plan(replace(self.request, apart=True)))
         return {name: MatrixKernel(K, self.out_shape, self.is_square) for name, K in matrices.items()}
 
-    @in_own_arithmetic
     def _assemble(self, plan: Plan) -> dict[str, Tensor]:
+        while True:  # each time with one layer fewer, at least, that does not fall back
+            try:
+                return self._assembled(plan)
+            except TableChanged:
+                plan = make_plan(replace(plan.request, layers=self._layers_anew()))
+
+    @in_own_arithmetic
+    def _layers_anew(self) -> tuple[tuple[LayerSpec, Sizes], ...]:
+        """The layers as they are now that a batch has shown which of them fall back."""
+        J = self.first
+        J.recorder.prepare(J.examples.first(2)).more.clear()
+        return first_look(J.recorder, J.examples, J.outputs).layers(J.recorder.table)
+
+    @in_own_arithmetic
+    def _assembled(self, plan: Plan) -> dict[str, Tensor]:
         J, second = self.first, self.second
         J.check_unchanged()
         for examples in (J.examples, second.examples if second is not None else None):

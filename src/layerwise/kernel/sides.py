@@ -17,7 +17,7 @@ from layerwise.kernel.plan import LayerPlan, Plan
 from layerwise.layers.io import GradientIO, LayerIO, RecordedIO
 from layerwise.layers.recorder import Recorded, Recorder
 from layerwise.layers.standard import Standard
-from layerwise.layers.table import LayerSpec
+from layerwise.layers.table import LayerSpec, TableChanged
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ def record_side(recorder: Recorder, blocks: Sequence[Block], plan: Plan, outputs
     keeper = _Keeper(blocks[0].start, blocks[-1].stop, plan)
     for block in blocks:
         recorded = recorded_as_seen(recorder, block.batch, outputs, plan.request.functions)
+        if any(spec.name not in plan.by_name for spec in recorder.table.layers):
+            raise TableChanged
         keeper.add(recorded, block)
         del recorded
     return keeper.finish()

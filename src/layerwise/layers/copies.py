@@ -117,7 +117,7 @@ def _fits(trial: Trial, name: str, parameter: Tensor, axes: int, expected: Tenso
                 return False
         (last,) = torch.autograd.grad(again, copies, trial.last, retain_graph=True, allow_unused=True)
         (first,) = torch.autograd.grad(again, copies, trial.first, allow_unused=True)
-    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+    except Exception:  # a model may do anything with a parameter of another shape
         return False
     if last is None or first is None or bool(first[1:].any()) or bool(last[:-1].any()):
         return False

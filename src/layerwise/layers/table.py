@@ -26,6 +26,10 @@ FALLBACK_BLOCK = 1024
 """A parameter without a rule keeps its exact block up to this many entries, its diagonal above."""
 
 
+class TableChanged(Exception):
+    """A later batch has shown that a layer falls back: what was added up of it so far is of no use."""
+
+
 @dataclass(frozen=True)
 class Site:
     """A place in the model where a form is used: a module, and which of its calls."""
@@ -34,6 +38,13 @@ class Site:
     module: nn.Module
     rule: LayerRule
     key: str
+
+    @property
+    def own_forward(self) -> bool:
+        """Whether the module's forward is that of the class the rule was written for, not of a subclass."""
+        kind = type(self.module)
+        known = RULES.registered(kind)
+        return known is not None and kind.forward is known.forward and "forward" not in vars(self.module)
 
     def same_role(self, other: "Site") -> bool:
         """Whether two sites may share one form."""

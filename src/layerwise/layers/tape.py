@@ -25,6 +25,7 @@ from layerwise.foundations.vectors import unwrap
 from layerwise.layers.calling import backward_of_another, in_own_forward, own_backward
 from layerwise.layers.io import CHUNK_BYTES, LayerCall, LayerIO, RecordedIO
 from layerwise.layers.layout import Layout
+from layerwise.layers.rule import RULES
 from layerwise.layers.table import LayerSpec, LayerTable, Site
 from layerwise.layers.vectorised import batched_grad
 
@@ -68,6 +69,8 @@ _PATCHES: "weakref.WeakKeyDictionary[nn.Module, dict[int, Callable[..., None]]]"
 """Modules whose forward is their rule's own at present, with what each open tape records by."""
 
 
+OUTPUT_PROJECTION = nn.modules.linear.NonDynamicallyQuantizableLinear
+"""What the output projection of attention is, and nothing else."""
 GRAPHED = ("GraphedBackward", "CompiledFunctionBackward")
 """What makes outputs of `torch.cuda.make_graphed_callables`, and of compiled functions, which may be graphs."""
 
@@ -78,6 +81,18 @@ def _unpatch(module: nn.Module, tape: "Tape") -> None:
     recorders.pop(id(tape), None)
     if not recorders and "forward" in vars(module):
         del module.forward
+
+
+def _hidden_parents(model: nn.Module, sites: Collection[nn.Module]) -> list[nn.Module]:
+    """Modules that call a recorded child only in their rule's forward: an attention whose own projections fall back."""
+    if not any(isinstance(module, OUTPUT_PROJECTION) for module in sites):
+        return []
+    own = [(module, RULES.find(type(module))) for module in model.modules() if module not in sites]
+    return [
+        module
+        for module, rule in own
+        if rule is not None and rule.own_forward and any(child in sites for child in module.children())
+    ]
 
 
 def _in_checkpoint() -> bool:
@@ -129,6 +144,8 @@ class Tape:
                 known = sites.setdefault(site.module, [])
                 if site not in known:
                     known.append(site)
+        for module in _hidden_parents(self.model, sites):
+            self._patch(module, [])
         self._fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # the fused encoder layer calls no submodule
         for module, of_module in sites.items():
@@ -181,7 +198,8 @@ class Tape:
 
     def _patch(self, module: nn.Module, sites: list[Site]) -> None:
         by_key = {site.key: site for site in sites}
-        rule = sites[0].rule
+        rule = RULES.find(type(module))
+        assert rule is not None
 
         def record(key: str, x: Tensor, out: Tensor) -> None:
             if key in by_key:
@@ -232,7 +250,7 @@ class Tape:
         if before is None:
             before = self._events_at[where] = []
         live = out.requires_grad
-        if not live:  # under no_grad, such as targets that are not differentiated: no part of the gradient
+        if not live or not out.numel():  # under no_grad, such as targets that are not differentiated; or of no rows
             return
         edge = get_gradient_edge(out) if not self.listens else None
         raw, order = x.detach(), len(self.events)

@@ -1,7 +1,7 @@
 """`batched_grad`: many vectors pulled back through one graph, each operation called once where it can be.
 
 `torch.func.vmap` has rules for nearly all operations, and a few of these rules are wrong without a word (that of
-`torch.cdist` is, in torch 2.13). So the first time that a kind of graph is met, what comes out is compared with one
+`torch.cdist` is, in torch 2.13). So the first time that a graph is met, what comes out is compared with one
 plain backward: pulling back is linear, so that a random mixture of the results is the result of the mixture. A way that
 fails is left for the next.
 """
@@ -14,8 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.foundations.asked import sent
+from layerwise.foundations.asked import Asked, sent
 from layerwise.foundations.random import stream
+from layerwise.layers.graph import Graph
 
 MOST_KINDS = 4096
 """Of graphs whose verdict is remembered."""
@@ -42,7 +43,7 @@ def batched_grad(
     if v.shape[0] == 1:
         grads = torch.autograd.grad(f, inputs, v[0], retain_graph=retain_graph, allow_unused=True)
         return [None if g is None else dense(g).unsqueeze(0) for g in grads]
-    kind = _kind(f)
+    kind = Graph.of(f).key({}), v.shape, v.dtype, v.device, len(inputs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns where it loops over a batching rule it lacks
         for vectorised in (_mapped_grad, _batched_grad):
@@ -86,32 +87,18 @@ def dense(g: Tensor) -> Tensor:
 # --- whether it is right -------------------------------------------------------------------------------------------
 
 
-def _kind(f: Tensor) -> object:
-    """The operations of a graph, each once, and what they compute on and in."""
-    found, left = set(), [f.grad_fn]
-    seen = {f.grad_fn}
-    while left:
-        node = left.pop()
-        if node is not None:
-            found.add(type(node))
-            new = [child for child, _ in node.next_functions if child not in seen]
-            seen.update(new)
-            left.extend(new)
-    return frozenset(found), f.device.type, f.dtype
-
-
 def _is_right(
     way: object, kind: object, f: Tensor, inputs: Sequence[Any], v: Tensor, found: Sequence[Tensor | None]
 ) -> bool:
-    """By what is known of this kind of graph, else by a mixture; the host waits for that, once."""
-    if (way, kind) not in _verdicts:
-        right = _adds_up(f, inputs, v, found)
-        if right is None:  # nothing can be said of what is not finite
-            return True
+    """By what is known of this graph, else by a mixture; the host waits for that, once."""
+    if (way, kind) in _verdicts:
+        return _verdicts[way, kind]
+    right, certain = _adds_up(f, inputs, v, found)
+    if certain:
         if len(_verdicts) >= MOST_KINDS:
             _verdicts.clear()
         _verdicts[way, kind] = right
-    return _verdicts[way, kind]
+    return right
 
 
 def mixture_of(v: Float[Tensor, "V *out"]) -> Float[Tensor, "V"]:
@@ -123,18 +110,20 @@ def mixture_of(v: Float[Tensor, "V *out"]) -> Float[Tensor, "V"]:
     return sent(torch.randn(v.shape[0], generator=stream(0, "mixture"), dtype=torch.float64), v.device).to(v.dtype)
 
 
-def _adds_up(f: Tensor, inputs: Sequence[Any], v: Tensor, found: Sequence[Tensor | None]) -> bool | None:
+def _adds_up(f: Tensor, inputs: Sequence[Any], v: Tensor, found: Sequence[Tensor | None]) -> tuple[bool, bool]:
+    """Whether the results are right, and whether they are so for other values too: zero and NaN tell nothing."""
     mixture = mixture_of(v)
     mixed = torch.tensordot(mixture, v, 1)
     plain = torch.autograd.grad(f, inputs, mixed, retain_graph=True, allow_unused=True)
     if any((g is None) != (G is None) for g, G in zip(plain, found, strict=True)):
-        return False
+        return False, True
     pairs = [(dense(g), G) for g, G in zip(plain, found, strict=True) if g is not None and G is not None]
     if not pairs:
-        return True
+        return True, True
     sizes = torch.stack([g.norm() for g, _ in pairs]).abs()
     off = torch.stack([(torch.tensordot(mixture.to(G.dtype), dense(G), 1) - g).norm() for g, G in pairs]).abs()
-    if not bool((sizes.isfinite() & off.isfinite()).all()):
-        return None
     own, largest = TOLERANCE.get(f.dtype, COARSE)
-    return bool((off <= own * sizes + largest * sizes.max()).all())
+    close = (off <= own * sizes + largest * sizes.max()).all()
+    finite, lively = (sizes.isfinite() & off.isfinite()).all(), (sizes > 0).all()
+    right, finite, lively = Asked(torch.stack([close, finite, lively])).read()
+    return (bool(right), bool(lively)) if finite else (True, False)
