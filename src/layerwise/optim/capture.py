@@ -6,6 +6,7 @@ result is *pending* until the user's backward from that output runs. Forwards wi
 whose output is never differentiated leave nothing.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from layerwise.layers.calling import (
     undisturbed,
 )
 from layerwise.layers.examine import Notes, examine
+from layerwise.layers.graph import Graph, parameter_names
 from layerwise.layers.io import LayerIO, RecordedIO
 from layerwise.layers.layout import Layout
 from layerwise.layers.table import LayerSpec, LayerTable
@@ -55,6 +57,8 @@ class Forward:
     number: int
     counted: bool = False
     """Whether the user's backward has come."""
+    finish: Callable[[], None] | None = None
+    """What is done at its end."""
 
     def let_go(self) -> None:
         """Nothing more is expected of it."""
@@ -154,6 +158,8 @@ class Capture:
         examples = self._count(x)
         forward = Forward(tape, examples, tokens_of(f, examples, self.likelihood), self.forwards)
         self.forwards += 1
+        if tape is not None:
+            self._leave_out(tape, f)
         if tape is not None and self.estimator in ("sampled", "exact"):
             self._pull_own(forward, f)
         elif tape is not None:
@@ -161,12 +167,31 @@ class Capture:
         f.register_hook(lambda _, forward=forward: self._came_back(forward))
         self._pending.append(forward)
 
+    def _leave_out(self, tape: Tape, f: Tensor) -> None:
+        """Take no statistics of a layer whose weight this forward also uses elsewhere: its calls are not the whole."""
+        graph = Graph.of(f)
+        if not tape.listens:
+            tape.forget_unreached(graph.places)
+        uses, names = graph.uses(), self._parameters()
+        calls = Counter[str]()
+        for spec in tape.table.layers:
+            for name in spec.parameters:
+                calls[name] += len(tape.calls_of(spec))
+        odd = {names[leaf] for leaf, count in uses.items() if leaf in names and count > calls[names[leaf]] > 0}
+        if odd:
+            tape.table = replace(tape.table, layers=tuple(s for s in tape.table.layers if not odd & {*s.parameters}))
+
+    def _parameters(self) -> dict[int, str]:
+        return parameter_names(self.model.named_parameters())
+
     def _came_back(self, forward: Forward) -> None:
         """The user's backward has reached the output of a forward."""
         if not forward.counted and not backward_of_another(self):
             forward.counted = True
             self.seen.examples += forward.examples
             self.seen.tokens += forward.tokens
+            if forward.finish is not None:
+                torch.autograd.Variable._execution_engine.queue_callback(forward.finish)
 
     # --- statistics --------------------------------------------------------------------------------------
 
@@ -191,6 +216,14 @@ class Capture:
                 if left == 0:
                     self._keep(spec, tape.io(spec, 1, examples), factor, batch)
 
+        def finish() -> None:
+            """At the end of the backward: calls that it did not reach (of targets, of other outputs) do not count."""
+            for spec in {spec.name: spec for specs in remaining.values() for spec in specs}.values():
+                if missing[spec.name] and any(event.grad is not None for event in tape.calls_of(spec)):
+                    missing[spec.name] = 0
+                    self._keep(spec, tape.io(spec, 1, examples, reached=True), factor, batch)
+
+        forward.finish = finish
         tape.notify(arrived)
 
     def _pull_own(self, forward: Forward, f: Tensor) -> None:
