@@ -22,8 +22,42 @@ MOVES_ROWS = ("Index", "Gather", "Scatter", "MaskedSelect", "MaskedScatter", "Ta
 """Beginnings of the names of operations that choose rows by their data."""
 PRODUCTS = ("MmBackward", "BmmBackward", "AddmmBackward", "BaddbmmBackward", "MvBackward", "AddmvBackward")
 ENTRYWISE = frozenset(
-    "Add Sub Rsub Mul Div Where Lerp Addcmul Pow Exp Neg Sigmoid Tanh Softplus Sqrt Abs Relu Softmax LogSoftmax Cat Stack "
-    "Slice Select Clone T Transpose Permute View UnsafeView Expand Unsqueeze Squeeze ReshapeAlias ToCopy".split()
+    [
+        "Add",
+        "Sub",
+        "Rsub",
+        "Mul",
+        "Div",
+        "Where",
+        "Lerp",
+        "Addcmul",
+        "Pow",
+        "Exp",
+        "Neg",
+        "Sigmoid",
+        "Tanh",
+        "Softplus",
+        "Sqrt",
+        "Abs",
+        "Relu",
+        "Softmax",
+        "LogSoftmax",
+        "Cat",
+        "Stack",
+        "Slice",
+        "Select",
+        "Clone",
+        "T",
+        "Transpose",
+        "Permute",
+        "View",
+        "UnsafeView",
+        "Expand",
+        "Unsqueeze",
+        "Squeeze",
+        "ReshapeAlias",
+        "ToCopy",
+    ]
 )
 """Operations on entries, with broadcasting, and views."""
 VIEWS = ("T", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Unsqueeze", "Squeeze", "ReshapeAlias", "ToCopy")
