@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from layerwise.foundations.arithmetic import OwnArithmetic
 from layerwise.foundations.errors import InputError, NumericalError, describe
 from layerwise.foundations.linalg import guarded_eigh
 
@@ -55,7 +56,7 @@ def _shown(damping: float | Tensor) -> str:
     return f"{float(torch.as_tensor(damping).min()):.3g}"
 
 
-class BlockOperator(ABC):
+class BlockOperator(OwnArithmetic, ABC):
     """A symmetric matrix on ``[K, O, I]``."""
 
     kind: ClassVar[str]

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from layerwise.foundations.arithmetic import OwnArithmetic
 from layerwise.foundations.columns import Params, Shapes, from_flat, numel, read, to_flat
 from layerwise.foundations.cotangents import OutputBasis
 from layerwise.foundations.errors import InputError, describe
@@ -39,7 +40,7 @@ CHUNK = {"cpu": 64 * 2**20, "cuda": 2**30}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Jacobian:
+class Jacobian(OwnArithmetic, guard=in_own_arithmetic):
     """``J = ∂f/∂θ``, of shape (N·P, d): N examples, P functions of each, d parameters."""
 
     recorder: Recorder
@@ -265,7 +266,7 @@ class Jacobian:
 
 
 @dataclass(frozen=True, eq=False)
-class PullBack:
+class PullBack(OwnArithmetic, guard=in_own_arithmetic):
     """``Jᵀ``, of shape (d, N·P)."""
 
     jacobian: Jacobian
