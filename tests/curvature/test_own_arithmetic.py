@@ -107,7 +107,6 @@ def test_operations_of_structures_are_those_of_the_base_class():
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("kind", MATRICES)
 def test_the_same_under_autocast(kind: str, operation: str, untyped: None):
-    model, _ = _problem()
     if kind == "hessian" and operation in ("solve", "power", "sample", "logdet"):
         pytest.skip("needs a positive definite matrix")
     if (kind, operation) == ("restricted", "layer"):

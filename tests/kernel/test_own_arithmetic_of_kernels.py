@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_tools import gaussian
 from torch import Tensor, nn
 
 import layerwise as lw
-from kernel_tools import gaussian
 from layerwise.kernel.kernel import Kernel, MatrixKernel
 
 SEEN: list[bool] = []

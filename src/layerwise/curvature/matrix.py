@@ -188,7 +188,7 @@ class ParamMatrix(OwnArithmetic, ABC, guard=in_own_arithmetic):
         squared = frobenius_squared(self._columns, *self._probe(samples, seed))
         root = squared.sqrt()
         error = squared.standard_error / (2 * float(root)) if float(root) > 0 else 0.0
-        return type(squared)(root, standard_error=error, samples=squared.samples)
+        return type(squared)(root.to(self.dtype), standard_error=error, samples=squared.samples)
 
     def diagonal(self, samples: int = 64, seed: int = 0) -> ParamVector:
         """The diagonal as a vector, or an estimate with its `standard_error` (a vector too)."""

@@ -91,8 +91,8 @@ class InputFactor:
         return self.diagonal().sum(-1)
 
     def square_sum(self) -> Float[Tensor, "K"]:
-        """Squared Frobenius norm of each group's factor."""
-        return self.values.square().flatten(1).sum(-1) * self.taps
+        """Squared Frobenius norm of each group's factor, in float64."""
+        return _squares(self.values) * self.taps
 
     def diagonal(self) -> Float[Tensor, "K I"]:
         """The diagonal."""
@@ -196,7 +196,7 @@ class Kronecker(EigenOperator):
 
     def frobenius_squared(self) -> Float[Tensor, ""]:
         """``Σ_k ‖A‖² ‖G‖²``."""
-        return (self.A.square_sum() * self.G.square().sum((-2, -1))).sum()
+        return (self.A.square_sum() * _squares(self.G)).sum()
 
     def diagonal(self) -> Float[Tensor, "K O I"]:
         """``diag G diag Aᵀ``."""
@@ -327,6 +327,10 @@ class EigenKronecker(EigenOperator):
             tensors["s_G"],
             str(options["solve_split"]),
         )
+
+
+def _squares(M: Tensor) -> Float[Tensor, "K"]:
+    return torch.linalg.vector_norm(M.flatten(1), dim=1, dtype=torch.float64).square()
 
 
 def _mean_diagonal(M: Tensor) -> Float[Tensor, "K"]:

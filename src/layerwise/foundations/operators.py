@@ -17,7 +17,7 @@ from torch import Tensor
 
 from layerwise.foundations.arithmetic import OwnArithmetic
 from layerwise.foundations.errors import InputError, NumericalError, describe
-from layerwise.foundations.linalg import guarded_eigh
+from layerwise.foundations.linalg import guarded_eigh, squared_norm
 
 OPERATORS: dict[str, type["BlockOperator"]] = {}
 """Operators by name, for loading."""
@@ -105,7 +105,7 @@ class BlockOperator(OwnArithmetic, ABC):
 
     @abstractmethod
     def frobenius_squared(self) -> Float[Tensor, ""]:
-        """Sum of the squared eigenvalues."""
+        """Sum of the squared eigenvalues, in float64: of float32 numbers it may not be finite."""
 
     @abstractmethod
     def diagonal(self) -> Float[Tensor, "K O I"]:
@@ -201,7 +201,7 @@ class EigenOperator(BlockOperator):
 
     def frobenius_squared(self) -> Float[Tensor, ""]:
         """``Σ s²``."""
-        return self.spectrum.square().sum()
+        return squared_norm(self.spectrum)
 
     def logdet(self, damping: float, split: str | None = None) -> Float[Tensor, ""]:
         """``Σ log(s + λ)``."""
@@ -329,7 +329,7 @@ class Block(EigenOperator):
 
     def frobenius_squared(self) -> Float[Tensor, ""]:
         """Sum of squares."""
-        return self.matrix.square().sum()
+        return squared_norm(self.matrix)
 
     def diagonal(self) -> Float[Tensor, "K O I"]:
         """The diagonal."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from layerwise.foundations.arithmetic import OwnArithmetic
 from layerwise.foundations.errors import InputError, UnsupportedError, describe
-from layerwise.foundations.linalg import guarded_eigh, lanczos_top
+from layerwise.foundations.linalg import guarded_eigh, lanczos_top, norm
 from layerwise.foundations.random import stream
 from layerwise.kernel.jacobian import read_functions
 from layerwise.layers.calling import in_own_arithmetic
@@ -124,7 +124,7 @@ class Kernel(OwnArithmetic, ABC, guard=in_own_arithmetic):
 
     def frobenius(self) -> Float[Tensor, ""]:
         """``‖K‖_F``."""
-        return self.matrix().norm()
+        return norm(self.matrix())
 
     def eigenvalues(self, k: int | None = None) -> Float[Tensor, "k"]:
         """The k largest eigenvalues, or all, ascending."""
