@@ -214,6 +214,12 @@ class Kronecker(EigenOperator):
             )
         return Kronecker(self.A, self.G * factor, self.solve_split)
 
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of both factors."""
+        k, o, i = self.shape
+        channels = i // max(1, self.A.taps)
+        return {"A": (k, i) if self.A.is_diagonal else (k, channels, channels), "G": (k, o, o)}
+
     def tensors(self) -> dict[str, Tensor]:
         """Both factors."""
         return {"A": self.A.values, "G": self.G}
@@ -225,7 +231,8 @@ class Kronecker(EigenOperator):
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> "Kronecker":
         """The inverse of `tensors` and `options`."""
-        return cls(InputFactor(tensors["A"], int(options["taps"])), tensors["G"], str(options["solve_split"]))
+        split = check_split(str(options["solve_split"]), "trace")
+        return cls(InputFactor(tensors["A"], int(options["taps"])), tensors["G"], split)
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,6 +313,13 @@ class EigenKronecker(EigenOperator):
         same_inputs = (u is None and w is None) or (u is not None and w is not None and torch.equal(u, w))
         return same_inputs and torch.equal(self.U_G, other.U_G)
 
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of bases and eigenvalues."""
+        k, o, i = self.shape
+        channels = i // max(1, self.basis.taps)
+        inputs = {"s_A": (k, i), "U_A": (k, channels, channels)}
+        return {"U_G": (k, o, o), "scalings": self.shape, "s_G": (k, o), **inputs}
+
     def tensors(self) -> dict[str, Tensor]:
         """Bases and eigenvalues."""
         stored = {"U_G": self.U_G, "scalings": self.scalings, "s_A": self.s_A, "s_G": self.s_G}
@@ -325,7 +339,7 @@ class EigenKronecker(EigenOperator):
             tensors["scalings"],
             tensors["s_A"],
             tensors["s_G"],
-            str(options["solve_split"]),
+            check_split(str(options["solve_split"]), "exact"),
         )
 
 

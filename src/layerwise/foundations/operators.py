@@ -85,6 +85,10 @@ class BlockOperator(OwnArithmetic, ABC):
     def from_tensors(cls, tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> "BlockOperator":
         """The inverse of `tensors` and `options`."""
 
+    def stored_shapes(self) -> dict[str, tuple[int, ...]] | None:
+        """Shapes that `tensors` must have for an operator on `shape`; None where nobody has said."""
+        return None
+
     @abstractmethod
     def mv(self, X: Float[Tensor, "*B K O I"]) -> Float[Tensor, "*B K O I"]:
         """``M vec X``."""
@@ -265,6 +269,10 @@ class Diagonal(EigenOperator):
             return None
         return Diagonal(self.values + other.values, self.psd and other.psd)
 
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the diagonal."""
+        return {"values": self.shape}
+
     def tensors(self) -> dict[str, Tensor]:
         """The diagonal."""
         return {"values": self.values}
@@ -348,6 +356,12 @@ class Block(EigenOperator):
         if not isinstance(other, Block) or other.matrix.shape != self.matrix.shape:
             return None
         return Block(self.matrix + other.matrix, self.block_shape, self.psd and other.psd)
+
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of one block, or one a group."""
+        blocks = self.shape[0] if self.matrix.shape[0] == self.shape[0] else 1
+        size = self.numel() // max(1, blocks)
+        return {"matrix": (blocks, size, size)}
 
     def tensors(self) -> dict[str, Tensor]:
         """The blocks."""

@@ -212,6 +212,11 @@ class QuasiDiagonal(BlockOperator):
             return None
         return replace(self, D=self.D + other.D, f=self.f + other.f, cross=self.cross + other.cross)
 
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the statistics."""
+        k, o, i = self.shape
+        return {"D": (k, o, i - 1), "f": (k, o), "cross": (k, o, i - 1)}
+
     def tensors(self) -> dict[str, Tensor]:
         """Statistics."""
         return {"D": self.D, "f": self.f, "cross": self.cross}
@@ -223,7 +228,10 @@ class QuasiDiagonal(BlockOperator):
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> "QuasiDiagonal":
         """The inverse of `tensors` and `options`."""
-        return cls(tensors["D"], tensors["f"], tensors["cross"], options["completion"])
+        completion = options["completion"]
+        if completion not in (None, "psd", "arrow"):
+            raise InputError(describe(f"completion={completion!r}", '"psd", "arrow" or None', "choose one of them"))
+        return cls(tensors["D"], tensors["f"], tensors["cross"], completion)
 
     def numel(self) -> int:
         """D."""
