@@ -10,9 +10,10 @@ Integers, because sums of them are the same in any order, and no change is too s
 single entry that has changed then changes its row's sum, and a single row that has changed changes h, for certain;
 other changes escape with probability 2⁻³¹.
 
-It costs one pass over the parameters, 0.6 ms a million of them on one core, when the Jacobian is made and whenever it
-runs its model, and nothing is kept but h (a copy to compare with would be as large as the model, and no faster). On a
-GPU it is a dozen launches, and the comparison is looked at with the other checks of that run.
+It costs one pass over the parameters when the Jacobian is made and whenever it runs its model: 0.6 to 1.2 ms a million
+of them on one core, and 25 µs a tensor. Nothing is kept but h (a copy to compare with would be as large as the model,
+and no faster). On a GPU it is a dozen launches and two for every 4 million entries, and nobody waits for it: the
+comparison is looked at with the other checks of that run.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
