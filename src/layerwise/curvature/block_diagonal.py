@@ -91,7 +91,8 @@ class BlockDiagonal(ParamMatrix):
 
     def frobenius(self, samples: int = 0, seed: int = 0) -> Tensor:
         """Root of the sum of squares over layers."""
-        return torch.stack([*self._of_all("frobenius_squared").values()]).sum().sqrt()
+        squares = [squared.double() for squared in self._of_all("frobenius_squared").values()]
+        return torch.stack(squares).sum().sqrt().to(self.dtype)
 
     def diagonal(self, samples: int = 0, seed: int = 0) -> ParamVector:
         """Every layer's diagonal."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from layerwise.curvature.matrix import ParamMatrix, merge_weights
 from layerwise.foundations.columns import Params, Shapes, check_dtype, from_flat, to_flat
+from layerwise.foundations.linalg import norm
 from layerwise.foundations.operators import Block, check_damping
 from layerwise.foundations.vectors import ParamVector
 from layerwise.layers.parts import Layers, alone, find_layer, own_shapes, places
@@ -73,7 +74,7 @@ class DenseMatrix(ParamMatrix):
 
     def frobenius(self, samples: int = 0, seed: int = 0) -> Tensor:
         """``‖M‖_F``."""
-        return self.matrix.norm()
+        return norm(self.matrix)
 
     def diagonal(self, samples: int = 0, seed: int = 0) -> ParamVector:
         """The diagonal."""

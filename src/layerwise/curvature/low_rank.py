@@ -1,5 +1,6 @@
 """``M = RᵀR`` with one row of R a cotangent and example: exact for the data given, best when rows are few."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,9 +12,13 @@ from layerwise.curvature.matrix import ParamMatrix, merge_weights
 from layerwise.foundations.columns import Params, Shapes, check_dtype, from_flat, to_flat
 from layerwise.foundations.errors import NumericalError, describe
 from layerwise.foundations.linalg import guarded_eigh
+from layerwise.foundations.linalg.checks import require_finite
 from layerwise.foundations.operators import check_damping
 from layerwise.foundations.vectors import ParamVector
 from layerwise.layers.parts import Layers, alone, find_layer, own_shapes, places
+
+PART = 2**22
+"""Entries of the rows that are in float64 at a time: 32 MiB."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -38,25 +43,64 @@ class LowRank(ParamMatrix):
         """Of the rows."""
         return self.R.device
 
+    def _gram(self) -> Float[Tensor, "n n"]:
+        """The smaller of ``R Rᵀ`` and ``RᵀR``, in float64."""
+        r, d = self.R.shape
+        return _wide_gram(self.R if r <= d else self.R.mT)
+
+    def _floor(self) -> float:
+        """Up to this part of the largest, eigenvalues are rounding errors.
+
+        Rows that are rounded to ε have singular values that are off by about ε of the largest: independent errors in
+        N rows add up as √N, as the rows themselves do, so that there is no N in it. Eigenvalues are their squares.
+        """
+        return (8 * torch.finfo(self.dtype).eps) ** 2
+
     @cached_property
     def _spectral(self) -> tuple[Tensor, Tensor]:
-        """Non-zero eigenvalues s and eigenvectors V [d, rank], from the smaller Gram matrix."""
+        """Non-zero eigenvalues s in float64, ascending, and eigenvectors V [d, rank].
+
+        V is in float64 where that is less than the rows themselves: elsewhere it has their dtype.
+        """
         r, d = self.R.shape
-        if r <= d:
-            values, U = guarded_eigh(self.R @ self.R.mT, name="Gram matrix of the rows")
-        else:
-            values, U = guarded_eigh(self.R.mT @ self.R, name="low-rank matrix")
-        kept = values > values.max().clamp_min(0) * max(r, d) * torch.finfo(values.dtype).eps
+        if self.dtype == torch.float64:
+            return self._by_singular_values()
+        values, U = guarded_eigh(self._gram(), name="Gram matrix of the rows" if r <= d else "low-rank matrix")
+        kept = values > values.max() * self._floor()
         values, U = values[kept], U[:, kept]
-        V = self.R.mT @ (U / values.sqrt()) if r <= d else U
-        return values, V
+        if r > d:
+            return values, U
+        U = U / values.sqrt()
+        parts, squares = [], torch.zeros_like(values)
+        for columns in self.R.split(max(1, PART // r), dim=1):
+            part = columns.double().mT @ U
+            squares += part.square().sum(0)  # ones, but for the rounding of the smallest eigenvalues
+            parts.append(part.to(self.dtype))
+        return values * squares, torch.cat(parts) / squares.sqrt().to(self.dtype)
+
+    def _by_singular_values(self) -> tuple[Tensor, Tensor]:
+        """Of rows in float64: a Gram matrix would need twice their digits, and there are none."""
+        r, d = self.R.shape
+        require_finite(self.R, "low-rank matrix")
+        small = self.R if r <= d else torch.linalg.qr(self.R, mode="r").R
+        _, sigma, Vh = torch.linalg.svd(small, full_matrices=False)
+        values, V = sigma.square().flip(0), Vh.mT.flip(1)
+        kept = values > values.max() * self._floor()
+        return values[kept], V[:, kept]
 
     def _fn(self, params: Params, on_range: Tensor, elsewhere: float) -> Params:
         """``V f(s) Vᵀ + f(0) (I − V Vᵀ)``."""
-        x = to_flat(params, self.shapes)
         V = self._spectral[1]
+        x = to_flat(params, self.shapes).to(V.dtype)
         inside = x @ V
-        return from_flat((inside * (on_range - elsewhere)) @ V.mT + elsewhere * x, self.shapes)
+        on_range = on_range.to(V.dtype)
+        if V.shape[1] == V.shape[0]:  # nothing elsewhere: ``x − V Vᵀ x`` would be rounding errors, times f(0)
+            out = (inside * on_range) @ V.mT
+        else:
+            outside = x - inside @ V.mT
+            outside = outside - (outside @ V) @ V.mT  # once more: rounding errors in the range, times f(0), are large
+            out = (inside * on_range) @ V.mT + elsewhere * outside
+        return from_flat(out.to(self.dtype), self.shapes)
 
     def _mv(self, params: Params) -> Params:
         return from_flat((to_flat(params, self.shapes) @ self.R.mT) @ self.R, self.shapes)
@@ -95,8 +139,7 @@ class LowRank(ParamMatrix):
 
     def frobenius(self, samples: int = 0, seed: int = 0) -> Tensor:
         """``‖R Rᵀ‖``, by the smaller of the two products."""
-        r, d = self.R.shape
-        return (self.R @ self.R.mT if r <= d else self.R.mT @ self.R).norm()
+        return self._gram().norm().to(self.dtype)
 
     def diagonal(self, samples: int = 0, seed: int = 0) -> ParamVector:
         """Sum of squared rows."""
@@ -112,28 +155,34 @@ class LowRank(ParamMatrix):
         s = self._spectral[0]
         rest = self.numel() - len(s)
         base = (s + damping).log().sum()
-        return base + rest * torch.log(torch.tensor(damping, dtype=s.dtype, device=s.device)) if rest else base
+        return (base + rest * math.log(damping) if rest else base).to(self.dtype)
 
     def eigenvalues(self, k: int | None = None) -> Tensor:
         """All eigenvalues (zeros included), or the k largest, ascending."""
         if k is not None:
             self._check_k(k)
-        s = self._spectral[0]
+        s = self._spectral[0].to(self.dtype)
         full = torch.cat([s.new_zeros(self.numel() - len(s)), s])
         return full[-(k or self.numel()) :]
 
     def eigh(self, k: int | None = None) -> tuple[Tensor, Tensor]:
         """The k largest from the Gram matrix of the rows."""
+        if k is not None:
+            self._check_k(k)
         values, V = self._spectral
         if k is not None and k <= len(values):
-            self._check_k(k)
-            return values[-k:], V[:, -k:]
-        return super().eigh(k)
+            return values[-k:].to(self.dtype), V[:, -k:].to(self.dtype)
+        self._require_dense()
+        values, V = self._spectral
+        null = torch.linalg.qr(V.double(), mode="complete").Q[:, len(values) :]  # any basis of what is orthogonal to V
+        first = 0 if k is None else -k
+        return self.eigenvalues(k), torch.cat([null.to(self.dtype), V.to(self.dtype)], dim=1)[:, first:]
 
     def _dense(self) -> "object":
         from layerwise.curvature.dense import DenseMatrix
 
-        return DenseMatrix(self.R.mT @ self.R, self.shapes, True, self.examples, self.layers, self.memory)
+        matrix = _wide_gram(self.R.mT).to(self.dtype)
+        return DenseMatrix(matrix, self.shapes, True, self.examples, self.layers, self.memory)
 
     def layer(self, name: str) -> "LowRank":
         """The columns of one layer."""
@@ -162,3 +211,20 @@ class LowRank(ParamMatrix):
         """Another device or dtype."""
         check_dtype(dtype)
         return replace(self, R=self.R.to(device=device, dtype=dtype))
+
+
+def _wide_gram(X: Float[Tensor, "n m"]) -> Float[Tensor, "n n"]:
+    """``X Xᵀ`` in float64.
+
+    A Gram matrix squares singular values: in float32, which has 7 digits, eigenvalues below 1e-7 of the largest are
+    rounding errors, and the more the longer the sums. Float64 has more than twice the digits: products of entries are
+    exact, and all that float32 rows can carry survives. (A singular value decomposition of the rows would need a copy
+    of them and another for its vectors, and on a GPU products are what is fast.) Only some columns of X are in
+    float64 at a time: all of N examples × D parameters would take twice the memory of the rows again.
+    """
+    n = X.shape[0]
+    total = torch.zeros(n, n, dtype=torch.float64, device=X.device)
+    for part in X.split(max(1, PART // max(1, n)), dim=1):
+        wide = part.double()
+        total.addmm_(wide, wide.mT)
+    return total

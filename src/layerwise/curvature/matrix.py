@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from layerwise.foundations.arithmetic import OwnArithmetic
 from layerwise.foundations.columns import Params, Shapes, as_rows, from_flat, numel, read, to_flat
 from layerwise.foundations.errors import InputError, NumericalError, describe
 from layerwise.foundations.linalg import (
@@ -29,12 +30,13 @@ from layerwise.foundations.memory import budget, require
 from layerwise.foundations.operators import check_damping, damped_spectrum
 from layerwise.foundations.random import seed_of, stream
 from layerwise.foundations.vectors import ParamVector
+from layerwise.layers.calling import in_own_arithmetic
 
 SMALL = 2048
 """Up to this many parameters, an operation without a closed form is done on the dense matrix."""
 
 
-class ParamMatrix(ABC):
+class ParamMatrix(OwnArithmetic, ABC, guard=in_own_arithmetic):
     """A symmetric matrix on the parameters named in `shapes`."""
 
     shapes: Shapes
@@ -186,7 +188,7 @@ class ParamMatrix(ABC):
         squared = frobenius_squared(self._columns, *self._probe(samples, seed))
         root = squared.sqrt()
         error = squared.standard_error / (2 * float(root)) if float(root) > 0 else 0.0
-        return type(squared)(root, standard_error=error, samples=squared.samples)
+        return type(squared)(root.to(self.dtype), standard_error=error, samples=squared.samples)
 
     def diagonal(self, samples: int = 64, seed: int = 0) -> ParamVector:
         """The diagonal as a vector, or an estimate with its `standard_error` (a vector too)."""
@@ -294,7 +296,7 @@ class ParamMatrix(ABC):
 
         def matmat(X: Any) -> Any:
             columns = torch.as_tensor(np.ascontiguousarray(X)).to(self.dtype).reshape(self.numel(), -1)
-            return self._columns(columns.to(self.device)).cpu().numpy().reshape(X.shape)
+            return (self @ columns.to(self.device)).cpu().numpy().reshape(X.shape)
 
         dtype = {torch.float64: np.float64}.get(self.dtype, np.float32)
         products = {"matvec": matmat, "rmatvec": matmat, "matmat": matmat, "rmatmat": matmat}

@@ -1,5 +1,6 @@
 """Save and load as safetensors: tensors and a JSON description, no pickle."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,16 +15,30 @@ from torch import Tensor
 
 from layerwise.curvature.block_diagonal import BlockDiagonal
 from layerwise.curvature.dense import DenseMatrix
+from layerwise.curvature.description import (
+    Inconsistent,
+    check_names,
+    check_operator,
+    check_tensor,
+    check_whole,
+    read,
+    read_examples,
+    read_form,
+    read_layers,
+    read_shapes,
+    require,
+)
 from layerwise.curvature.low_rank import LowRank
 from layerwise.curvature.matrix import ParamMatrix
 from layerwise.foundations import kronecker, quasi_diagonal  # noqa: F401 - register their operators
 from layerwise.foundations.errors import FileFormatError, UnsupportedError, describe
-from layerwise.foundations.operators import OPERATORS
-from layerwise.layers.form import Form
-from layerwise.layers.parts import from_json, to_json
+from layerwise.foundations.operators import OPERATORS, BlockOperator
+from layerwise.layers.parts import to_json
 from layerwise.layers.table import LayerSpec, LayerTable
 
 FORMAT, VERSION = "layerwise-matrix", 1
+CHECKSUM = "sha256"
+"""Of the description and all tensors; files that were written before there was one have none."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +74,10 @@ def save(matrix: ParamMatrix, path: str | Path) -> None:
     target = Path(path)
     partial = target.with_name(target.name + ".partial")
     try:
-        save_file(tensors, partial, metadata={"format": FORMAT, "description": json.dumps(meta)})
+        text = json.dumps(meta)
+        save_file(
+            tensors, partial, metadata={"format": FORMAT, "description": text, CHECKSUM: _checksum(text, tensors)}
+        )
         partial.replace(target)  # a save that is cut short leaves the earlier file as it was
     except (SafetensorError, OSError) as error:
         with suppress(OSError):
@@ -98,13 +116,14 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> ParamMatrix:
     """Read a matrix that `save` has written.
 
     Raises:
-        FileFormatError: the file is missing, truncated, or not one of ours.
+        FileFormatError: the file is missing, truncated, changed, or not one of ours.
     """
     path = Path(path)
     if not path.exists():
         raise FileFormatError(describe(f"{path}, which does not exist", "a file written by F.save(path)", "check it"))
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
+        # On the host, where the checksum is computed, whatever the device.
+        with safe_open(path, framework="pt", device="cpu") as file:
             header = file.metadata() or {}
             if header.get("format") != FORMAT:
                 raise FileFormatError(
@@ -118,7 +137,7 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> ParamMatrix:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
     except FileFormatError:
         raise
-    except (SafetensorError, ValueError, TypeError, KeyError, EOFError, OSError) as error:
+    except (*_UNREADABLE, SafetensorError, EOFError, OSError) as error:
         raise _unreadable(path, error) from error
     if meta.get("version") != VERSION:
         raise FileFormatError(
@@ -128,10 +147,55 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> ParamMatrix:
                 "use a matching release",
             )
         )
+    _check_sum(path, header, tensors)
     try:
-        return _build(meta, tensors)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        return _build(meta, {key: tensor.to(device) for key, tensor in tensors.items()})
+    except Inconsistent as error:
+        raise FileFormatError(
+            describe(
+                f"{path}, which has {error.given}", error.expected, "it was written or changed wrongly: save it again"
+            )
+        ) from error
+    except _UNREADABLE as error:
         raise _unreadable(path, error) from error
+
+
+_UNREADABLE = (
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    ArithmeticError,
+    AssertionError,
+    RecursionError,
+)
+"""What reading a description that means nothing may end in."""
+
+
+def _checksum(description: str, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the description, and of every tensor's name, type, shape and bytes."""
+    found = hashlib.sha256(description.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        found.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # strides of single entries may be anything
+        found.update(flat.view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _check_sum(path: Path, header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a file of which a bit has changed; another name beside the three would be a changed one of theirs."""
+    odd = sorted(header.keys() - {"format", "description", CHECKSUM})
+    if odd or header.get(CHECKSUM, None) not in (None, _checksum(header["description"], tensors)):
+        raise FileFormatError(
+            describe(
+                f"{path}, whose bytes are not those that were written"
+                + (f" (it has {odd[0]!r} in its header)" if odd else " (its SHA-256 is another)"),
+                "a file as F.save(path) has left it",
+                "copy it again from where it is intact, or save it again",
+            )
+        )
 
 
 def _unreadable(path: Path, error: Exception) -> FileFormatError:
@@ -145,16 +209,46 @@ def _unreadable(path: Path, error: Exception) -> FileFormatError:
 
 
 def _build(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ParamMatrix:
-    shapes = {k: tuple(v) for k, v in meta["shapes"].items()}
-    if meta["class"] == "DenseMatrix":
-        return DenseMatrix(tensors["matrix"], shapes, bool(meta["psd"]), meta["examples"], from_json(meta["layers"]))
-    if meta["class"] == "LowRank":
-        return LowRank(tensors["R"], shapes, meta["examples"], from_json(meta["layers"]))
-    specs, operators = [], {}
-    for layer in meta["layers"]:
-        name = layer["name"]
-        specs.append(LayerSpec(name, Form.from_json(layer["form"]), layer["kind"], (), layer["reason"]))
-        own = {key: tensors[f"{name}/{key}"] for key in layer["tensors"]}
-        operators[name] = OPERATORS[layer["operator"]].from_tensors(own, layer["options"])
-    table = LayerTable(tuple(specs), shapes)
-    return BlockDiagonal(table, operators, meta["structure"], meta["examples"], meta["positions"])
+    kind, shapes, examples = read(meta, "class", str), read_shapes(meta), read_examples(meta)
+    d = sum(torch.Size(shape).numel() for shape in shapes.values())
+    if kind == "DenseMatrix":
+        check_names(tensors, ["matrix"])
+        check_tensor(tensors["matrix"], (d, d), "matrix")
+        psd = read(meta, "psd", bool)
+        return DenseMatrix(tensors["matrix"], shapes, psd, examples, read_layers(meta, shapes))
+    if kind == "LowRank":
+        check_names(tensors, ["R"])
+        check_tensor(tensors["R"], (len(tensors["R"]), d), "R")
+        return LowRank(tensors["R"], shapes, examples, read_layers(meta, shapes))
+    require(kind == "BlockDiagonal", f"a matrix of class {kind!r}", "BlockDiagonal, DenseMatrix or LowRank")
+    return _build_blocks(meta, tensors, shapes, examples)
+
+
+def _build_blocks(
+    meta: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    shapes: dict[str, tuple[int, ...]],
+    examples: int | float | None,
+) -> BlockDiagonal:
+    specs, operators, used = [], dict[str, BlockOperator](), list[str]()
+    for layer in read(meta, "layers", list):
+        name = read(layer, "name", str, "a layer")
+        of = f"layer {name!r}"
+        form = read_form(layer, shapes, name)
+        specs.append(LayerSpec(name, form, read(layer, "kind", str, of), (), read(layer, "reason", (str, None), of)))
+        keys, options = read(layer, "tensors", list, of), read(layer, "options", dict, of)
+        own = {key: tensors[f"{name}/{key}"] for key in keys if f"{name}/{key}" in tensors}
+        used += [f"{name}/{key}" for key in keys]
+        check_names(own, keys)
+        require(name not in operators, f"two layers {name!r}", "one of each name")
+        operators[name] = OPERATORS[read(layer, "operator", str, of)].from_tensors(own, options)
+        check_names(operators[name].tensors(), keys)
+        check_operator(operators[name], form, options, name)
+    require(bool(specs), "no layers", "at least one")
+    check_names(tensors, used)
+    check_whole([spec.form for spec in specs], shapes)
+    positions = read(meta, "positions", dict)
+    counted = positions.keys() <= operators.keys() and all(type(n) is int and n >= 0 for n in positions.values())
+    require(counted, "positions that are no counts of its layers", "a number ≥ 0 for layers that it has")
+    structure = read(meta, "structure", str)
+    return BlockDiagonal(LayerTable(tuple(specs), shapes), operators, structure, examples, positions)

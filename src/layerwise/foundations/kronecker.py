@@ -91,8 +91,8 @@ class InputFactor:
         return self.diagonal().sum(-1)
 
     def square_sum(self) -> Float[Tensor, "K"]:
-        """Squared Frobenius norm of each group's factor."""
-        return self.values.square().flatten(1).sum(-1) * self.taps
+        """Squared Frobenius norm of each group's factor, in float64."""
+        return _squares(self.values) * self.taps
 
     def diagonal(self) -> Float[Tensor, "K I"]:
         """The diagonal."""
@@ -196,7 +196,7 @@ class Kronecker(EigenOperator):
 
     def frobenius_squared(self) -> Float[Tensor, ""]:
         """``Σ_k ‖A‖² ‖G‖²``."""
-        return (self.A.square_sum() * self.G.square().sum((-2, -1))).sum()
+        return (self.A.square_sum() * _squares(self.G)).sum()
 
     def diagonal(self) -> Float[Tensor, "K O I"]:
         """``diag G diag Aᵀ``."""
@@ -214,6 +214,12 @@ class Kronecker(EigenOperator):
             )
         return Kronecker(self.A, self.G * factor, self.solve_split)
 
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of both factors."""
+        k, o, i = self.shape
+        channels = i // max(1, self.A.taps)
+        return {"A": (k, i) if self.A.is_diagonal else (k, channels, channels), "G": (k, o, o)}
+
     def tensors(self) -> dict[str, Tensor]:
         """Both factors."""
         return {"A": self.A.values, "G": self.G}
@@ -225,7 +231,8 @@ class Kronecker(EigenOperator):
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> "Kronecker":
         """The inverse of `tensors` and `options`."""
-        return cls(InputFactor(tensors["A"], int(options["taps"])), tensors["G"], str(options["solve_split"]))
+        split = check_split(str(options["solve_split"]), "trace")
+        return cls(InputFactor(tensors["A"], int(options["taps"])), tensors["G"], split)
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,6 +313,13 @@ class EigenKronecker(EigenOperator):
         same_inputs = (u is None and w is None) or (u is not None and w is not None and torch.equal(u, w))
         return same_inputs and torch.equal(self.U_G, other.U_G)
 
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of bases and eigenvalues."""
+        k, o, i = self.shape
+        channels = i // max(1, self.basis.taps)
+        inputs = {"s_A": (k, i), "U_A": (k, channels, channels)}
+        return {"U_G": (k, o, o), "scalings": self.shape, "s_G": (k, o), **inputs}
+
     def tensors(self) -> dict[str, Tensor]:
         """Bases and eigenvalues."""
         stored = {"U_G": self.U_G, "scalings": self.scalings, "s_A": self.s_A, "s_G": self.s_G}
@@ -325,8 +339,12 @@ class EigenKronecker(EigenOperator):
             tensors["scalings"],
             tensors["s_A"],
             tensors["s_G"],
-            str(options["solve_split"]),
+            check_split(str(options["solve_split"]), "exact"),
         )
+
+
+def _squares(M: Tensor) -> Float[Tensor, "K"]:
+    return torch.linalg.vector_norm(M.flatten(1), dim=1, dtype=torch.float64).square()
 
 
 def _mean_diagonal(M: Tensor) -> Float[Tensor, "K"]:

@@ -15,8 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from layerwise.foundations.arithmetic import OwnArithmetic
 from layerwise.foundations.errors import InputError, NumericalError, describe
-from layerwise.foundations.linalg import guarded_eigh
+from layerwise.foundations.linalg import guarded_eigh, squared_norm
 
 OPERATORS: dict[str, type["BlockOperator"]] = {}
 """Operators by name, for loading."""
@@ -55,7 +56,7 @@ def _shown(damping: float | Tensor) -> str:
     return f"{float(torch.as_tensor(damping).min()):.3g}"
 
 
-class BlockOperator(ABC):
+class BlockOperator(OwnArithmetic, ABC):
     """A symmetric matrix on ``[K, O, I]``."""
 
     kind: ClassVar[str]
@@ -84,6 +85,10 @@ class BlockOperator(ABC):
     def from_tensors(cls, tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> "BlockOperator":
         """The inverse of `tensors` and `options`."""
 
+    def stored_shapes(self) -> dict[str, tuple[int, ...]] | None:
+        """Shapes that `tensors` must have for an operator on `shape`; None where nobody has said."""
+        return None
+
     @abstractmethod
     def mv(self, X: Float[Tensor, "*B K O I"]) -> Float[Tensor, "*B K O I"]:
         """``M vec X``."""
@@ -104,7 +109,7 @@ class BlockOperator(ABC):
 
     @abstractmethod
     def frobenius_squared(self) -> Float[Tensor, ""]:
-        """Sum of the squared eigenvalues."""
+        """Sum of the squared eigenvalues, in float64: of float32 numbers it may not be finite."""
 
     @abstractmethod
     def diagonal(self) -> Float[Tensor, "K O I"]:
@@ -200,7 +205,7 @@ class EigenOperator(BlockOperator):
 
     def frobenius_squared(self) -> Float[Tensor, ""]:
         """``Σ s²``."""
-        return self.spectrum.square().sum()
+        return squared_norm(self.spectrum)
 
     def logdet(self, damping: float, split: str | None = None) -> Float[Tensor, ""]:
         """``Σ log(s + λ)``."""
@@ -263,6 +268,10 @@ class Diagonal(EigenOperator):
         if not isinstance(other, Diagonal):
             return None
         return Diagonal(self.values + other.values, self.psd and other.psd)
+
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the diagonal."""
+        return {"values": self.shape}
 
     def tensors(self) -> dict[str, Tensor]:
         """The diagonal."""
@@ -328,7 +337,7 @@ class Block(EigenOperator):
 
     def frobenius_squared(self) -> Float[Tensor, ""]:
         """Sum of squares."""
-        return self.matrix.square().sum()
+        return squared_norm(self.matrix)
 
     def diagonal(self) -> Float[Tensor, "K O I"]:
         """The diagonal."""
@@ -347,6 +356,12 @@ class Block(EigenOperator):
         if not isinstance(other, Block) or other.matrix.shape != self.matrix.shape:
             return None
         return Block(self.matrix + other.matrix, self.block_shape, self.psd and other.psd)
+
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of one block, or one a group."""
+        blocks = self.shape[0] if self.matrix.shape[0] == self.shape[0] else 1
+        size = self.numel() // max(1, blocks)
+        return {"matrix": (blocks, size, size)}
 
     def tensors(self) -> dict[str, Tensor]:
         """The blocks."""

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, NumericalError, describe
-from layerwise.foundations.linalg import guarded_eigh
+from layerwise.foundations.linalg import guarded_eigh, squared_norm
 from layerwise.foundations.operators import BlockOperator, damped_spectrum
 
 UNITS_BYTES = 64 * 2**20
@@ -133,11 +133,11 @@ class QuasiDiagonal(BlockOperator):
 
     def frobenius_squared(self) -> Float[Tensor, ""]:
         """Arrow: ``Σ D² + f² + 2 κ²``; PSD adds ``Σ_{i≠j} (κ_i κ_j / f)²``."""
-        total = self.D.square().sum() + self.f.square().sum() + 2 * self.cross.square().sum()
+        total = squared_norm(self.D) + squared_norm(self.f) + 2 * squared_norm(self.cross)
         if self._psd(default=False):
-            c = (self.cross * self._ratio()).sum(-1)  # Σ κ² / f
-            diagonal = (self.cross * self._ratio()).square().sum(-1)
-            total = total + (c.square() - diagonal).sum()
+            each = self.cross.double() * self._ratio()
+            c = each.sum(-1)  # Σ κ² / f
+            total = total + (c.square() - each.square().sum(-1)).sum()
         return total
 
     def diagonal(self) -> Float[Tensor, "K O I"]:
@@ -212,6 +212,11 @@ class QuasiDiagonal(BlockOperator):
             return None
         return replace(self, D=self.D + other.D, f=self.f + other.f, cross=self.cross + other.cross)
 
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the statistics."""
+        k, o, i = self.shape
+        return {"D": (k, o, i - 1), "f": (k, o), "cross": (k, o, i - 1)}
+
     def tensors(self) -> dict[str, Tensor]:
         """Statistics."""
         return {"D": self.D, "f": self.f, "cross": self.cross}
@@ -223,7 +228,10 @@ class QuasiDiagonal(BlockOperator):
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> "QuasiDiagonal":
         """The inverse of `tensors` and `options`."""
-        return cls(tensors["D"], tensors["f"], tensors["cross"], options["completion"])
+        completion = options["completion"]
+        if completion not in (None, "psd", "arrow"):
+            raise InputError(describe(f"completion={completion!r}", '"psd", "arrow" or None', "choose one of them"))
+        return cls(tensors["D"], tensors["f"], tensors["cross"], completion)
 
     def numel(self) -> int:
         """D."""

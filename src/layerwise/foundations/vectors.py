@@ -5,6 +5,7 @@ The flat order is that of ``model.named_parameters()``, each tensor row-major; o
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -96,7 +97,12 @@ class ParamVector:
 
     def norm(self) -> Tensor:
         """Euclidean norm."""
-        return (self @ self).sqrt()
+        if not self._tensors:
+            return torch.zeros(())
+        # Squares in float64: those of large float32 entries are infinite.
+        squares = [torch.linalg.vector_norm(t, dtype=torch.float64).square() for t in self._tensors.values()]
+        dtype = reduce(torch.promote_types, (t.dtype for t in self._tensors.values()))
+        return torch.stack(squares).sum().sqrt().to(dtype)
 
     def restrict(self, names: "Mapping[str, Any] | list[str] | tuple[str, ...]") -> "ParamVector":
         """The entries of these parameters alone."""

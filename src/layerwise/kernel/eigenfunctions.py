@@ -6,15 +6,17 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
+from layerwise.foundations.arithmetic import OwnArithmetic
 from layerwise.foundations.errors import NumericalError, describe
 from layerwise.kernel.kernel import Kernel
+from layerwise.layers.calling import in_own_arithmetic
 
 FLOOR = 1e-10
 """Eigenvalues below this part of the largest have no eigenfunction that rounding would leave intact."""
 
 
 @dataclass(frozen=True, eq=False)
-class Eigenfunctions:
+class Eigenfunctions(OwnArithmetic, guard=in_own_arithmetic):
     """``u_j(x) = k(x, X) U_j / λ_j`` (Nyström): at the examples themselves, ``u_j = U_j``.
 
     Orthonormal for the sum over the examples' functions. `population` rescales values at points by ``√N``, and
@@ -64,7 +66,7 @@ class Eigenfunctions:
 
 
 @dataclass(frozen=True, eq=False)
-class KernelPCA:
+class KernelPCA(OwnArithmetic, guard=in_own_arithmetic):
     """Principal components of centred features: ``coordinates = U √λ``."""
 
     functions: Eigenfunctions

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from layerwise.foundations.arithmetic import OwnArithmetic
 from layerwise.foundations.columns import Params, Shapes, from_flat, numel, read, to_flat
 from layerwise.foundations.cotangents import OutputBasis
 from layerwise.foundations.errors import InputError, describe
@@ -20,11 +21,12 @@ from layerwise.foundations.progress import Progress
 from layerwise.foundations.progress import resolve as resolve_progress
 from layerwise.foundations.random import seed_of
 from layerwise.foundations.types import statistics_dtype
-from layerwise.foundations.vectors import ParamVector, trainable, unwrap
+from layerwise.foundations.vectors import ParamVector, unwrap
 from layerwise.kernel.examples import Block, Examples, recording_sizes
+from layerwise.kernel.fingerprint import Fingerprint, first_changed, held_by
 from layerwise.kernel.look import recorded_as_seen
 from layerwise.kernel.outputs import Outputs, Selection
-from layerwise.layers.calling import in_own_arithmetic, refuse_train_mode_batch_norm, renormed
+from layerwise.layers.calling import in_own_arithmetic, refuse_train_mode_batch_norm
 from layerwise.layers.flat_rows import flat_rows
 from layerwise.layers.form import Part
 from layerwise.layers.generic import is_random
@@ -39,7 +41,7 @@ CHUNK = {"cpu": 64 * 2**20, "cuda": 2**30}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Jacobian:
+class Jacobian(OwnArithmetic, guard=in_own_arithmetic):
     """``J = ∂f/∂θ``, of shape (N·P, d): N examples, P functions of each, d parameters."""
 
     recorder: Recorder
@@ -52,24 +54,34 @@ class Jacobian:
     parts: tuple[Part, ...] | None = None
     """The parameters of one layer, where J is restricted to it."""
     _linear: list[Linearization] = field(default_factory=list, repr=False)
-    _versions: dict[str, int] = field(default_factory=dict, repr=False)
+    _made_of: list[Fingerprint] = field(default_factory=list, repr=False)
+    """The parameters at the time it was made; the same for all that are derived from it."""
 
     def __post_init__(self) -> None:
-        if not self._versions:
-            self._versions.update({name: p._version for name, p in trainable(self.recorder.model).items()})
+        if not self._made_of:
+            self._made_of.append(Fingerprint(held_by(self.recorder.model)))
 
-    def check_unchanged(self) -> None:
-        """Nothing is computed until it is asked for: by then the model must still be the one it was."""
-        rescaled = {id(p) for p in renormed(self.recorder.model.modules())}  # by the forward itself
-        for name, p in trainable(self.recorder.model).items():
-            if id(p) not in rescaled and p._version != self._versions.get(name, p._version):
-                raise InputError(
-                    describe(
-                        f"a Jacobian or kernel whose parameter {name!r} has been changed since it was made",
-                        "the parameters of that moment",
-                        "call K.matrix() before training goes on (it is kept), or build it again",
-                    )
+    def _check_unchanged(self) -> None:
+        """Nothing is computed until it is asked for: by then the model must still be the one it was.
+
+        Inside a session, whose checks are looked at before it ends.
+        """
+        flags, names = self._made_of[0].compare(held_by(self.recorder.model))
+
+        def error() -> Exception:
+            return InputError(
+                describe(
+                    f"a Jacobian or kernel whose parameter {first_changed(flags, names)!r} has been changed since it "
+                    "was made",
+                    "the parameters of that moment",
+                    "call K.matrix() before training goes on (it is kept), or build it again",
                 )
+            )
+
+        for some in flags:
+            self.recorder.checks.add(some.any(), error)
+        if not any(some.is_cuda for some in flags):  # nothing to wait for
+            self.recorder.checks.settle()
 
     # --- shape -------------------------------------------------------------------------------------------
 
@@ -102,6 +114,7 @@ class Jacobian:
     def session(self) -> Iterator[None]:
         """The model is run, and left as it was; convolutions in full precision, whatever torch's default is."""
         with self.recorder.session(), full_precision():
+            self._check_unchanged()
             yield
 
     def _parameter(self) -> Tensor:
@@ -129,7 +142,6 @@ class Jacobian:
     @in_own_arithmetic
     def push(self, params: Params) -> Float[Tensor, "B NP"]:
         """``J v`` for columns ``{parameter: [B, *shape]}``."""
-        self.check_unchanged()
         full = self._embedded({k: t.clone() if t.is_inference() else t for k, t in params.items()})
         columns = []
         with self.session():
@@ -143,7 +155,6 @@ class Jacobian:
     @in_own_arithmetic
     def pull(self, u: Float[Tensor, "B NP"]) -> Params:
         """``Jᵀ u`` for columns, ``{parameter: [B, *shape]}``."""
-        self.check_unchanged()
         full = self.recorder.table.shapes
         wanted = list(full) if self.parts is None else [part.name for part in self.parts]
         total = {k: torch.zeros(u.shape[0], *full[k], dtype=self.dtype, device=self.device) for k in wanted}
@@ -230,7 +241,6 @@ class Jacobian:
         """Rows of some examples of a block, layer by layer, cotangent by cotangent."""
         like, P = torch.zeros((), dtype=self.dtype, device=self.device), self.functions
         pieces = []
-        self.check_unchanged()
         with self.session():
             recorded = recorded_as_seen(self.recorder, block.batch, self.outputs, P)
             table = self.recorder.table
@@ -266,7 +276,7 @@ class Jacobian:
 
 
 @dataclass(frozen=True, eq=False)
-class PullBack:
+class PullBack(OwnArithmetic, guard=in_own_arithmetic):
     """``Jᵀ``, of shape (d, N·P)."""
 
     jacobian: Jacobian

@@ -11,10 +11,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from layerwise.foundations.arithmetic import OwnArithmetic
 from layerwise.foundations.errors import InputError, UnsupportedError, describe
-from layerwise.foundations.linalg import guarded_eigh, lanczos_top
+from layerwise.foundations.linalg import guarded_eigh, lanczos_top, norm
 from layerwise.foundations.random import stream
 from layerwise.kernel.jacobian import read_functions
+from layerwise.layers.calling import in_own_arithmetic
 
 if TYPE_CHECKING:
     from layerwise.kernel.eigenfunctions import Eigenfunctions, KernelPCA
@@ -23,7 +25,7 @@ DENSE_EIGH = 4096
 """Up to this many rows the eigenvalues come from the matrix, above from products where only some are asked for."""
 
 
-class Kernel(ABC):
+class Kernel(OwnArithmetic, ABC, guard=in_own_arithmetic):
     """Between N and M examples, P functions of each."""
 
     n: int
@@ -122,7 +124,7 @@ class Kernel(ABC):
 
     def frobenius(self) -> Float[Tensor, ""]:
         """``‖K‖_F``."""
-        return self.matrix().norm()
+        return norm(self.matrix())
 
     def eigenvalues(self, k: int | None = None) -> Float[Tensor, "k"]:
         """The k largest eigenvalues, or all, ascending."""

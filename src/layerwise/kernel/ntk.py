@@ -116,7 +116,6 @@ class TangentKernel(Kernel):
     @in_own_arithmetic
     def _assembled(self, plan: Plan) -> dict[str, Tensor]:
         J, second = self.first, self.second
-        J.check_unchanged()
         for examples in (J.examples, second.examples if second is not None else None):
             if examples is not None and not is_random(J.recorder.model):  # a random forward is seeded by block
                 examples.cut(plan.block)
@@ -171,7 +170,6 @@ class TangentKernel(Kernel):
 def squared_norms(J: Jacobian) -> Float[Tensor, "NP"]:
     """``Σ_θ (∂f_p(x_n)/∂θ)²``, layer by layer in one pass, without per-example gradients where they can be avoided."""
     total = torch.zeros(J.examples.count, J.functions, dtype=J.dtype, device=J.device)
-    J.check_unchanged()
     with J.session():
         for block in J._blocks("diagonal of the tangent kernel"):
             recorded = recorded_as_seen(J.recorder, block.batch, J.outputs, J.functions)

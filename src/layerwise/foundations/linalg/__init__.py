@@ -18,6 +18,8 @@ from layerwise.foundations.linalg.krylov import conjugate_gradient as conjugate_
 from layerwise.foundations.linalg.krylov import lanczos as lanczos
 from layerwise.foundations.linalg.krylov import lanczos_function as lanczos_function
 from layerwise.foundations.linalg.lanczos_top import lanczos_top as lanczos_top
+from layerwise.foundations.linalg.norms import norm as norm
+from layerwise.foundations.linalg.norms import squared_norm as squared_norm
 from layerwise.foundations.linalg.stochastic import frobenius_squared as frobenius_squared
 from layerwise.foundations.linalg.stochastic import hutchinson_diagonal as hutchinson_diagonal
 from layerwise.foundations.linalg.stochastic import hutchinson_trace as hutchinson_trace

@@ -19,6 +19,7 @@ from layerwise.foundations.linalg.draws import Device, rademacher
 from layerwise.foundations.linalg.eigh import guarded_eigh
 from layerwise.foundations.linalg.estimate import Estimate
 from layerwise.foundations.linalg.krylov import lanczos_form
+from layerwise.foundations.linalg.norms import squared_norm
 
 HUTCHPP_SAMPLES = 30  # below, a third of the samples is too few for a standard error
 
@@ -117,7 +118,7 @@ def frobenius_squared(
     *,
     chunk: int = 64,
 ) -> Estimate:
-    """The squared Frobenius norm, ``‖M‖_F² = E ‖Mz‖²`` with ``z = ±1``.
+    """The squared Frobenius norm, ``‖M‖_F² = E ‖Mz‖²`` with ``z = ±1``, in float64: squares may not fit in `dtype`.
 
     Reference: Avron and Toledo 2011, Randomized algorithms for estimating the trace, applied to ``MᵀM``.
 
@@ -127,10 +128,10 @@ def frobenius_squared(
     """
     _check(d, samples, chunk)
     if samples >= d:
-        squares = [(ME**2).sum() for _, ME in _identity(matmul, d, dtype, device, chunk)]
-        return _exact(squares, d, dtype, device)
+        squares = [squared_norm(ME) for _, ME in _identity(matmul, d, dtype, device, chunk)]
+        return _exact(squares, d, torch.float64, device)
     pairs = _pairs(matmul, d, samples, generator, dtype, device, chunk)
-    return Estimate.from_samples(torch.cat([(MZ**2).sum(0) for _, MZ in pairs]))
+    return Estimate.from_samples(torch.cat([(MZ.double() ** 2).sum(0) for _, MZ in pairs]))
 
 
 def slq_logdet(
