@@ -21,47 +21,12 @@ from torch.autograd.graph import get_gradient_edge
 MOVES_ROWS = ("Index", "Gather", "Scatter", "MaskedSelect", "MaskedScatter", "Take", "Put", "Sort", "Topk", "Kthvalue")
 """Beginnings of the names of operations that choose rows by their data."""
 PRODUCTS = ("MmBackward", "BmmBackward", "AddmmBackward", "BaddbmmBackward", "MvBackward", "AddmvBackward")
-ENTRYWISE = frozenset(
-    [
-        "Add",
-        "Sub",
-        "Rsub",
-        "Mul",
-        "Div",
-        "Where",
-        "Lerp",
-        "Addcmul",
-        "Pow",
-        "Exp",
-        "Neg",
-        "Sigmoid",
-        "Tanh",
-        "Softplus",
-        "Sqrt",
-        "Abs",
-        "Relu",
-        "Softmax",
-        "LogSoftmax",
-        "Cat",
-        "Stack",
-        "Slice",
-        "Select",
-        "Clone",
-        "T",
-        "Transpose",
-        "Permute",
-        "View",
-        "UnsafeView",
-        "Expand",
-        "Unsqueeze",
-        "Squeeze",
-        "ReshapeAlias",
-        "ToCopy",
-    ]
-)
-"""Operations on entries, with broadcasting, and views."""
 VIEWS = ("T", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Unsqueeze", "Squeeze", "ReshapeAlias", "ToCopy")
 """What may lie between a parameter and the product it enters."""
+ARITHMETIC = ("Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Pow", "Where", "Lerp", "Addcmul", "Clone")
+CURVES = ("Exp", "Sqrt", "Abs", "Sigmoid", "Tanh", "Relu", "Softplus", "Softmax", "LogSoftmax")
+ENTRYWISE = frozenset((*VIEWS, *ARITHMETIC, *CURVES, "Slice", "Select", "Cat", "Stack"))
+"""Operations on entries, with broadcasting, and what chooses or joins them."""
 ACCUMULATES = type(get_gradient_edge(torch.ones((), requires_grad=True)).node)
 PLAIN = (int, float, bool, str, tuple, type(None))
 _SETTINGS: dict[type, tuple[str, ...]] = {}
