@@ -1,0 +1,270 @@
+"""Runs a case's plan on the library and compares every answer with the oracle."""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from cases import Case, arguments_of, fill, trainable
+from factors import joined, moments_of
+from oracle import Oracle
+from plans import CALLS
+from torch import Tensor, nn
+
+import layerwise as lw
+
+TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "autocast": 5e-2, "bfloat16": 5e-2}
+ORDER = ("right", "loud", "crash", "silent", "oracle")
+"""From best to worst; "oracle" is a case that should not have been made."""
+
+
+@dataclass
+class Verdict:
+    """Of one call, or of a case: its worst call."""
+
+    word: str
+    step: tuple[Any, ...] = ()
+    error: float = 0.0
+    message: str = ""
+
+    @property
+    def rank(self) -> int:
+        return ORDER.index(self.word)
+
+    def __str__(self) -> str:
+        size = f" {self.error:.1e}" if self.word == "silent" else ""
+        return f"{self.word}{size} {self.step} {self.message}".rstrip()
+
+
+def gap(found: Tensor, expected: Tensor) -> float:
+    """‖found − expected‖ / ‖expected‖; infinite where shapes differ or something is not finite."""
+    found, expected = found.detach().double(), expected.detach().double()
+    if found.shape != expected.shape or not bool(found.isfinite().all()):
+        return math.inf
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-12))
+
+
+def judge(case: Case, stop: bool = False) -> list[Verdict]:
+    """One verdict a call; `stop` at the first that is silent or a crash."""
+    oracle, verdicts = Oracle(case), []
+    tolerance = TOLERANCE[case.spec.precision]
+    for step in case.spec.plan:
+        if step[0] not in CALLS:
+            change(case, step)
+            oracle.changed()
+            continue
+        for number in range(len(case.batches)):
+            apart = oracle.alone(number)
+            if apart > tolerance:
+                return [Verdict("oracle", step, apart, "examples interact")]
+        verdicts.append(_judged(case, oracle, step, tolerance))
+        if stop and verdicts[-1].word in ("silent", "crash"):
+            break
+    return verdicts
+
+
+def worst(verdicts: list[Verdict]) -> Verdict:
+    """The one that the case has."""
+    return max(verdicts, key=lambda v: (v.rank, v.error), default=Verdict("right"))
+
+
+def _judged(case: Case, oracle: Oracle, step: tuple[Any, ...], tolerance: float) -> Verdict:
+    checks = _CHECKS[step[0]](case, oracle, *step[1:])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            error, what = checks()
+    except lw.LayerwiseError as problem:
+        return Verdict("loud", step, message=first_sentence(problem))
+    except Exception as problem:
+        return Verdict("crash", step, message=f"{type(problem).__name__}: {first_sentence(problem)}")
+    return Verdict("right", step, error) if error <= tolerance else Verdict("silent", step, error, what)
+
+
+def first_sentence(problem: BaseException) -> str:
+    """A message without what differs between cases: the part after "given:" up to the first ";"."""
+    lines = str(problem).strip().splitlines() or [""]
+    return lines[0].removeprefix("given: ").split(";")[0][:140]
+
+
+# --- changes -----------------------------------------------------------------------------------------------
+
+
+def change(case: Case, step: tuple[Any, ...]) -> None:
+    """Between two calls."""
+    model = case.model
+    if step[0] == "perturb":
+        gate = max(
+            (float(p.detach().abs().max()) for n, p in model.named_parameters() if n.endswith("zero")), default=0.0
+        )
+        fill(model, case.spec.seed + 17, gates=gate)
+    elif step[0] == "gates":
+        fill(model, case.spec.seed, gates=0.8)
+    elif step[0] == "freeze":
+        parameters = list(model.parameters())
+        p = parameters[step[1] % len(parameters)]
+        p.requires_grad_(not p.requires_grad)
+        if not any(True for _ in trainable(model)):
+            p.requires_grad_(True)
+    elif step[0] == "flag":
+        for batch in case.batches:
+            if "flag" in batch.x:
+                batch.x["flag"] = not batch.x["flag"]
+    elif step[0] == "config":
+        model.config.double = not model.config.double
+    elif step[0] == "mode":
+        model.train(not model.training)
+    else:
+        raise ValueError(f"{step} is no step of a plan")
+
+
+# --- calls -------------------------------------------------------------------------------------------------
+
+Check = Callable[[], tuple[float, str]]
+"""Runs the library; the error relative to the truth, and what was compared."""
+
+
+def _fisher(case: Case, oracle: Oracle, structure: str, estimator: str, batch: int) -> Check:
+    numbers = list(range(len(case.batches))) if batch < 0 else [batch]
+    expected = oracle.fisher(estimator, numbers)
+    pairs = [(case.batches[i].given(), case.batches[i].y) for i in numbers]
+    plain = {}
+    if structure == "kfac" and case.spec.precision == "float64" and "ignore" not in case.spec.options:
+        plain = joined([moments_of(case.model, case.batches[i], oracle.batch(i), estimator) for i in numbers])
+
+    def check() -> tuple[float, str]:
+        law = lw.likelihoods.resolve(case.spec.likelihood, **case.options)
+        F = lw.fisher(case.model, pairs if len(pairs) > 1 else pairs[0], law, structure, estimator)
+        return _compared(F, structure, expected, plain)
+
+    return check
+
+
+def _compared(F: Any, structure: str, expected: Tensor, plain: dict[str, tuple[Tensor, Tensor]]) -> tuple[float, str]:
+    v = torch.randn(len(expected), 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    if structure == "implicit":
+        return gap(F @ v.to(F.dtype), expected @ v), "F @ v"
+    if structure == "lowrank":
+        return max((gap(F.to_dense(), expected), "to_dense"), (gap(F @ v.to(F.dtype), expected @ v), "F @ v"))
+    if structure == "diag":
+        return gap(F.diagonal().flat(), expected.diagonal()), "diagonal"
+    if structure in ("ekfac", "quasidiag"):
+        return gap(F.trace(), expected.trace()), "trace"
+    found = F.to_dense().double()
+    if structure == "dense":
+        return gap(found, expected), "to_dense"
+    errors = []
+    for spec in F.table.layers:
+        order = _order(F, spec)
+        block, exact = found[order.unsqueeze(1), order], expected[order.unsqueeze(1), order]
+        if structure == "block" or spec.structure("kfac") == "block":
+            # what is a rounding error beside the whole matrix is none of a block's own
+            errors.append(
+                (float((block - exact).norm() / exact.norm().clamp_min(1e-9 * expected.norm() + 1e-12)), spec.name)
+            )
+            continue
+        eigenvalues = torch.linalg.eigvalsh(block)
+        odd = not bool(block.isfinite().all()) or float(eigenvalues.min()) < -1e-3 * float(
+            eigenvalues.max().clamp_min(1e-9)
+        )
+        errors.append((math.inf if odd else 0.0, f"{spec.name} is not positive"))
+        if spec.name in plain and spec.structure("kfac") == "kfac":
+            A, G = plain[spec.name]
+            errors.append((gap(block, torch.kron(G, A)), f"G ⊗ A of {spec.name}"))
+    return max(errors)
+
+
+def _order(F: Any, spec: Any) -> Tensor:
+    """Flat positions of a layer's entries, in the order of its block."""
+    sizes = [math.prod(shape) for shape in F.shapes.values()]
+    pieces = torch.arange(sum(sizes)).split(sizes)
+    numbered = {k: p.view(shape) for (k, shape), p in zip(F.shapes.items(), pieces, strict=True)}
+    return spec.form.join(numbered).flatten()
+
+
+def _jacobian(case: Case, oracle: Oracle, way: str, batch: int) -> Check:
+    expected = oracle.batch(batch).flat()
+    generator = torch.Generator().manual_seed(6)
+
+    def check() -> tuple[float, str]:
+        J = lw.jacobian(case.model, case.batches[batch].given())
+        if way == "dense":
+            return gap(J.to_dense(), expected), "J.to_dense()"
+        shape = expected.shape[1 if way == "push" else 0]
+        v = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if way == "push":
+            return gap(J @ v.to(J.dtype), expected @ v), "J @ v"
+        found = J.T @ v.to(J.dtype)
+        return gap(found if isinstance(found, Tensor) else found.flat(), expected.T @ v), "J.T @ u"
+
+    return check
+
+
+def _ntk(case: Case, oracle: Oracle, way: str, batch: int) -> Check:
+    J = oracle.batch(batch).flat()
+    u = torch.randn(len(J), generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+    def check() -> tuple[float, str]:
+        K = lw.ntk(case.model, case.batches[batch].given())
+        return (gap(K.matrix(), J @ J.T), "K") if way == "matrix" else (gap(K @ u.to(K.dtype), J @ (J.T @ u)), "K @ u")
+
+    return check
+
+
+def _optimizer(case: Case, oracle: Oracle, estimator: str, batch: int) -> Check:
+    """Factors after one step of rate 0: Q = A and P = G of the batch, up to the average's own weight."""
+    truth, given = oracle.batch(batch), case.batches[batch]
+    plain = {}
+    if case.spec.precision == "float64" and "ignore" not in case.spec.options:
+        plain = joined([moments_of(case.model, given, truth, estimator)])
+    model = copy.deepcopy(case.model).train()  # statistics are those of training forwards
+    for module in model.modules():
+        module.train(not isinstance(module, nn.modules.batchnorm._BatchNorm))
+    model.training = True
+    counted = float(truth.counted.sum())
+
+    def check() -> tuple[float, str]:
+        opt = lw.optim.KFAC(model, lr=0.0)
+        args, kwargs = arguments_of(given.given())
+        f = model(*args, **kwargs)
+        f = f[0] if isinstance(f, tuple) else f
+        loss = _loss(case, f, given.y) / given.n
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        state = opt.state_dict()["state"].values()
+        found = {layer: kept for of in state for layer, kept in of.items() if isinstance(kept, dict)}
+        errors = [(0.0, "")]
+        for name, (A, G) in plain.items():
+            kept = found.get(name, {})
+            for side, truth_of in (("Q", A), ("P", G)):
+                if side in kept and kept[side].numel() == truth_of.numel():
+                    value = kept[side].double().reshape(truth_of.shape)
+                    errors.append((gap(value, truth_of), f"{side} of {name}"))
+        return max(errors)
+
+    return check if counted else lambda: (0.0, "")
+
+
+def _loss(case: Case, f: Tensor, y: Tensor) -> Tensor:
+    """Σ_n ℓ_n by torch's own losses."""
+    import torch.nn.functional as F
+
+    if case.spec.likelihood == "categorical":
+        weight = case.options.get("weight")
+        weight = None if weight is None else weight.to(f.dtype)
+        return F.cross_entropy(f.flatten(0, -2), y.flatten(), weight=weight, reduction="sum")
+    if case.spec.likelihood == "gaussian":
+        return 0.5 * F.mse_loss(f, y.to(f.dtype), reduction="sum")
+    return F.binary_cross_entropy_with_logits(f, y.to(f.dtype), reduction="sum")
+
+
+_CHECKS: dict[str, Callable[..., Check]] = {
+    "fisher": _fisher,
+    "jacobian": _jacobian,
+    "ntk": _ntk,
+    "optimizer": _optimizer,
+}
