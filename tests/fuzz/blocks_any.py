@@ -88,12 +88,8 @@ def transposed_linear(s: Sizes) -> nn.Module:
 @block("any")
 def lora(s: Sizes) -> nn.Module:
     base = _square(s).requires_grad_(False)
-    return Apply(
-        lambda m, h, c: m.base(h) + m.up(m.down(h)),
-        base=base,
-        down=nn.Linear(s.D, 1, False),
-        up=nn.Linear(1, s.D, False),
-    )
+    down, up = nn.Linear(s.D, 1, bias=False), nn.Linear(1, s.D, bias=False)
+    return Apply(lambda m, h, c: m.base(h) + m.up(m.down(h)), base=base, down=down, up=up)
 
 
 @block("any")

@@ -93,7 +93,7 @@ def image_rezero(s: Sizes) -> nn.Module:
 
 @block("image")
 def image_in_place(s: Sizes) -> nn.Module:
-    return Apply(lambda m, h, c: F.relu_(m.conv(h)).add_(h), conv=_conv(s))
+    return Apply(lambda m, h, c: m.conv(h).add_(h).relu_(), conv=_conv(s))
 
 
 @block("image")

@@ -15,10 +15,8 @@ def _square(s: Sizes) -> nn.Linear:
 
 @block("sequence")
 def conv1d(s: Sizes) -> nn.Module:
-    groups = s.D if s.number % 2 else 1
-    return Apply(
-        lambda m, h, c: m.conv(h.mT).mT.tanh(), conv=nn.Conv1d(s.D, s.D, 3, padding=2, dilation=2, groups=groups)
-    )
+    conv = nn.Conv1d(s.D, s.D, 3, padding=2, dilation=2, groups=s.D if s.number % 2 else 1)
+    return Apply(lambda m, h, c: m.conv(h.mT).mT.tanh(), conv=conv)
 
 
 @block("sequence")

@@ -10,14 +10,12 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-import blocks_any
-import blocks_image
-import blocks_sequence
+import blocks_any  # noqa: F401  importing them fills BLOCKS
+import blocks_image  # noqa: F401
+import blocks_sequence  # noqa: F401
 import torch
 from parts import BLOCKS, Apply, Context, Sizes, bare
 from torch import Tensor, nn
-
-assert blocks_any and blocks_image and blocks_sequence  # importing them fills BLOCKS
 
 VOCABULARY = 5
 SIDE = 3

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from cases import Spec, make
 from parts import BLOCKS
+from plans import CALLS
 from verdicts import Verdict, judge, worst
 
 
@@ -35,8 +37,8 @@ def _smaller(spec: Spec) -> Iterator[Spec]:
     for i in range(len(spec.blocks)):
         yield replace(spec, blocks=spec.blocks[:i] + spec.blocks[i + 1 :])
     for i in range(len(spec.sizes)):
-        if len(spec.sizes) > 1 and not any(isinstance(s[-1], int) and s[-1] > 0 for s in spec.plan):
-            yield replace(spec, sizes=spec.sizes[:i] + spec.sizes[i + 1 :])
+        if len(spec.sizes) > 1:
+            yield _without_batch(spec, i)
     wanted = {BLOCKS[b].wants for b in spec.blocks}
     for option in spec.options:
         if option not in wanted:
@@ -52,3 +54,15 @@ def _smaller(spec: Spec) -> Iterator[Spec]:
             fixed = any(BLOCKS[b].fixed for b in spec.blocks) or "mask" in spec.options
             if min(size) >= 1 and size[1] >= 2 and not (fixed and size[1] != t and len(spec.sizes) > 1):
                 yield replace(spec, sizes=(*spec.sizes[:i], size, *spec.sizes[i + 1 :]))
+
+
+def _without_batch(spec: Spec, number: int) -> Spec:
+    """Calls on it are made on its neighbour; later ones keep theirs."""
+
+    def moved(step: tuple[Any, ...]) -> tuple[Any, ...]:
+        if step[0] not in CALLS or step[-1] < number or step[-1] <= 0:
+            return step
+        return (*step[:-1], step[-1] - 1)
+
+    sizes = spec.sizes[:number] + spec.sizes[number + 1 :]
+    return replace(spec, sizes=sizes, plan=tuple(moved(step) for step in spec.plan))

@@ -96,11 +96,11 @@ def first_sentence(problem: BaseException) -> str:
 def change(case: Case, step: tuple[Any, ...]) -> None:
     """Between two calls."""
     model = case.model
-    if step[0] == "perturb":
-        gate = max(
-            (float(p.detach().abs().max()) for n, p in model.named_parameters() if n.endswith("zero")), default=0.0
-        )
-        fill(model, case.spec.seed + 17, gates=gate)
+    if step[0] == "do":
+        step[1](case)
+    elif step[0] == "perturb":
+        gates = [float(p.detach().abs().max()) for name, p in model.named_parameters() if name.endswith("zero")]
+        fill(model, case.spec.seed + 17, gates=max(gates, default=0.0))
     elif step[0] == "gates":
         fill(model, case.spec.seed, gates=0.8)
     elif step[0] == "freeze":
@@ -161,15 +161,12 @@ def _compared(F: Any, structure: str, expected: Tensor, plain: dict[str, tuple[T
         order = _order(F, spec)
         block, exact = found[order.unsqueeze(1), order], expected[order.unsqueeze(1), order]
         if structure == "block" or spec.structure("kfac") == "block":
-            # what is a rounding error beside the whole matrix is none of a block's own
-            errors.append(
-                (float((block - exact).norm() / exact.norm().clamp_min(1e-9 * expected.norm() + 1e-12)), spec.name)
-            )
+            floor = 1e-9 * expected.norm() + 1e-12  # a rounding error beside the whole matrix is none
+            errors.append((float((block - exact).norm() / exact.norm().clamp_min(floor)), spec.name))
             continue
         eigenvalues = torch.linalg.eigvalsh(block)
-        odd = not bool(block.isfinite().all()) or float(eigenvalues.min()) < -1e-3 * float(
-            eigenvalues.max().clamp_min(1e-9)
-        )
+        negative = float(eigenvalues.min()) < -1e-3 * float(eigenvalues.max().clamp_min(1e-9))
+        odd = negative or not bool(block.isfinite().all())
         errors.append((math.inf if odd else 0.0, f"{spec.name} is not positive"))
         if spec.name in plain and spec.structure("kfac") == "kfac":
             A, G = plain[spec.name]
