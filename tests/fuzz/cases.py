@@ -118,6 +118,8 @@ class Case:
     batches: list[Batch]
     options: dict[str, Any] = field(default_factory=dict)
     """Of the likelihood."""
+    plain: tuple[str, ...] | None = None
+    """Linear layers whose Kronecker factors are compared with the formula; None: all that are plain."""
 
 
 def random_case(seed: int, frozen: bool = False) -> Case:

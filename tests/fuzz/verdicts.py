@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from cases import Case, arguments_of, fill, trainable
 from factors import joined, moments_of
 from oracle import Oracle
@@ -131,34 +132,32 @@ def _fisher(case: Case, oracle: Oracle, structure: str, estimator: str, batch: i
     numbers = list(range(len(case.batches))) if batch < 0 else [batch]
     expected = oracle.fisher(estimator, numbers)
     pairs = [(case.batches[i].given(), case.batches[i].y) for i in numbers]
-    plain = {}
-    if structure == "kfac" and case.spec.precision == "float64" and "ignore" not in case.spec.options:
-        plain = joined([moments_of(case.model, case.batches[i], oracle.batch(i), estimator) for i in numbers])
+    plain = _plain(case, oracle, estimator, numbers) if structure == "kfac" else {}
 
     def check() -> tuple[float, str]:
         law = lw.likelihoods.resolve(case.spec.likelihood, **case.options)
-        F = lw.fisher(case.model, pairs if len(pairs) > 1 else pairs[0], law, structure, estimator)
-        return _compared(F, structure, expected, plain)
+        M = lw.fisher(case.model, pairs if len(pairs) > 1 else pairs[0], law, structure, estimator)
+        return _compared(M, structure, expected, plain)
 
     return check
 
 
-def _compared(F: Any, structure: str, expected: Tensor, plain: dict[str, tuple[Tensor, Tensor]]) -> tuple[float, str]:
+def _compared(M: Any, structure: str, expected: Tensor, plain: dict[str, tuple[Tensor, Tensor]]) -> tuple[float, str]:
     v = torch.randn(len(expected), 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     if structure == "implicit":
-        return gap(F @ v.to(F.dtype), expected @ v), "F @ v"
+        return gap(M @ v.to(M.dtype), expected @ v), "F @ v"
     if structure == "lowrank":
-        return max((gap(F.to_dense(), expected), "to_dense"), (gap(F @ v.to(F.dtype), expected @ v), "F @ v"))
+        return max((gap(M.to_dense(), expected), "to_dense"), (gap(M @ v.to(M.dtype), expected @ v), "F @ v"))
     if structure == "diag":
-        return gap(F.diagonal().flat(), expected.diagonal()), "diagonal"
+        return gap(M.diagonal().flat(), expected.diagonal()), "diagonal"
     if structure in ("ekfac", "quasidiag"):
-        return gap(F.trace(), expected.trace()), "trace"
-    found = F.to_dense().double()
+        return gap(M.trace(), expected.trace()), "trace"
+    found = M.to_dense().double()
     if structure == "dense":
         return gap(found, expected), "to_dense"
     errors = []
-    for spec in F.table.layers:
-        order = _order(F, spec)
+    for spec in M.table.layers:
+        order = _order(M, spec)
         block, exact = found[order.unsqueeze(1), order], expected[order.unsqueeze(1), order]
         if structure == "block" or spec.structure("kfac") == "block":
             floor = 1e-9 * expected.norm() + 1e-12  # a rounding error beside the whole matrix is none
@@ -174,11 +173,11 @@ def _compared(F: Any, structure: str, expected: Tensor, plain: dict[str, tuple[T
     return max(errors)
 
 
-def _order(F: Any, spec: Any) -> Tensor:
+def _order(M: Any, spec: Any) -> Tensor:
     """Flat positions of a layer's entries, in the order of its block."""
-    sizes = [math.prod(shape) for shape in F.shapes.values()]
+    sizes = [math.prod(shape) for shape in M.shapes.values()]
     pieces = torch.arange(sum(sizes)).split(sizes)
-    numbered = {k: p.view(shape) for (k, shape), p in zip(F.shapes.items(), pieces, strict=True)}
+    numbered = {k: p.view(shape) for (k, shape), p in zip(M.shapes.items(), pieces, strict=True)}
     return spec.form.join(numbered).flatten()
 
 
@@ -211,45 +210,49 @@ def _ntk(case: Case, oracle: Oracle, way: str, batch: int) -> Check:
     return check
 
 
+def _plain(case: Case, oracle: Oracle, estimator: str, numbers: list[int]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Factors of plain layers; of none where positions are masked, which is another formula for some layers."""
+    if case.spec.precision != "float64" or "ignore" in case.spec.options:
+        return {}
+    found = joined([moments_of(case.model, case.batches[i], oracle.batch(i), estimator) for i in numbers])
+    return {name: f for name, f in found.items() if case.plain is None or name in case.plain}
+
+
 def _optimizer(case: Case, oracle: Oracle, estimator: str, batch: int) -> Check:
-    """Factors after one step of rate 0: Q = A and P = G of the batch, up to the average's own weight."""
-    truth, given = oracle.batch(batch), case.batches[batch]
-    plain = {}
-    if case.spec.precision == "float64" and "ignore" not in case.spec.options:
-        plain = joined([moments_of(case.model, given, truth, estimator)])
-    model = copy.deepcopy(case.model).train()  # statistics are those of training forwards
-    for module in model.modules():
+    def check() -> tuple[float, str]:
+        return max(((error, what) for what, error in statistics_of(case, oracle, estimator, batch)), default=(0.0, ""))
+
+    return check
+
+
+def statistics_of(case: Case, oracle: Oracle, estimator: str, batch: int) -> list[tuple[str, float]]:
+    """Errors of K-FAC's factors after one step of rate 0 on a copy: Q = A and P = G of the batch."""
+    given = case.batches[batch]
+    plain = _plain(case, oracle, estimator, [batch])
+    model = copy.deepcopy(case.model)
+    for module in model.modules():  # statistics are those of training forwards
         module.train(not isinstance(module, nn.modules.batchnorm._BatchNorm))
     model.training = True
-    counted = float(truth.counted.sum())
-
-    def check() -> tuple[float, str]:
-        opt = lw.optim.KFAC(model, lr=0.0)
-        args, kwargs = arguments_of(given.given())
-        f = model(*args, **kwargs)
-        f = f[0] if isinstance(f, tuple) else f
-        loss = _loss(case, f, given.y) / given.n
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        state = opt.state_dict()["state"].values()
-        found = {layer: kept for of in state for layer, kept in of.items() if isinstance(kept, dict)}
-        errors = [(0.0, "")]
-        for name, (A, G) in plain.items():
-            kept = found.get(name, {})
-            for side, truth_of in (("Q", A), ("P", G)):
-                if side in kept and kept[side].numel() == truth_of.numel():
-                    value = kept[side].double().reshape(truth_of.shape)
-                    errors.append((gap(value, truth_of), f"{side} of {name}"))
-        return max(errors)
-
-    return check if counted else lambda: (0.0, "")
+    opt = lw.optim.KFAC(model, lr=0.0)
+    args, kwargs = arguments_of(given.given())
+    f = model(*args, **kwargs)
+    loss = _loss(case, f[0] if isinstance(f, tuple) else f, given.y) / given.n
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    found = {layer: kept for of in opt.state_dict()["state"].values() for layer, kept in of.items()}
+    errors = []
+    for name, (A, G) in plain.items():
+        kept = found.get(name)
+        kept = kept if isinstance(kept, dict) else {}
+        for side, truth in (("Q", A), ("P", G)):
+            if side in kept and kept[side].numel() == truth.numel():
+                errors.append((f"{side} of {name}", gap(kept[side].reshape(truth.shape), truth)))
+    return errors
 
 
 def _loss(case: Case, f: Tensor, y: Tensor) -> Tensor:
     """Σ_n ℓ_n by torch's own losses."""
-    import torch.nn.functional as F
-
     if case.spec.likelihood == "categorical":
         weight = case.options.get("weight")
         weight = None if weight is None else weight.to(f.dtype)
