@@ -9,11 +9,13 @@ wrong number). The last line is JSON; the exit code is 1 where something was sil
 
 import argparse
 import collections
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -26,9 +28,13 @@ from shrink import shrunk
 from verdicts import Verdict, judge, worst
 
 BAD = ("silent", "crash", "oracle")
+CHUNK = 100
+"""Cases for which processes are started together."""
+Task = tuple[int, bool]
+"""A seed, and whether parameters are frozen."""
 
 
-def judged(task: tuple[int, bool]) -> tuple[int, list[Verdict]]:
+def judged(task: Task) -> tuple[int, list[Verdict]]:
     """The verdicts of a seed; in a process of its own if need be."""
     seed, frozen = task
     torch.set_num_threads(1)
@@ -65,22 +71,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if bad else 0
 
 
-def _progress(tasks: list[tuple[int, bool]], processes: int, seconds: float) -> Iterable[tuple[int, list[Verdict]]]:
+def _progress(tasks: list[Task], processes: int, seconds: float) -> Iterable[tuple[int, list[Verdict]]]:
     started, counts = time.monotonic(), collections.Counter()
-    pool = ProcessPoolExecutor(processes) if processes > 1 else None
+    for done, (seed, verdicts) in enumerate(_each(tasks, processes), 1):
+        counts[worst(verdicts).word] += 1
+        shown = ", ".join(f"{n} {word}" for word, n in sorted(counts.items()))
+        line = f"{done}/{len(tasks)} in {time.monotonic() - started:.0f} s: {shown}"
+        if sys.stderr.isatty():
+            print(line, end="\n" if done == len(tasks) else "\r", file=sys.stderr, flush=True)
+        elif done % 50 == 0 or done == len(tasks):
+            print(line, file=sys.stderr, flush=True)
+        yield seed, verdicts
+        if time.monotonic() - started > seconds:
+            return
+
+
+def _each(tasks: list[Task], processes: int) -> Iterator[tuple[int, list[Verdict]]]:
+    """In order, some at a time: where a process dies, which no exception tells, its cases are run again one by one."""
+    for start in range(0, len(tasks), CHUNK):
+        chunk, found = tasks[start : start + CHUNK], {}
+        with contextlib.suppress(BrokenProcessPool), ProcessPoolExecutor(processes) as pool:
+            for task, answer in zip(chunk, pool.map(judged, chunk), strict=True):
+                found[task] = answer
+                yield answer
+        for task in chunk:
+            if task not in found:
+                yield _in_its_own_process(task)
+
+
+def _in_its_own_process(task: Task) -> tuple[int, list[Verdict]]:
     try:
-        for done, (seed, verdicts) in enumerate((pool.map if pool else map)(judged, tasks), 1):
-            counts[worst(verdicts).word] += 1
-            shown = ", ".join(f"{n} {word}" for word, n in sorted(counts.items()))
-            end = "\r" if sys.stderr.isatty() else "\n"
-            if end == "\r" or done % 50 == 0 or done == len(tasks):
-                print(f"{done}/{len(tasks)} in {time.monotonic() - started:.0f} s: {shown}", end=end, file=sys.stderr)
-            yield seed, verdicts
-            if time.monotonic() - started > seconds:
-                break
-    finally:
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
+        with ProcessPoolExecutor(1) as pool:
+            return pool.submit(judged, task).result()
+    except BrokenProcessPool:
+        return task[0], [Verdict("crash", message="the process died")]
 
 
 def report(found: dict[int, list[Verdict]], console: Console) -> list[int]:
