@@ -101,6 +101,12 @@ def attention_twins(s: Sizes) -> nn.Module:
 
 
 @block("sequence")
+def transformer_layer(s: Sizes) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(s.D, 1, s.D, dropout=0.0, batch_first=True, norm_first=s.number % 2 == 0)
+    return Apply(lambda m, h, c: m.layer(h), layer=layer)
+
+
+@block("sequence")
 def attention_by_hand(s: Sizes) -> nn.Module:
     D = s.D
 

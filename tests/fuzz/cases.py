@@ -38,7 +38,7 @@ class Spec:
     blocks: tuple[str, ...] = ()
     head: str = "linear"
     """ "linear" on one vector an example (the mean over positions), "last" on the last position, "positions" on every
-    one, "tied" to the embedding on every one."""
+    one, "tied" on every one with the embedding's weight, "tied layer" the same as a layer."""
     D: int = 2
     C: int = 2
     sizes: tuple[tuple[int, int], ...] = ((3, 3),)
@@ -47,7 +47,7 @@ class Spec:
     precision: str = "float64"
     options: tuple[str, ...] = ()
     """Of "flag", "config", "kept", "two signs", "mask", "shared", "tuple", "zero head", "ignore", "weights", "train",
-    "no padding first"."""
+    "no padding first", "time first"."""
     frozen: tuple[int, ...] = ()
     """Places of frozen parameters, as `named_parameters` counts."""
     plan: tuple[Step, ...] = ()
@@ -60,6 +60,7 @@ class Model(nn.Module):
         super().__init__()
         self.stem, self.blocks, self.head = stem, nn.ModuleList(blocks), head
         self.how, self.tuple, self.autocast = spec.head, "tuple" in spec.options, spec.precision == "autocast"
+        self.time_first = "time first" in spec.options
         self.config = SimpleNamespace(double=False)
 
     def forward(
@@ -70,6 +71,7 @@ class Model(nn.Module):
         shared: Tensor | None = None,
         flag: bool = False,
     ) -> Any:
+        x = x.transpose(0, 1) if self.time_first else x
         context = Context(x, flag, self.config, kept, [])
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
             h = x if self.stem is None else self.stem(x)
@@ -83,7 +85,7 @@ class Model(nn.Module):
     def _headed(self, h: Tensor) -> Tensor:
         if self.how == "tied":
             return h @ self.stem.weight.T  # type: ignore[union-attr]
-        if self.how == "positions":
+        if self.how in ("positions", "tied layer"):
             return self.head(h)
         if self.how == "last":
             return self.head(h[:, -1])
@@ -98,7 +100,8 @@ class Batch:
     x: dict[str, Any]
     y: Tensor
     n: int
-    mask: Tensor | None = None
+    axis: int = 0
+    """Of the examples in x."""
 
     def given(self) -> Any:
         """The input as a user would give it: one tensor if it is one."""
@@ -106,7 +109,13 @@ class Batch:
 
     def alone(self, example: int) -> dict[str, Any]:
         """One example's arguments: what all examples share stays whole."""
-        return {k: v[example : example + 1] if k in ("x", "kept") else v for k, v in self.x.items()}
+        axes = {"x": self.axis, "kept": 0}
+        return {k: v.narrow(axes[k], example, 1) if k in axes else v for k, v in self.x.items()}
+
+    @property
+    def example_axis(self) -> int | None:
+        """To be said where N = T leaves it open."""
+        return self.axis if self.axis and self.x["x"].shape[0] == self.n else None
 
 
 @dataclass
@@ -140,7 +149,7 @@ def random_spec(seed: int, frozen: bool = False) -> Spec:
     known = [name for name, b in BLOCKS.items() if kind in b.kinds]
     blocks = tuple(rng.choices(known, k=rng.choice((1, 1, 2, 2, 3)) if precision in ("float64", "float32") else 1))
     stem = rng.choice(("none", "none", "embedding", "padded")) if kind == "sequence" else "none"
-    heads = {"sequence": ["linear", "last", "positions"] + ["tied"] * (stem != "none")}
+    heads = {"sequence": ["linear", "last", "positions"] + ["tied", "tied layer"] * (stem != "none")}
     head = rng.choice(heads.get(kind, ["linear"]))
     T = rng.choice((2, 3, 4))
     D = rng.choice((2, 3, T)) if kind != "image" else 2
@@ -150,6 +159,8 @@ def random_spec(seed: int, frozen: bool = False) -> Spec:
     if kind == "sequence":
         options |= {o for o in ("mask", "kept", "no padding first") if rng.random() < 0.15}
         fixed = fixed or "mask" in options  # its size is T × T
+        if rng.random() < 0.1 and not options & {"mask", "kept", "shared"}:  # other inputs have their examples first
+            options.add("time first")
     likelihood = rng.choice(("categorical", "categorical", "gaussian", "bernoulli"))
     if likelihood == "categorical":
         options |= {o for o in ("ignore", "weights") if rng.random() < 0.15}
@@ -195,7 +206,7 @@ def make(spec: Spec) -> Case:
 
 def classes(spec: Spec) -> int:
     """C, which is the vocabulary where the head is the embedding."""
-    return VOCABULARY if spec.head == "tied" else spec.C
+    return VOCABULARY if spec.head.startswith("tied") else spec.C
 
 
 def _model(spec: Spec) -> nn.Module:
@@ -204,7 +215,9 @@ def _model(spec: Spec) -> nn.Module:
     if spec.stem != "none":
         stem = nn.Embedding(VOCABULARY, spec.D, padding_idx=0 if spec.stem == "padded" else None)
     blocks = [BLOCKS[name].build(Sizes(spec.D, T, number)) for number, name in enumerate(spec.blocks)]
-    head: nn.Module = nn.Identity() if spec.head == "tied" else nn.Linear(spec.D, spec.C)
+    head: nn.Module = nn.Identity() if spec.head == "tied" else nn.Linear(spec.D, classes(spec))
+    if spec.head == "tied layer":
+        head.weight = stem.weight  # type: ignore[union-attr]
     if spec.head == "tied" and spec.seed % 2:
         head = Apply(lambda m, h: h, unused=bare(1))
     model = Model(spec, stem, blocks, head)
@@ -274,8 +287,11 @@ def _batch(spec: Spec, number: int, n: int, t: int) -> Batch:
         arguments["shared"] = normal(n if spec.seed % 2 else 3)
     if "flag" in spec.options:
         arguments["flag"] = False
-    y = _labels(spec, (n, t) if spec.head in ("positions", "tied") else (n,), generator)
-    return Batch(arguments, y if spec.likelihood == "categorical" else y.to(dtype), n)
+    y = _labels(spec, (n,) if spec.head in ("linear", "last") else (n, t), generator)
+    if "time first" in spec.options:
+        arguments["x"] = x.transpose(0, 1).contiguous()
+    axis = int("time first" in spec.options)
+    return Batch(arguments, y if spec.likelihood == "categorical" else y.to(dtype), n, axis)
 
 
 def _labels(spec: Spec, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

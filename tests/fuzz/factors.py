@@ -22,6 +22,8 @@ class Moments:
     G: Tensor
     positions: int
     examples: int
+    size: float
+    """Of G with an output Fisher of 1: beside it, what is left of a saturated softmax may be rounding alone."""
 
 
 def moments_of(model: nn.Module, batch: Batch, truth: Truth, estimator: str) -> dict[str, Moments]:
@@ -75,7 +77,8 @@ def _moments(
     else:
         g = torch.einsum("npso,np->nso", own, truth.slopes().flatten(1))
         G = torch.einsum("nso,nsr->or", g, g)
-    return Moments(torch.einsum("nsi,nsj->ij", rows, rows), G, n * rows.shape[1], n)
+    size = float(own.square().sum())
+    return Moments(torch.einsum("nsi,nsj->ij", rows, rows), G, n * rows.shape[1], n, size)
 
 
 def _oracle(model: nn.Module, module: nn.Module, truth: Truth, biased: bool) -> Tensor:
@@ -89,11 +92,15 @@ def _oracle(model: nn.Module, module: nn.Module, truth: Truth, biased: bool) -> 
     return torch.cat([weight, pieces[id(module.bias)].unsqueeze(-1)], -1) if biased else weight
 
 
-def joined(parts: list[dict[str, Moments]]) -> dict[str, tuple[Tensor, Tensor]]:
-    """``{layer: (A, G)}`` over batches: A = Σ a aᵀ / (N S) and G = Σ g gᵀ / N; layers that are plain in all of them."""
+def joined(parts: list[dict[str, Moments]]) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """``{layer: (A, G, size of G)}`` over batches: A = Σ a aᵀ / (N S) and G = Σ g gᵀ / N.
+
+    Of layers that are plain in all of them.
+    """
     found = {}
     for name in set.intersection(*(set(part) for part in parts)):
         of = [part[name] for part in parts]
         A = sum(m.A for m in of) / sum(m.positions for m in of)  # type: ignore[operator]
-        found[name] = (A, sum(m.G for m in of) / sum(m.examples for m in of))  # type: ignore[operator]
+        N = sum(m.examples for m in of)
+        found[name] = (A, sum(m.G for m in of) / N, sum(m.size for m in of) / N)  # type: ignore[operator]
     return found

@@ -80,8 +80,12 @@ class Truth:
         """Σ_n, not divided by N."""
         if estimator == "exact":
             return torch.einsum("nsci,nscd,nsdj->ij", self.J, self.output_fisher(), self.J)
-        g = torch.einsum("nsci,nsc->ni", self.J, self.slopes())
+        g = self.gradients()
         return g.T @ g
+
+    def gradients(self) -> Tensor:
+        """``[N, d]``: ∂ℓ_n/∂θ."""
+        return torch.einsum("nsci,nsc->ni", self.J, self.slopes())
 
     def flat(self) -> Tensor:
         """``[N·S·C, d]``, example-major."""

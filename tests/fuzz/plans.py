@@ -4,8 +4,9 @@
 |---|---|
 | ``("fisher", structure, estimator, batch)`` | batch −1: all of them |
 | ``("jacobian", "dense" or "push" or "pull", batch)`` | |
-| ``("ntk", "matrix" or "product", batch)`` | |
-| ``("optimizer", estimator, batch)`` | statistics of one step on a copy of the model |
+| ``("ntk", "matrix" or "product" or "cross", batch)`` | "cross": with the first batch |
+| ``("moment", structure, centered, batch)`` | of the gradients |
+| ``("optimizer", estimator, batch)`` | statistics of a step a batch on a copy of the model |
 | ``("perturb",)``, ``("gates",)`` | parameters move in place; gates leave zero |
 | ``("freeze", i)`` | requires_grad of parameter i is toggled |
 | ``("flag",)``, ``("config",)`` | a plain value in the input, or on the model, is toggled |
@@ -19,7 +20,7 @@ from cases import Spec
 from parts import BLOCKS
 
 STRUCTURES = ("dense", "block", "diag", "lowrank", "implicit", "kfac", "ekfac", "quasidiag")
-CALLS = ("fisher", "jacobian", "ntk", "optimizer")
+CALLS = ("fisher", "jacobian", "ntk", "moment", "optimizer")
 
 
 def random_plan(spec: Spec, rng: random.Random) -> tuple[tuple[Any, ...], ...]:
@@ -40,21 +41,15 @@ def random_plan(spec: Spec, rng: random.Random) -> tuple[tuple[Any, ...], ...]:
 
 def _call(spec: Spec, rng: random.Random) -> tuple[Any, ...]:
     batch = rng.randrange(len(spec.sizes))
-    what = rng.choices(CALLS, (8, 3, 2, 1))[0]
+    what = rng.choices(CALLS, (10, 4, 3, 1, 2))[0]
     if what == "fisher":
         structure = rng.choices(STRUCTURES, (4, 2, 3, 3, 3, 2, 1, 1))[0]
         return what, structure, rng.choice(("exact", "exact", "empirical")), rng.choice((-1, -1, batch))
     if what == "jacobian":
         return what, rng.choice(("dense", "push", "pull")), batch
     if what == "ntk":
-        return what, rng.choice(("matrix", "product")), batch
-    return what, "empirical", batch
-
-
-def every_call(batches: int, estimators: tuple[str, ...] = ("exact", "empirical")) -> tuple[tuple[Any, ...], ...]:
-    """All there is, on all batches: for cases written by hand."""
-    steps: list[tuple[Any, ...]] = [("fisher", s, e, -1) for s in STRUCTURES for e in estimators]
-    for batch in range(batches):
-        steps += [("jacobian", way, batch) for way in ("push", "dense", "pull")]
-        steps += [("ntk", way, batch) for way in ("matrix", "product")]
-    return tuple(steps)
+        same = len({t for _, t in spec.sizes}) == 1 or spec.head in ("linear", "last")
+        return what, rng.choice(("matrix", "product", "cross") if same else ("matrix", "product")), batch
+    if what == "moment":
+        return what, rng.choice(STRUCTURES[:5]), rng.random() < 0.5, rng.choice((-1, batch))
+    return what, "empirical", rng.choice((-1, batch))

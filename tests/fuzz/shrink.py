@@ -45,7 +45,7 @@ def _smaller(spec: Spec) -> Iterator[Spec]:
             yield replace(spec, options=tuple(o for o in spec.options if o != option))
     for i in range(len(spec.frozen)):
         yield replace(spec, frozen=spec.frozen[:i] + spec.frozen[i + 1 :])
-    simple = {"stem": "none", "head": "linear", "likelihood": "gaussian", "precision": "float64", "C": 2, "D": 2}
+    simple = {"head": "linear", "stem": "none", "likelihood": "gaussian", "precision": "float64", "C": 2, "D": 2}
     for name, value in simple.items():
         if getattr(spec, name) != value:
             yield replace(spec, **{name: value})

@@ -3,7 +3,7 @@
 import copy
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +40,19 @@ class Verdict:
         return f"{self.word}{size} {self.step} {self.message}".rstrip()
 
 
-def gap(found: Tensor, expected: Tensor) -> float:
-    """‖found − expected‖ / ‖expected‖; infinite where shapes differ or something is not finite."""
+ROUNDING = 1e-8
+"""Of what a result is a difference of: where a softmax is saturated, little else is left of the Fisher matrix."""
+
+
+def gap(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
+    """‖found − expected‖ / ‖expected‖; infinite where shapes differ or something is not finite.
+
+    `scale` is the size of the terms that the result is a sum of.
+    """
     found, expected = found.detach().double(), expected.detach().double()
     if found.shape != expected.shape or not bool(found.isfinite().all()):
         return math.inf
-    return float((found - expected).norm() / expected.norm().clamp_min(1e-12))
+    return float((found - expected).norm() / expected.norm().clamp_min(ROUNDING * scale + 1e-12))
 
 
 def judge(case: Case, stop: bool = False) -> list[Verdict]:
@@ -59,7 +66,9 @@ def judge(case: Case, stop: bool = False) -> list[Verdict]:
             continue
         for number in range(len(case.batches)):
             apart = oracle.alone(number)
-            if apart > tolerance:
+            if case.spec.precision != "float64":
+                tolerance = max(tolerance, 10 * apart)  # as much as rounding is worth in this case
+            elif apart > tolerance:
                 return [Verdict("oracle", step, apart, "examples interact")]
         verdicts.append(_judged(case, oracle, step, tolerance))
         if stop and verdicts[-1].word in ("silent", "crash"):
@@ -133,43 +142,47 @@ def _fisher(case: Case, oracle: Oracle, structure: str, estimator: str, batch: i
     expected = oracle.fisher(estimator, numbers)
     pairs = [(case.batches[i].given(), case.batches[i].y) for i in numbers]
     plain = _plain(case, oracle, estimator, numbers) if structure == "kfac" else {}
+    axis = next((case.batches[i].example_axis for i in numbers if case.batches[i].example_axis), None)
+    scale = max(float(oracle.batch(i).J.square().sum()) / case.batches[i].n for i in numbers)
 
     def check() -> tuple[float, str]:
         law = lw.likelihoods.resolve(case.spec.likelihood, **case.options)
-        M = lw.fisher(case.model, pairs if len(pairs) > 1 else pairs[0], law, structure, estimator)
-        return _compared(M, structure, expected, plain)
+        M = lw.fisher(case.model, pairs if len(pairs) > 1 else pairs[0], law, structure, estimator, example_axis=axis)
+        return _compared(M, structure, expected, plain, scale)
 
     return check
 
 
-def _compared(M: Any, structure: str, expected: Tensor, plain: dict[str, tuple[Tensor, Tensor]]) -> tuple[float, str]:
+def _compared(
+    M: Any, structure: str, expected: Tensor, plain: dict[str, tuple[Tensor, Tensor, float]], scale: float
+) -> tuple[float, str]:
     v = torch.randn(len(expected), 2, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     if structure == "implicit":
-        return gap(M @ v.to(M.dtype), expected @ v), "F @ v"
+        return gap(M @ v.to(M.dtype), expected @ v, scale), "F @ v"
     if structure == "lowrank":
-        return max((gap(M.to_dense(), expected), "to_dense"), (gap(M @ v.to(M.dtype), expected @ v), "F @ v"))
+        product = gap(M @ v.to(M.dtype), expected @ v, scale), "F @ v"
+        return max((gap(M.to_dense(), expected, scale), "to_dense"), product)
     if structure == "diag":
-        return gap(M.diagonal().flat(), expected.diagonal()), "diagonal"
+        return gap(M.diagonal().flat(), expected.diagonal(), scale), "diagonal"
     if structure in ("ekfac", "quasidiag"):
-        return gap(M.trace(), expected.trace()), "trace"
+        return gap(M.trace(), expected.trace(), scale), "trace"
     found = M.to_dense().double()
     if structure == "dense":
-        return gap(found, expected), "to_dense"
+        return gap(found, expected, scale), "to_dense"
     errors = []
     for spec in M.table.layers:
         order = _order(M, spec)
         block, exact = found[order.unsqueeze(1), order], expected[order.unsqueeze(1), order]
         if structure == "block" or spec.structure("kfac") == "block":
-            floor = 1e-9 * expected.norm() + 1e-12  # a rounding error beside the whole matrix is none
-            errors.append((float((block - exact).norm() / exact.norm().clamp_min(floor)), spec.name))
+            errors.append((gap(block, exact, scale), spec.name))
             continue
         eigenvalues = torch.linalg.eigvalsh(block)
         negative = float(eigenvalues.min()) < -1e-3 * float(eigenvalues.max().clamp_min(1e-9))
         odd = negative or not bool(block.isfinite().all())
         errors.append((math.inf if odd else 0.0, f"{spec.name} is not positive"))
         if spec.name in plain and spec.structure("kfac") == "kfac":
-            A, G = plain[spec.name]
-            errors.append((gap(block, torch.kron(G, A)), f"G ⊗ A of {spec.name}"))
+            A, G, size = plain[spec.name]
+            errors.append((gap(block, torch.kron(G, A), size * float(A.norm())), f"G ⊗ A of {spec.name}"))
     return max(errors)
 
 
@@ -186,7 +199,8 @@ def _jacobian(case: Case, oracle: Oracle, way: str, batch: int) -> Check:
     generator = torch.Generator().manual_seed(6)
 
     def check() -> tuple[float, str]:
-        J = lw.jacobian(case.model, case.batches[batch].given())
+        of = case.batches[batch]
+        J = lw.jacobian(case.model, of.given(), example_axis=of.example_axis)
         if way == "dense":
             return gap(J.to_dense(), expected), "J.to_dense()"
         shape = expected.shape[1 if way == "push" else 0]
@@ -201,16 +215,21 @@ def _jacobian(case: Case, oracle: Oracle, way: str, batch: int) -> Check:
 
 def _ntk(case: Case, oracle: Oracle, way: str, batch: int) -> Check:
     J = oracle.batch(batch).flat()
+    first = oracle.batch(0).flat()
     u = torch.randn(len(J), generator=torch.Generator().manual_seed(7), dtype=torch.float64)
 
     def check() -> tuple[float, str]:
-        K = lw.ntk(case.model, case.batches[batch].given())
+        of = case.batches[batch]
+        K = lw.ntk(case.model, of.given(), example_axis=of.example_axis)
+        if way == "cross":
+            cross = lw.ntk(case.model, case.batches[0].given(), of.given(), example_axis=of.example_axis)
+            return gap(cross.matrix(), first @ J.T), "K of two batches"
         return (gap(K.matrix(), J @ J.T), "K") if way == "matrix" else (gap(K @ u.to(K.dtype), J @ (J.T @ u)), "K @ u")
 
     return check
 
 
-def _plain(case: Case, oracle: Oracle, estimator: str, numbers: list[int]) -> dict[str, tuple[Tensor, Tensor]]:
+def _plain(case: Case, oracle: Oracle, estimator: str, numbers: list[int]) -> dict[str, tuple[Tensor, Tensor, float]]:
     """Factors of plain layers; of none where positions are masked, which is another formula for some layers."""
     if case.spec.precision != "float64" or "ignore" in case.spec.options:
         return {}
@@ -218,36 +237,69 @@ def _plain(case: Case, oracle: Oracle, estimator: str, numbers: list[int]) -> di
     return {name: f for name, f in found.items() if case.plain is None or name in case.plain}
 
 
-def _optimizer(case: Case, oracle: Oracle, estimator: str, batch: int) -> Check:
+def _moment(case: Case, oracle: Oracle, structure: str, centered: bool, batch: int) -> Check:
+    numbers = list(range(len(case.batches))) if batch < 0 else [batch]
+    g = torch.cat([oracle.batch(i).gradients() for i in numbers])
+    scale = float(g.square().sum())
+    g = g - g.mean(0) if centered else g
+    pairs = [(case.batches[i].given(), case.batches[i].y) for i in numbers]
+    axis = next((case.batches[i].example_axis for i in numbers if case.batches[i].example_axis), None)
+
     def check() -> tuple[float, str]:
-        return max(((error, what) for what, error in statistics_of(case, oracle, estimator, batch)), default=(0.0, ""))
+        data = pairs if len(pairs) > 1 else pairs[0]
+        law = lw.likelihoods.resolve(case.spec.likelihood, **case.options)
+        M = lw.gradient_moment(case.model, data, law, structure, centered, example_axis=axis)
+        return _compared(M, structure, g.T @ g / len(g), {}, scale)
 
     return check
 
 
-def statistics_of(case: Case, oracle: Oracle, estimator: str, batch: int) -> list[tuple[str, float]]:
-    """Errors of K-FAC's factors after one step of rate 0 on a copy: Q = A and P = G of the batch."""
-    given = case.batches[batch]
-    plain = _plain(case, oracle, estimator, [batch])
-    model = copy.deepcopy(case.model)
+def _optimizer(case: Case, oracle: Oracle, estimator: str, batch: int) -> Check:
+    steps = list(range(len(case.batches))) if batch < 0 else [batch]
+
+    def check() -> tuple[float, str]:
+        return max(((error, what) for what, error in statistics_of(case, steps, estimator)), default=(0.0, ""))
+
+    return check if all(b.axis == 0 for b in case.batches) else lambda: (0.0, "")
+
+
+def statistics_of(
+    case: Case, steps: Sequence[int | Callable[[Case], None]], estimator: str = "empirical"
+) -> list[tuple[str, float]]:
+    """Errors of K-FAC's factors after steps of rate 0 on a copy, without an average: Q = A and P = G of each batch.
+
+    A step is the number of a batch, or a change of the case.
+    """
+    case = copy.deepcopy(case)
+    model, oracle, errors = case.model, Oracle(case), []
     for module in model.modules():  # statistics are those of training forwards
         module.train(not isinstance(module, nn.modules.batchnorm._BatchNorm))
     model.training = True
-    opt = lw.optim.KFAC(model, lr=0.0)
-    args, kwargs = arguments_of(given.given())
-    f = model(*args, **kwargs)
-    loss = _loss(case, f[0] if isinstance(f, tuple) else f, given.y) / given.n
-    opt.zero_grad()
-    loss.backward()
-    opt.step()
+    opt = lw.optim.KFAC(model, lr=0.0, factor_decay=0.0)
+    for step in steps:
+        if not isinstance(step, int):
+            step(case)
+            oracle.changed()
+            continue
+        given, plain = case.batches[step], _plain(case, oracle, estimator, [step])
+        args, kwargs = arguments_of(given.given())
+        f = model(*args, **kwargs)
+        opt.zero_grad()
+        (_loss(case, f[0] if isinstance(f, tuple) else f, given.y) / given.n).backward()
+        opt.step()
+        errors += _errors_of(opt, plain)
+    return errors
+
+
+def _errors_of(opt: Any, plain: dict[str, tuple[Tensor, Tensor, float]]) -> list[tuple[str, float]]:
     found = {layer: kept for of in opt.state_dict()["state"].values() for layer, kept in of.items()}
     errors = []
-    for name, (A, G) in plain.items():
+    for name, (A, G, size) in plain.items():
         kept = found.get(name)
         kept = kept if isinstance(kept, dict) else {}
-        for side, truth in (("Q", A), ("P", G)):
+        for side, truth, scale in (("Q", A, 0.0), ("P", G, size)):
             if side in kept and kept[side].numel() == truth.numel():
-                errors.append((f"{side} of {name}", gap(kept[side].reshape(truth.shape), truth)))
+                errors.append((f"{side} of {name}", gap(kept[side].reshape(truth.shape), truth, scale)))
     return errors
 
 
@@ -266,5 +318,6 @@ _CHECKS: dict[str, Callable[..., Check]] = {
     "fisher": _fisher,
     "jacobian": _jacobian,
     "ntk": _ntk,
+    "moment": _moment,
     "optimizer": _optimizer,
 }
