@@ -51,5 +51,10 @@ def _call(spec: Spec, rng: random.Random) -> tuple[Any, ...]:
         same = len({t for _, t in spec.sizes}) == 1 or spec.head in ("linear", "last")
         return what, rng.choice(("matrix", "product", "cross") if same else ("matrix", "product")), batch
     if what == "moment":
-        return what, rng.choice(STRUCTURES[:5]), rng.random() < 0.5, rng.choice((-1, batch))
+        return (
+            what,
+            rng.choice(STRUCTURES[:5]),
+            rng.random() < 0.5 and spec.precision == "float64",
+            rng.choice((-1, batch)),
+        )
     return what, "empirical", rng.choice((-1, batch))

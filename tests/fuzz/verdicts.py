@@ -40,19 +40,19 @@ class Verdict:
         return f"{self.word}{size} {self.step} {self.message}".rstrip()
 
 
-ROUNDING = 1e-8
+ROUNDING = {"float64": 1e-8, "float32": 1e-3, "autocast": 3e-2, "bfloat16": 3e-2}
 """Of what a result is a difference of: where a softmax is saturated, little else is left of the Fisher matrix."""
 
 
 def gap(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
     """‖found − expected‖ / ‖expected‖; infinite where shapes differ or something is not finite.
 
-    `scale` is the size of the terms that the result is a sum of.
+    `scale` is below what a result may be rounding alone.
     """
     found, expected = found.detach().double(), expected.detach().double()
     if found.shape != expected.shape or not bool(found.isfinite().all()):
         return math.inf
-    return float((found - expected).norm() / expected.norm().clamp_min(ROUNDING * scale + 1e-12))
+    return float((found - expected).norm() / expected.norm().clamp_min(scale + 1e-12))
 
 
 def judge(case: Case, stop: bool = False) -> list[Verdict]:
@@ -144,6 +144,7 @@ def _fisher(case: Case, oracle: Oracle, structure: str, estimator: str, batch: i
     plain = _plain(case, oracle, estimator, numbers) if structure == "kfac" else {}
     axis = next((case.batches[i].example_axis for i in numbers if case.batches[i].example_axis), None)
     scale = max(float(oracle.batch(i).J.square().sum()) / case.batches[i].n for i in numbers)
+    scale *= ROUNDING[case.spec.precision]
 
     def check() -> tuple[float, str]:
         law = lw.likelihoods.resolve(case.spec.likelihood, **case.options)
@@ -182,7 +183,9 @@ def _compared(
         errors.append((math.inf if odd else 0.0, f"{spec.name} is not positive"))
         if spec.name in plain and spec.structure("kfac") == "kfac":
             A, G, size = plain[spec.name]
-            errors.append((gap(block, torch.kron(G, A), size * float(A.norm())), f"G ⊗ A of {spec.name}"))
+            errors.append(
+                (gap(block, torch.kron(G, A), ROUNDING["float64"] * size * float(A.norm())), f"G ⊗ A of {spec.name}")
+            )
     return max(errors)
 
 
@@ -240,7 +243,7 @@ def _plain(case: Case, oracle: Oracle, estimator: str, numbers: list[int]) -> di
 def _moment(case: Case, oracle: Oracle, structure: str, centered: bool, batch: int) -> Check:
     numbers = list(range(len(case.batches))) if batch < 0 else [batch]
     g = torch.cat([oracle.batch(i).gradients() for i in numbers])
-    scale = float(g.square().sum())
+    scale = ROUNDING[case.spec.precision] * float(g.square().sum())
     g = g - g.mean(0) if centered else g
     pairs = [(case.batches[i].given(), case.batches[i].y) for i in numbers]
     axis = next((case.batches[i].example_axis for i in numbers if case.batches[i].example_axis), None)
@@ -297,7 +300,7 @@ def _errors_of(opt: Any, plain: dict[str, tuple[Tensor, Tensor, float]]) -> list
     for name, (A, G, size) in plain.items():
         kept = found.get(name)
         kept = kept if isinstance(kept, dict) else {}
-        for side, truth, scale in (("Q", A, 0.0), ("P", G, size)):
+        for side, truth, scale in (("Q", A, 0.0), ("P", G, ROUNDING["float64"] * size)):
             if side in kept and kept[side].numel() == truth.numel():
                 errors.append((f"{side} of {name}", gap(kept[side].reshape(truth.shape), truth, scale)))
     return errors
