@@ -114,8 +114,8 @@ class Batch:
 
     @property
     def example_axis(self) -> int | None:
-        """To be said where N = T leaves it open."""
-        return self.axis if self.axis and self.x["x"].shape[0] == self.n else None
+        """To be said where N = T leaves it open, or N = 1; else labels tell. Function space has no labels."""
+        return self.axis if self.axis and self.n in (1, self.x["x"].shape[0]) else None
 
 
 @dataclass

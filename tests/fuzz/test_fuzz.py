@@ -15,6 +15,7 @@ from verdicts import Verdict, gap, judge, worst
 
 LOUD = (
     r"a model whose batch elements interact",  # rows of examples in an order of their own, such as sorted ones
+    r"an output that no trainable parameter takes part in",  # of one batch, where a branch leaves them all out
     r"layer .* called on an input of shape",  # as many rows in one batch as examples of another would have
 )
 """Errors that a case may end with; any other is a defect, be its message as good as it may."""

@@ -203,7 +203,7 @@ def _jacobian(case: Case, oracle: Oracle, way: str, batch: int) -> Check:
 
     def check() -> tuple[float, str]:
         of = case.batches[batch]
-        J = lw.jacobian(case.model, of.given(), example_axis=of.example_axis)
+        J = lw.jacobian(case.model, of.given(), example_axis=of.axis or None)
         if way == "dense":
             return gap(J.to_dense(), expected), "J.to_dense()"
         shape = expected.shape[1 if way == "push" else 0]
@@ -223,9 +223,9 @@ def _ntk(case: Case, oracle: Oracle, way: str, batch: int) -> Check:
 
     def check() -> tuple[float, str]:
         of = case.batches[batch]
-        K = lw.ntk(case.model, of.given(), example_axis=of.example_axis)
+        K = lw.ntk(case.model, of.given(), example_axis=of.axis or None)
         if way == "cross":
-            cross = lw.ntk(case.model, case.batches[0].given(), of.given(), example_axis=of.example_axis)
+            cross = lw.ntk(case.model, case.batches[0].given(), of.given(), example_axis=of.axis or None)
             return gap(cross.matrix(), first @ J.T), "K of two batches"
         return (gap(K.matrix(), J @ J.T), "K") if way == "matrix" else (gap(K @ u.to(K.dtype), J @ (J.T @ u)), "K @ u")
 
