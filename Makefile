@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest
 # run compiles (300 files of tests, and the library with its checks) the next one reads, whatever the environment says.
 PARALLEL := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PYTEST) -n 2 --dist loadfile
 
-.PHONY: demo demo-fisher mutants test test-slow test-gpu test-interpreted test-variants test-variants-short lint types
+.PHONY: demo demo-fisher mutants fuzz test test-slow test-gpu test-interpreted test-variants test-variants-short lint types
 .PHONY: imports check bench clean
 
 # The main result of the first study: run, claims, and pages to look at. A second call runs only what is missing.
@@ -35,6 +35,11 @@ test-interpreted: $(READY)
 # Algorithms broken on purpose, one line at a time: do the claims notice? Some twenty minutes.
 mutants: $(READY)
 	$(BIN)/python tests/mutants/mutation.py
+
+# Random models, orders of calls and frozen parameters against plain autograd; some five minutes.
+fuzz: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py --cases 1500 --processes 2 --shrink
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py --cases 750 --processes 2 --shrink --frozen
 
 # Tests that compare trainings, as other processors round: other BLAS kernels, threads, orders of sums.
 test-variants: $(READY)
