@@ -145,9 +145,9 @@ def output_tensor(out: Any) -> Tensor:
     return found
 
 
-def example_count(x: Tree, axis: int) -> int:
-    """N, from the first tensor of the input."""
-    first = next(leaves(x), None)
+def example_count(x: Tree, axis: int, shared: Collection[int] = ()) -> int:
+    """N, from the first tensor of the input that is not `shared` by all examples."""
+    first = next((t for place, t in enumerate(leaves(x)) if place not in shared), None)
     if first is None or first.ndim <= axis:
         raise InputError(describe("an input without a batch axis", "a tensor with examples on an axis", "add one"))
     return first.shape[axis]
@@ -164,7 +164,7 @@ def holding(x: Tree, axis: int, shared: Collection[int] = ()) -> list[bool]:
 
     `shared` are the places of tensors that all examples use, though their size may be N by chance.
     """
-    n = example_count(x, axis)
+    n = example_count(x, axis, shared)
     return [place not in shared and t.ndim > axis and t.shape[axis] == n for place, t in enumerate(leaves(x))]
 
 

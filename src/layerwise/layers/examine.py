@@ -184,11 +184,11 @@ def _shared_inputs(model: nn.Module, x: Tree, axis: int, n: int) -> frozenset[in
     """
     held = holding(x, axis)
     others = frozenset(place for place, holds in enumerate(held) if not holds)
-    doubtful = [place for place in range(1, len(held)) if held[place]]
-    if not doubtful or n == 1:
+    doubtful = [place for place, holds in enumerate(held) if holds]
+    if len(doubtful) < 2 or n == 1:
         return others
     whole = _plain_output(model, x)
-    for more in ([], *([place] for place in doubtful), doubtful):
+    for more in ([], *([place] for place in (*doubtful[1:], doubtful[0])), doubtful[1:], doubtful[:-1]):
         shared = others.union(more)
         try:
             part = _plain_output(model, take(x, n - 1, n, axis, shared))

@@ -65,7 +65,12 @@ class ExampleGradients:
     def _adds_up(self, rows: Mapping[str, Tensor], alone: Tensor, f: Tensor, v: Tensor) -> bool:
         """By a mixture of all cotangents: rules may be right for the first alone."""
         least = {torch.float64: 1e-8, torch.float32: 1e-3}.get(f.dtype, 0.1)
-        if alone.shape != f.shape or not bool((alone - f.detach()).abs().max() <= least * f.detach().abs().max()):
+        fitting = all(rows[k].shape == (v.shape[0], f.shape[0], *p.shape) for k, p in self.params.items())
+        if (
+            not fitting
+            or alone.shape != f.shape
+            or not bool((alone - f.detach()).abs().max() <= least * f.detach().abs().max())
+        ):
             return False
         mixture = mixture_of(v)
         truth = self._pull(f, torch.tensordot(mixture, v, 1).unsqueeze(0), retain_graph=True)
@@ -82,7 +87,7 @@ class ExampleGradients:
             return arrange(call(self.model, x))
 
     def _vmap(self, x: Tree, f: Tensor, v: Tensor, arrange: Arrange) -> tuple[dict[str, Tensor], Tensor]:
-        if example_count(x, self.axis) != f.shape[0]:
+        if example_count(x, self.axis, self.shared) != f.shape[0]:
             raise ValueError("examples cannot be run alone")
         flat = list(leaves(x))
         in_axes = [self.axis if held else None for held in holding(x, self.axis, self.shared)]
@@ -102,7 +107,7 @@ class ExampleGradients:
         return {name: rows[name].detach() for name in self.names}, alone.detach()
 
     def _loop(self, x: Tree, f: Tensor, v: Tensor, arrange: Arrange) -> tuple[dict[str, Tensor], Tensor]:
-        if example_count(x, self.axis) != f.shape[0]:
+        if example_count(x, self.axis, self.shared) != f.shape[0]:
             raise ValueError("examples cannot be run alone")
         columns, alone = [], []
         for n in range(f.shape[0]):

@@ -102,8 +102,7 @@ class Recorder:
             self._add_checks(batch)
         if self._modules is None:
             self.checks.settle()
-        axis = self.given_axis if self.findings is None else self.findings.example_axis
-        n = example_count(batch.x, axis or 0)
+        n = self._count(batch)
         if self.findings is None or (self._examined_on < 2 <= n):
             self._propose(batch, whole=False)
         assert self.findings is not None
@@ -114,7 +113,7 @@ class Recorder:
         """How the model has to be run, from some examples of a batch or from all."""
         table = self._first_table if whole else self.table
         found = examine(self.model, table, batch.x, batch.y, self.given_axis, self.checks.settle, whole)
-        self._examined_on = example_count(batch.x, found.example_axis)
+        self._examined_on = example_count(batch.x, found.example_axis, found.shared)
         # What has once been found to fall back stays so: sums of several batches must be of one kind.
         self._adopt(found, {**found.reasons, **self._fallen})
 
@@ -160,12 +159,20 @@ class Recorder:
 
     def examples(self, batch: Batch) -> int:
         """N of a batch."""
-        return example_count(batch.x, self.prepare(batch).example_axis)
+        self.prepare(batch)
+        return self._count(batch)
+
+    def _count(self, batch: Batch) -> int:
+        found = self.findings
+        if found is None:
+            return example_count(batch.x, self.given_axis or 0)
+        return example_count(batch.x, found.example_axis, found.shared)
 
     def likely_examples(self, batch: Batch) -> int:
         """N of a batch for a loss of the whole batch, which needs no examination: as found, given, or likely."""
-        axis = self.given_axis if self.findings is None else self.findings.example_axis
-        return example_count(batch.x, likely_axes(batch.x, batch.y)[0] if axis is None else axis)
+        if self.findings is not None or self.given_axis is not None:
+            return self._count(batch)
+        return example_count(batch.x, likely_axes(batch.x, batch.y)[0])
 
     def arrange(self, n: int) -> Callable[[Tensor], Tensor]:
         """``[*lead, C] -> [N, *positions, C]`` for the model's output."""
@@ -220,7 +227,7 @@ class Recorder:
         """A forward as proposed; `plain` with nothing in the place of parameters and inputs."""
         found = self.findings
         assert found is not None
-        n = example_count(batch.x, found.example_axis)
+        n = example_count(batch.x, found.example_axis, found.shared)
         refuse_empty(n)
         copies = {} if plain else found.copies.make(self.model, n)
         tape = Tape(self.model, self.table, found.layouts, self.chunk_bytes, () if plain else found.broadcast, n)

@@ -6,7 +6,6 @@ result is *pending* until the user's backward from that output runs. Forwards wi
 whose output is never differentiated leave nothing.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from layerwise.layers.calling import (
     undisturbed,
 )
 from layerwise.layers.examine import Notes, examine
-from layerwise.layers.graph import Graph, parameter_names
+from layerwise.layers.graph import Graph
 from layerwise.layers.io import LayerIO, RecordedIO
 from layerwise.layers.layout import Layout
 from layerwise.layers.table import LayerSpec, LayerTable
@@ -158,31 +157,12 @@ class Capture:
         examples = self._count(x)
         forward = Forward(tape, examples, tokens_of(f, examples, self.likelihood), self.forwards)
         self.forwards += 1
-        if tape is not None:
-            self._leave_out(tape, f)
         if tape is not None and self.estimator in ("sampled", "exact"):
             self._pull_own(forward, f)
         elif tape is not None:
             self._listen(forward)
         f.register_hook(lambda _, forward=forward: self._came_back(forward))
         self._pending.append(forward)
-
-    def _leave_out(self, tape: Tape, f: Tensor) -> None:
-        """Take no statistics of a layer whose weight this forward also uses elsewhere: its calls are not the whole."""
-        graph = Graph.of(f)
-        if not tape.listens:
-            tape.forget_unreached(graph.places)
-        uses, names = graph.uses(), self._parameters()
-        calls = Counter[str]()
-        for spec in tape.table.layers:
-            for name in spec.parameters:
-                calls[name] += len(tape.calls_of(spec))
-        odd = {names[leaf] for leaf, count in uses.items() if leaf in names and count > calls[names[leaf]] > 0}
-        if odd:
-            tape.table = replace(tape.table, layers=tuple(s for s in tape.table.layers if not odd & {*s.parameters}))
-
-    def _parameters(self) -> dict[int, str]:
-        return parameter_names(self.model.named_parameters())
 
     def _came_back(self, forward: Forward) -> None:
         """The user's backward has reached the output of a forward."""
@@ -233,6 +213,7 @@ class Capture:
         assert self.likelihood is not None
         likelihood = with_class_axis(self.likelihood, f)
         n = forward.examples
+        tape.forget_unreached(Graph.of(f).places)
         cotangent: Cotangent = HessianRoot(likelihood)
         if self.estimator == "sampled":
             cotangent = SampledLabels(likelihood, self.samples, self.seed + RANK_SEEDS * Processes().rank)
@@ -323,8 +304,9 @@ class Capture:
         )
 
     def _count(self, x: Tree) -> int:
-        axis = self.example_axis or 0 if self.notes is None else self.notes.example_axis
-        return example_count(x, axis)
+        if self.notes is None:
+            return example_count(x, self.example_axis or 0)
+        return example_count(x, self.notes.example_axis, self.notes.shared)
 
     # --- between steps -----------------------------------------------------------------------------------
 
