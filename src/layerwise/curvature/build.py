@@ -30,7 +30,7 @@ from layerwise.foundations.progress import Progress, resolve
 from layerwise.foundations.random import seed_of
 from layerwise.foundations.vectors import unwrap
 from layerwise.layers.calling import in_own_arithmetic
-from layerwise.layers.recorder import Recorder
+from layerwise.layers.recorder import Check, Recorder
 from layerwise.layers.source import Source
 from layerwise.layers.sweep import Sweep
 from layerwise.layers.table import LayerTable, OnUnsupported
@@ -61,6 +61,7 @@ def fisher(
     seed: int | torch.Generator = 0,
     memory: int | float | None = None,
     progress: bool | Progress | None = None,
+    check: Check = "first",
     **likelihood_options: Any,
 ) -> ParamMatrix:
     """The Fisher information matrix of a model on data, in any structure.
@@ -102,6 +103,9 @@ def fisher(
         seed: of the labels that are drawn; or a generator, from which a seed is drawn.
         memory: bytes this call may use; default half of what is free.
         progress: True, False, or an object with `track`; by default a bar on a terminal for long work.
+        check: when what is recorded of the model is compared with autograd's gradient, example by example: "first", for
+            every new graph of operations (and always where rows move by the data); "always", for every batch, at the
+            cost of two backwards; "never". What does not agree falls back, with the reason in ``lw.layers``' words.
         likelihood_options: `weight`, `ignore_index`, `label_smoothing`, … of the likelihood named.
     """
     law = likelihoods.resolve(likelihood, **likelihood_options)
@@ -120,6 +124,7 @@ def fisher(
         memory,
         progress,
         conv,
+        check,
     )
     if structure == "implicit":
         sweep.source.require_passes(2, 'structure "implicit"')
@@ -225,6 +230,7 @@ def gradient_moment(
     seed: int | torch.Generator = 0,
     memory: int | float | None = None,
     progress: bool | Progress | None = None,
+    check: Check = "first",
     **likelihood_options: Any,
 ) -> ParamMatrix:
     """Second moment of per-example gradients, ``C = 1/N Σ_n g_n g_nᵀ``; centered, minus ``ḡ ḡᵀ``.
@@ -254,6 +260,7 @@ def gradient_moment(
         seed: of a random forward.
         memory: as for `fisher`.
         progress: as for `fisher`.
+        check: as for `fisher`.
         likelihood_options: of the likelihood named.
     """
     allowed = CENTERED_STRUCTURES if centered else STRUCTURES
@@ -280,6 +287,7 @@ def gradient_moment(
         memory,
         progress,
         conv,
+        check,
     )
     if structure == "implicit":
         sweep.source.require_passes(2, 'structure "implicit"')
@@ -356,6 +364,7 @@ def _sweep(
     memory: int | float | None,
     progress: bool | Progress | None,
     conv: str,
+    check: Check,
 ) -> Sweep:
     if normalize not in ("examples", "terms"):
         raise InputError(describe(f"normalize={normalize!r}", '"examples" or "terms"', "choose one of them"))
@@ -363,7 +372,7 @@ def _sweep(
     # SUA makes kernel offsets independent; the bias has no offset, so it is a block of its own.
     separate = (nn.Conv1d, nn.Conv2d, nn.Conv3d) if conv == "sua" else ()
     table = LayerTable.from_model(model, select, on_unsupported, separate)
-    recorder = Recorder(model, table, example_axis, seed=seed)
+    recorder = Recorder(model, table, example_axis, seed=seed, check=check)
     allowed = budget(memory, _device(model))
     return Sweep(recorder, Source(data, resolve(progress)), law, cotangent, allowed, normalize)
 

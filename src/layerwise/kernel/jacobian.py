@@ -32,7 +32,7 @@ from layerwise.layers.form import Part
 from layerwise.layers.generic import is_random
 from layerwise.layers.linearize import Linearization
 from layerwise.layers.parts import find_layer, layers_of, own_name, own_shapes
-from layerwise.layers.recorder import Recorder
+from layerwise.layers.recorder import Check, Recorder
 from layerwise.layers.sweep import COTANGENT_BYTES
 from layerwise.layers.table import LayerTable, OnUnsupported
 
@@ -358,6 +358,7 @@ def jacobian(
     seed: int | torch.Generator = 0,
     memory: int | float | None = None,
     progress: bool | Progress | None = None,
+    check: Check = "first",
 ) -> Jacobian:
     """The Jacobian of a model's outputs on inputs, as a linear map.
 
@@ -383,8 +384,9 @@ def jacobian(
         seed: of a random forward (dropout in train mode).
         memory: bytes this may use; default half of what is free.
         progress: True, False, or an object with `track`; by default a bar on a terminal for long work.
+        check: when what is recorded is compared with autograd: "first", "always" or "never", see `lw.fisher`.
     """
-    start = prepare(model, outputs, select, on_unsupported, example_axis, seed, memory)
+    start = prepare(model, outputs, select, on_unsupported, example_axis, seed, memory, check)
     recorder, reading, device, allowed = start
     examples = Examples(x, recorder)
     look = look_at(recorder, examples, reading)
@@ -400,6 +402,7 @@ def prepare(
     example_axis: int | None,
     seed: int | torch.Generator,
     memory: int | float | None,
+    check: Check = "first",
 ) -> tuple[Recorder, Outputs, torch.device, int]:
     """What every function-space object starts from; the device, and the bytes allowed."""
     model, reading = unwrap(model), Outputs(outputs)
@@ -408,7 +411,7 @@ def prepare(
     device = next(p.device for p in model.parameters() if p.requires_grad)
     allowed = budget(memory, device)
     chunk = min(CHUNK.get(device.type, CHUNK["cpu"]), max(allowed // 16, 2**20))
-    return Recorder(model, table, example_axis, chunk, seed_of(seed)), reading, device, allowed
+    return Recorder(model, table, example_axis, chunk, seed_of(seed), check), reading, device, allowed
 
 
 @dataclass(frozen=True)

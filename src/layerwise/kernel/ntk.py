@@ -26,6 +26,7 @@ from layerwise.kernel.plan import Algorithm, Plan, Request, check_algorithm, mak
 from layerwise.layers.calling import in_own_arithmetic
 from layerwise.layers.generic import is_random
 from layerwise.layers.io import LayerIO
+from layerwise.layers.recorder import Check
 from layerwise.layers.table import LayerSpec, OnUnsupported, TableChanged
 
 
@@ -205,6 +206,7 @@ def ntk(
     seed: int | torch.Generator = 0,
     memory: int | float | None = None,
     progress: bool | Progress | None = None,
+    check: Check = "first",
 ) -> TangentKernel:
     """The empirical tangent kernel of a model, ``Θ = J(x) J(x2)ᵀ``, not divided by anything.
 
@@ -239,8 +241,9 @@ def ntk(
         seed: of a random forward (dropout in train mode).
         memory: bytes this may use; default half of what is free.
         progress: True, False, or an object with `track`; by default a bar on a terminal for long work.
+        check: when what is recorded is compared with autograd: "first", "always" or "never", see `lw.fisher`.
     """
-    start = prepare(model, outputs, select, on_unsupported, example_axis, seed, memory)
+    start = prepare(model, outputs, select, on_unsupported, example_axis, seed, memory, check)
     recorder, reading, device, allowed = start
     examples = Examples(x, recorder)
     second = None if x2 is None else Examples(x2, recorder)

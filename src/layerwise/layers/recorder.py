@@ -57,6 +57,8 @@ class Recorder:
         seed: int = 0,
         check: Check = "first",
     ) -> None:
+        if check not in ("always", "first", "never"):
+            raise InputError(describe(f"check={check!r}", '"always", "first" or "never"', "choose one of them"))
         self.seed = seed
         self.model, self.table = unwrap(model), table
         self.given_axis = example_axis
@@ -394,8 +396,9 @@ class Recorded:
 
     def each_layer(self, v: Tensor, consume: Callable[[LayerSpec, LayerIO], None], last: bool) -> None:
         """Pull cotangents [V, N, S, C] back and hand over every layer; `last` frees the graph."""
-        with sdpa_kernel(list(self.kernels)), self.tape.replaying():
-            self._each_layer(v, consume, last)
+        if self.f.requires_grad:  # else no trainable parameter takes part in this batch
+            with sdpa_kernel(list(self.kernels)), self.tape.replaying():
+                self._each_layer(v, consume, last)
 
     def _each_layer(self, v: Tensor, consume: Callable[[LayerSpec, LayerIO], None], last: bool) -> None:
         generic = self.recorder._generic

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from layerwise.distributed.processes import Processes
 from layerwise.foundations.cotangents import Cotangent, HessianRoot, SampledLabels
-from layerwise.foundations.errors import InteractionError
+from layerwise.foundations.errors import InputError, InteractionError
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.types import Tree, leaves
 from layerwise.foundations.vectors import unwrap
@@ -194,14 +194,14 @@ class Capture:
             for spec in specs:
                 left = missing[spec.name] = missing[spec.name] - 1
                 if left == 0:
-                    self._keep(spec, tape.io(spec, 1, examples), factor, batch)
+                    self._keep_arrived(tape, spec, examples, factor, batch)
 
         def finish() -> None:
             """At the end of the backward: calls that it did not reach (of targets, of other outputs) do not count."""
             for spec in {spec.name: spec for specs in remaining.values() for spec in specs}.values():
                 if missing[spec.name] and any(event.grad is not None for event in tape.calls_of(spec)):
                     missing[spec.name] = 0
-                    self._keep(spec, tape.io(spec, 1, examples, reached=True), factor, batch)
+                    self._keep_arrived(tape, spec, examples, factor, batch, reached=True)
 
         forward.finish = finish
         tape.notify(arrived)
@@ -236,6 +236,16 @@ class Capture:
                 waiting.clear()
 
         f.register_hook(commit)
+
+    def _keep_arrived(
+        self, tape: Tape, spec: LayerSpec, examples: int, factor: float, batch: tuple[int, int], reached: bool = False
+    ) -> None:
+        """A layer whose gradients have come; not where its rows are no examples' (tokens that the data route)."""
+        try:
+            io = tape.io(spec, 1, examples, reached=reached)
+        except InputError:
+            return
+        self._keep(spec, io, factor, batch)
 
     def _keep(self, spec: LayerSpec, io: LayerIO, factor: float, batch: tuple[int, int]) -> None:
         assert isinstance(io, RecordedIO)
