@@ -108,7 +108,7 @@ class Graph:
                 strict.add(node)
                 if type(node).__name__.partition("Backward")[0] in VIEWS:
                     left += [child for child, _ in node.next_functions]
-        leaves = (node for node in self.nodes if type(node) is ACCUMULATES)
+        leaves: list[Any] = [node for node in self.nodes if type(node) is ACCUMULATES]
         return {id(node.variable) for node in leaves if node not in strict}
 
 
