@@ -193,7 +193,7 @@ def _order(M: Any, spec: Any) -> Tensor:
     """Flat positions of a layer's entries, in the order of its block."""
     sizes = [math.prod(shape) for shape in M.shapes.values()]
     pieces = torch.arange(sum(sizes)).split(sizes)
-    numbered = {k: p.view(shape) for (k, shape), p in zip(M.shapes.items(), pieces, strict=True)}
+    numbered = {k: p.reshape(shape) for (k, shape), p in zip(M.shapes.items(), pieces, strict=True)}
     return spec.form.join(numbered).flatten()
 
 

@@ -5,7 +5,6 @@ batch itself (`verify`), once for every graph, and always where the graph depend
 """
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -286,7 +285,7 @@ class Recorder:
         verdict = verify(tape, f, found.output, n, copies)
         if (copies or found.broadcast) and verdict.right:
             verdict = self._compared(batch, kernels, run, verdict)
-        if steady and verdict.right and verdict.conclusive and self._covers(tape, graph, names):
+        if steady and verdict.right and verdict.conclusive and self._covers(tape, graph, copies):
             if len(known) >= MOST_GRAPHS:
                 known.pop(next(iter(known)))
             known[key] = replace(verdict, truth={})
@@ -307,27 +306,15 @@ class Recorder:
             known[key] = found
         return known[key]
 
-    def _covers(self, tape: Tape, graph: Graph, names: Mapping[int, str]) -> bool:
-        """Whether every use of a recorded parameter is in a recorded call, and every such call is what its rule says.
+    def _covers(self, tape: Tape, graph: Graph, copies: Mapping[str, Tensor]) -> bool:
+        """Whether recorded calls are what their rules say, and copies are used once, whatever values they have.
 
-        A gate that is zero hides a use from the gradient, but not from the graph; a forward of a subclass may scale its
-        weight by ones. What is not covered is verified at every batch.
+        A forward of a subclass may scale its weight by ones, and a gate of zero hide what is done with a copy: these
+        are verified at every batch.
         """
-        recorded = Counter[str]()
-        for spec in tape.table.layers:
-            calls = tape.calls_of(spec)
-            if not all(call.site.own_forward for call in calls):
-                return False
-            for name in spec.parameters:
-                recorded[name] += len(calls) if spec.sites else 1
-        bare = {name for spec in tape.table.layers if not spec.sites for name in spec.parameters}
-        copied = set(self.findings.copies.axes) if self.findings is not None else set()
         uses = graph.uses()
-        return all(
-            count <= recorded[names[leaf]]
-            for leaf, count in uses.items()
-            if leaf in names and names[leaf] in recorded and (names[leaf] not in bare or names[leaf] in copied)
-        )
+        own = all(event.site.own_forward for event in tape.events)
+        return own and all(uses[id(copy)] <= 1 for copy in copies.values())
 
     def _compared(self, batch: Batch, kernels: list[SDPBackend], run: "_Run", verdict: Verdict) -> Verdict:
         """Whether the output and the gradients of copied parameters are those of the model as it is."""
