@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, InteractionError, describe
+from layerwise.foundations.random import stream
 from layerwise.foundations.types import Tree, leaves, map_leaves
 from layerwise.foundations.vectors import trainable
-from layerwise.layers.calling import call, example_count, holding, refuse_empty, take, undisturbed
+from layerwise.layers.calling import call, example_count, holding, refuse_empty, substituted, take, undisturbed
 from layerwise.layers.copies import Copies, Trial, find_copies
 from layerwise.layers.graph import Graph
 from layerwise.layers.layout import Layout, candidates
@@ -187,11 +188,13 @@ def _shared_inputs(model: nn.Module, x: Tree, axis: int, n: int) -> frozenset[in
     doubtful = [place for place, holds in enumerate(held) if holds]
     if len(doubtful) < 2 or n == 1:
         return others
-    whole = _plain_output(model, x)
+    # A head or a gate of zeros would hide what the inputs do.
+    lively = {k: torch.randn(p.shape, generator=stream(0, k)).to(p) for k, p in trainable(model).items() if not p.any()}
+    whole = _plain_output(model, x, lively)
     for more in ([], *([place] for place in (*doubtful[1:], doubtful[0])), doubtful[1:], doubtful[:-1]):
         shared = others.union(more)
         try:
-            part = _plain_output(model, take(x, n - 1, n, axis, shared))
+            part = _plain_output(model, take(x, n - 1, n, axis, shared), lively)
         except (RuntimeError, ValueError, IndexError):
             continue
         if _is_part(part, whole, n):
@@ -199,8 +202,8 @@ def _shared_inputs(model: nn.Module, x: Tree, axis: int, n: int) -> frozenset[in
     return others
 
 
-def _plain_output(model: nn.Module, x: Tree) -> Tensor:
-    with torch.no_grad(), undisturbed(model):
+def _plain_output(model: nn.Module, x: Tree, params: Mapping[str, Tensor]) -> Tensor:
+    with torch.no_grad(), undisturbed(model), substituted(model, params):
         return call(model, x)
 
 
