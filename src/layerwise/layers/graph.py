@@ -21,11 +21,12 @@ from torch.autograd.graph import get_gradient_edge
 MOVES_ROWS = ("Index", "Gather", "Scatter", "MaskedSelect", "MaskedScatter", "Take", "Put", "Sort", "Topk", "Kthvalue")
 """Beginnings of the names of operations that choose rows by their data."""
 PRODUCTS = ("MmBackward", "BmmBackward", "AddmmBackward", "BaddbmmBackward", "MvBackward", "AddmvBackward")
-VIEWS = ("T", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Unsqueeze", "Squeeze", "ReshapeAlias", "ToCopy")
+AXES = ("T", "Transpose", "Permute", "Expand", "Unsqueeze", "Squeeze", "View", "UnsafeView", "ReshapeAlias")
+VIEWS = (*AXES, "Slice", "Select", "Narrow", "Split", "SplitWithSizes", "Unbind", "Alias", "ToCopy")
 """What may lie between a parameter and the product it enters."""
 ARITHMETIC = ("Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Pow", "Where", "Lerp", "Addcmul", "Clone")
 CURVES = ("Exp", "Sqrt", "Abs", "Sigmoid", "Tanh", "Relu", "Softplus", "Softmax", "LogSoftmax")
-ENTRYWISE = frozenset((*VIEWS, *ARITHMETIC, *CURVES, "Slice", "Select", "Cat", "Stack"))
+ENTRYWISE = frozenset((*VIEWS, *ARITHMETIC, *CURVES, "Cat", "Stack"))
 """Operations on entries, with broadcasting, and what chooses or joins them."""
 ACCUMULATES = type(get_gradient_edge(torch.ones((), requires_grad=True)).node)
 PLAIN = (int, float, bool, str, tuple, type(None))
