@@ -37,6 +37,7 @@ from layerwise.layers.generic import ExampleGradients
 from layerwise.layers.graph import Graph, parameter_names
 from layerwise.layers.io import CHUNK_BYTES, GradientIO, LayerIO
 from layerwise.layers.layout import Layout
+from layerwise.layers.snapshot import Snapshot
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.layers.tape import Tape
 from layerwise.layers.verify import NO_AXIS, Verdict, aligned_calls, noise, tolerance, verify
@@ -239,8 +240,12 @@ class Recorder:
 
     def _run_verified(self, batch: Batch, kernels: list[SDPBackend]) -> "_Run":
         """The same, proposed anew where the batch contradicts it: on all its examples, then without what failed."""
+        training = any(module.training for module in self.model.modules())
+        before = Snapshot([b for b in self.model.buffers() if b.device.type != "meta"] if training else [])
         for attempt in range(ATTEMPTS):
             assert self.findings is not None
+            if attempt:
+                before.put_back()  # a spectral norm moves its own in every forward
             try:
                 run = self._run(batch, kernels)
             except Exception:
@@ -318,7 +323,8 @@ class Recorder:
 
     def _compared(self, batch: Batch, kernels: list[SDPBackend], run: "_Run", verdict: Verdict) -> Verdict:
         """Whether the output and the gradients of copied parameters are those of the model as it is."""
-        plain = self._run(batch, kernels, plain=True)
+        with undisturbed(self.model):
+            plain = self._run(batch, kernels, plain=True)
         own = tolerance(run.f.dtype)
         if plain.f.shape != run.f.shape or not torch.allclose(plain.f, run.f, rtol=1e-2 * own + 1e-6, atol=1e-6):
             lost = self.findings.broadcast if self.findings is not None else ()
