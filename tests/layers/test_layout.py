@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.layers.layout import Layout, candidates, holds_alone
+from layerwise.layers.layout import Layout, candidates
+from layerwise.layers.verify import _follows
 
 N, T = 3, 4
 
@@ -58,12 +59,11 @@ def test_candidates_put_the_likely_axis_first():
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_only_the_right_layout_holds_one_example_alone(name: str):
+def test_only_the_right_layout_follows_the_examples_scales(name: str):
     layout, arrange = LAYOUTS[name]
-    support = torch.zeros(N, T, dtype=torch.bool)
-    support[2] = True
-    raw = arrange(support)
-    assert holds_alone(raw, layout, N, 2)
-    assert not holds_alone(raw, layout, N, 1)
+    scales = 2.0 ** torch.arange(N, dtype=torch.float64)
+    rows = torch.ones(N, T, dtype=torch.float64)
+    raw, scaled = arrange(rows), arrange(rows * scales.unsqueeze(1))
+    assert _follows(raw, scaled, layout, N, scales, torch.float64)
     others = [other for other in candidates(tuple(raw.shape), N) if other != layout]
-    assert not any(holds_alone(raw, other, N, 2) for other in others)
+    assert not any(_follows(raw, scaled, other, N, scales, torch.float64) for other in others)

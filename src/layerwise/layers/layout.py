@@ -71,11 +71,3 @@ def candidates(lead: tuple[int, ...], examples: int, first: int = 0) -> Iterator
         for merged in ("major", "minor"):
             if Layout(axis, merged).fits(lead, examples):
                 yield Layout(axis, merged)
-
-
-def holds_alone(support: Tensor, layout: Layout, examples: int, example: int) -> bool:
-    """Whether `support` (sizes of gradients over the leading axes) is zero outside one example's rows."""
-    rows = layout.front(support, support.ndim, examples).reshape(examples, -1).sum(1)
-    rows = rows.clone()
-    rows[example] = 0
-    return not bool(rows.any())
