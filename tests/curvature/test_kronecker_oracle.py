@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.foundations.kronecker import Kronecker
+from layerwise.layers.table import LayerSpec
 from layerwise.testing.cases import CASES, Case, case, select
 
 HIDDEN = {"attention", "generic"}
@@ -38,12 +39,17 @@ def _keep(c: Case, y: Tensor, rows: Rows) -> Tensor | None:
     return mask if mask is not None and mask.shape == rows.a.shape[:2] else None
 
 
+def _hooked(spec: LayerSpec) -> bool:
+    """Whether the oracle's hooks see all of a layer: not where it was found by use."""
+    return spec.structure("kfac") == "kfac" and not any(site.used for site in spec.sites)
+
+
 def _compare(c: Case, estimator: str, sharing: str, normalize: str = "examples") -> list[str]:
     model, x, y = c.make()
     K: Any = lw.fisher(model, data_of(c, x, y), law_of(c), "kfac", estimator, sharing=sharing, normalize=normalize)
     n, terms = counts(c, model, x, y)
     cotangents = (root_cotangents if estimator == "exact" else label_cotangent)(c, model, x, y)
-    seen = rows_of(model, x, cotangents, [s for s in K.table.layers if s.structure("kfac") == "kfac"], n)
+    seen = rows_of(model, x, cotangents, [s for s in K.table.layers if _hooked(s)], n)
     scale = n / terms if normalize == "terms" else 1.0
     for name, rows in seen.items():
         operator = K.operators[name]

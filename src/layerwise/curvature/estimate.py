@@ -121,7 +121,7 @@ class _Statistics:
 
     def prepare(self) -> None:
         """Make them when the first batch has been verified; the table changes if a later one shows more."""
-        if list(self.of) != self.sweep.recorder.table.names():
+        if {name: a.spec.form for name, a in self.of.items()} != self.sweep.recorder.table.forms():
             if self.begun:
                 raise TableChanged
             self._made = None

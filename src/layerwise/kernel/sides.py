@@ -59,7 +59,8 @@ def record_side(recorder: Recorder, blocks: Sequence[Block], plan: Plan, outputs
     keeper = _Keeper(blocks[0].start, blocks[-1].stop, plan)
     for block in blocks:
         recorded = recorded_as_seen(recorder, block.batch, outputs, plan.request.functions)
-        if any(spec.name not in plan.by_name for spec in recorder.table.layers):
+        planned = {name: layer.spec.form for name, layer in plan.by_name.items()}
+        if any(planned.get(name) != form for name, form in recorder.table.forms().items()):
             raise TableChanged
         keeper.add(recorded, block)
         del recorded

@@ -23,6 +23,7 @@ from layerwise.layers.graph import Graph
 from layerwise.layers.layout import Layout, candidates
 from layerwise.layers.table import LayerTable
 from layerwise.layers.tape import SiteKey, Tape, explained
+from layerwise.layers.uses import Use, Used, Watch, propose
 from layerwise.layers.vectorised import dense
 from layerwise.layers.verify import NO_AXIS, noise, verify
 
@@ -53,6 +54,8 @@ class Notes:
     """Bare parameters that can be given to each example apart."""
     shared: frozenset[int] = frozenset()
     """Places of the input's tensors that all examples use (a mask over positions)."""
+    uses: tuple[Used, ...] = ()
+    """Layers that were found by use: their parameters enter products that no layer type makes."""
     conclusive: bool = True
     """Whether every layer had a gradient to be examined by; if not, the notes hold for this call alone."""
     more: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -227,6 +230,10 @@ class _Probe:
     axis: int
     shared: frozenset[int]
     broadcast: frozenset[str] = frozenset()
+    products: tuple[Use, ...] = ()
+    """Every product with a parameter."""
+    uses: tuple[Used, ...] = ()
+    """What of them is in the table."""
 
     @classmethod
     def run(
@@ -238,10 +245,18 @@ class _Probe:
         axis: int,
         shared: frozenset[int],
         broadcast: frozenset[str] = frozenset(),
+        uses: tuple[Used, ...] = (),
     ) -> "_Probe":
+        products = list[Use]()
+
+        def seen(use: Use, _: object, out: Tensor) -> Tensor:
+            products.append(use)
+            return out
+
         with (
             undisturbed(model),
             torch.enable_grad(),
+            Watch(model, seen),
             Tape(model, table, broadcast=broadcast, examples=n) as tape,
         ):
             f = call(model, x)
@@ -249,18 +264,28 @@ class _Probe:
             raise InputError(
                 describe("an output that no trainable parameter takes part in", "a differentiable model", "check it")
             )
-        return cls(tape, x, f, n, axis, shared, broadcast)
+        return cls(tape, x, f, n, axis, shared, broadcast, tuple(products), uses)
 
     def spread(self, modules: list[str]) -> "_Probe | None":
         """The same with an example axis for the inputs of these modules; None if that changes the output."""
         try:
             again = _Probe.run(
-                self.tape.model, self.tape.table, self.x, self.n, self.axis, self.shared, frozenset(modules)
+                self.tape.model, self.tape.table, self.x, self.n, self.axis, self.shared, frozenset(modules), self.uses
             )
         except Exception:  # a model may do anything with an input of another shape
             return None
         same = again.f.shape == self.f.shape and torch.allclose(again.f, self.f, rtol=1e-4, atol=1e-6)
         return again if same else None
+
+    def by_use(self, wanted: Collection[str]) -> "_Probe | None":
+        """The same with layers for parameters that are used in products; None where there are none."""
+        found = propose(self.tape.model, self.products, Graph.of(self.f), wanted)
+        if not found:
+            return None
+        table = self.tape.table.with_uses(self.tape.model, found)
+        return _Probe.run(
+            self.tape.model, table, self.x, self.n, self.axis, self.shared, self.broadcast, self.uses + found
+        )
 
 
 def _examine_along(probe: _Probe, first: int) -> Notes:
@@ -293,10 +318,24 @@ def _examine_output(probe: _Probe, output: Layout) -> Notes | list[str]:
         return list(verdict.lost)
     reasons = dict.fromkeys(specs_at(table, verdict.lost), NO_AXIS) | dict(verdict.reasons)
     bare = [name for spec in table.demote(reasons).layers if not spec.sites for name in spec.parameters]
+    again = None if probe.uses or not probe.products else probe.by_use(bare)
+    if again is not None:
+        return _examine_output(again, output)
     copies = _find_copies(probe, output, bare) if bare else Copies()
     size = _recorded_bytes(tape) / n
     layouts = {event.key: verdict.layouts[event.order] for event in tape.events if event.order in verdict.layouts}
-    return Notes(probe.axis, output, reasons, layouts, size, probe.broadcast, copies, probe.shared, verdict.conclusive)
+    return Notes(
+        probe.axis,
+        output,
+        reasons,
+        layouts,
+        size,
+        probe.broadcast,
+        copies,
+        probe.shared,
+        probe.uses,
+        verdict.conclusive,
+    )
 
 
 def _find_copies(probe: _Probe, output: Layout, bare: list[str]) -> Copies:

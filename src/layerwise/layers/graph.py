@@ -24,6 +24,7 @@ PRODUCTS = ("MmBackward", "BmmBackward", "AddmmBackward", "BaddbmmBackward", "Mv
 AXES = ("T", "Transpose", "Permute", "Expand", "Unsqueeze", "Squeeze", "View", "UnsafeView", "ReshapeAlias")
 VIEWS = (*AXES, "Slice", "Select", "Narrow", "Split", "SplitWithSizes", "Unbind", "Alias", "ToCopy")
 """What may lie between a parameter and the product it enters."""
+CAST = "ToCopyBackward"
 ARITHMETIC = ("Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Pow", "Where", "Lerp", "Addcmul", "Clone")
 CURVES = ("Exp", "Sqrt", "Abs", "Sigmoid", "Tanh", "Relu", "Softplus", "Softmax", "LogSoftmax")
 ENTRYWISE = frozenset((*VIEWS, *ARITHMETIC, *CURVES, "Cat", "Stack"))
@@ -86,12 +87,23 @@ class Graph:
         return not any(_moves_rows(node) for node in self.nodes)
 
     def uses(self) -> Counter[int]:
-        """How often each leaf is used, by its `id`."""
-        found = Counter[int]()
+        """How often each leaf is used, by its `id`.
+
+        A cast counts as often as its result is used: autocast makes one of a parameter, and keeps it.
+        """
+        casts, found = dict[Any, int](), Counter[int]()
         for node in self.nodes:
             for child, _ in node.next_functions:
                 if child.__class__ is ACCUMULATES:
-                    found[id(child.variable)] += 1
+                    if type(node).__name__.startswith(CAST):
+                        casts[node] = id(child.variable)
+                    else:
+                        found[id(child.variable)] += 1
+        if casts:
+            for node in self.nodes:
+                for child, _ in node.next_functions:
+                    if child in casts:
+                        found[casts[child]] += 1
         return found
 
     def broadcasts(self) -> set[int]:

@@ -17,14 +17,14 @@ class LinearRule(LayerRule[nn.Linear]):
         weight = parts.get("weight")
         return {"": Form(1, module.out_features, module.in_features if weight else 0, weight, parts.get("bias"))}
 
-    def lead(self, module: nn.Linear, site: str, x: Tensor) -> int:
+    def lead(self, module: nn.Module, site: str, x: Tensor) -> int:
         """All but the features."""
         return x.ndim - 1
 
-    def inputs(self, module: nn.Linear, site: str, x: Tensor) -> Tensor:
+    def inputs(self, module: nn.Module, site: str, x: Tensor) -> Tensor:
         """``[*lead, 1, 1, in]``."""
         return x.unsqueeze(-2).unsqueeze(-2)
 
-    def outgrads(self, module: nn.Linear, site: str, dy: Tensor) -> Tensor:
+    def outgrads(self, module: nn.Module, site: str, dy: Tensor) -> Tensor:
         """``[V, *lead, 1, 1, out]``."""
         return dy.unsqueeze(-2).unsqueeze(-2)

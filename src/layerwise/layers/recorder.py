@@ -40,7 +40,9 @@ from layerwise.layers.layout import Layout
 from layerwise.layers.snapshot import Snapshot
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.layers.tape import Tape
-from layerwise.layers.verify import NO_AXIS, Verdict, aligned_calls, noise, tolerance, verify
+from layerwise.layers.uses import Used
+from layerwise.layers.vectorised import tolerance
+from layerwise.layers.verify import NO_AXIS, Verdict, aligned_calls, noise, verify
 
 Check = Literal["always", "first", "never"]
 
@@ -68,8 +70,11 @@ class Recorder:
         """Of batches and outputs; inside a session they are looked at later than they are made."""
         self.check = check
         self._examined_on = 0
-        self._first_table, self._fallen, self._uncopied = table, dict[str, str](), set[str]()
-        """The table as it was given; layers that have fallen back since, and parameters that are not to be copied."""
+        self._given = self._first_table = table
+        """The table as it was given, and with the layers that were found by use."""
+        self._uses: tuple[Used, ...] = ()
+        self._fallen, self._uncopied = dict[str, str](), set[str]()
+        """Layers that have fallen back since, and parameters that are not to be copied."""
         self._generic: ExampleGradients | None = None
         self._modules: list[tuple[str, nn.Module]] | None = None
         self._prepared: weakref.ref[Batch] | None = None
@@ -113,13 +118,16 @@ class Recorder:
 
     def _propose(self, batch: Batch, whole: bool) -> None:
         """How the model has to be run, from some examples of a batch or from all."""
-        table = self._first_table if whole else self.table
-        found = examine(self.model, table, batch.x, batch.y, self.given_axis, self.checks.settle, whole)
+        found = examine(self.model, self._given, batch.x, batch.y, self.given_axis, self.checks.settle, whole)
         self._examined_on = example_count(batch.x, found.example_axis, found.shared)
         # What has once been found to fall back stays so: sums of several batches must be of one kind.
         self._adopt(found, {**found.reasons, **self._fallen})
 
     def _adopt(self, found: Notes, reasons: Mapping[str, str]) -> None:
+        # Uses that were found once are kept, so that batches which differ do not change the table to and fro.
+        taken = {part.name for used in self._uses for part in used.form.parts}
+        self._uses += tuple(u for u in found.uses if not taken.intersection(part.name for part in u.form.parts))
+        self._first_table = self._given.with_uses(self.model, self._uses)
         known = {spec.name for spec in self._first_table.layers}
         self._fallen = {name: why for name, why in reasons.items() if name in known}
         self.findings = found

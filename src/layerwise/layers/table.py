@@ -1,7 +1,7 @@
 """`LayerTable`: which parameters get which form, decided once. ``print(table)`` is the first thing to look at."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -19,9 +19,14 @@ from layerwise.foundations.errors import (
 )
 from layerwise.foundations.vectors import trainable, unwrap
 from layerwise.layers.form import Form, Part, flat_form
+from layerwise.layers.products import StackedRule
 from layerwise.layers.rule import RULES, LayerRule
+from layerwise.layers.uses import Used
+
+STACKED = StackedRule()
 
 OnUnsupported = Literal["elementwise", "skip", "raise"]
+BESIDE = "the weight of its module is used elsewhere"
 FALLBACK_BLOCK = 1024
 """A parameter without a rule keeps its exact block up to this many entries, its diagonal above."""
 
@@ -38,10 +43,14 @@ class Site:
     module: nn.Module
     rule: LayerRule
     key: str
+    used: Used | None = None
+    """Set where products with a parameter are recorded, whoever makes them, and not calls of the module."""
 
     @property
     def own_forward(self) -> bool:
         """Whether the module's forward is that of the class the rule was written for, not of a subclass."""
+        if self.used is not None:
+            return True  # the product itself was seen
         kind = type(self.module)
         known = RULES.registered(kind)
         return known is not None and kind.forward is known.forward and "forward" not in vars(self.module)
@@ -169,6 +178,10 @@ class LayerTable:
         """Names of the blocks."""
         return [spec.name for spec in self.layers]
 
+    def forms(self) -> dict[str, Form]:
+        """Forms of the blocks, by name: sums of two batches are of one kind where these are equal."""
+        return {spec.name: spec.form for spec in self.layers}
+
     def spec(self, name: str) -> LayerSpec:
         """The block of that name."""
         for candidate in self.layers:
@@ -201,6 +214,20 @@ class LayerTable:
                 start = 0 if part.rows is None else part.rows[0]
                 pieces.setdefault(part.name, []).append((start, tensor, part))
         return {name: _assemble(pieces[name]) for name in self.shapes}
+
+    def with_uses(self, model: nn.Module, found: Sequence[Used]) -> "LayerTable":
+        """The same table with layers that were found by use (`layerwise.layers.uses`) in place of what they replace."""
+        if not found:
+            return self
+        names = {part.name for used in found for part in used.form.parts}
+        touched = [spec for spec in self.layers if names.intersection(spec.parameters)]
+        rest = {name: BESIDE for spec in touched for name in spec.parameters if name not in names}
+        kept = self.demote({spec.name: BESIDE for spec in touched}) if rest else self
+        layers = [spec for spec in kept.layers if not names.intersection(spec.parameters)]
+        layers += [_spec_by_use(model, used) for used in found if used.form.parts[0].name in self.shapes]
+        order = {name: index for index, name in enumerate(self.shapes)}
+        layers.sort(key=lambda spec: min(order[p] for p in spec.parameters))
+        return replace(self, layers=tuple(layers))
 
     def demote(self, reasons: Mapping[str, str]) -> "LayerTable":
         """The same table with the blocks of these names fallen back, each for the reason given.
@@ -326,6 +353,13 @@ def _specs(
     for group in _groups(uses):
         specs += _specs_of_group(group, separate_bias)
     return specs, reasons
+
+
+def _spec_by_use(model: nn.Module, used: Used) -> LayerSpec:
+    owner = unwrap(model).get_submodule(used.form.parts[0].name.rpartition(".")[0])
+    rule = STACKED if used.stacked else RULES.find(nn.Linear)
+    assert rule is not None
+    return LayerSpec(used.name, used.form, type(owner).__name__, (Site(used.name, owner, rule, "", used),))
 
 
 def _uses(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> tuple[list[_Use], dict[str, str]]:

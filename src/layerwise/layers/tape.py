@@ -25,8 +25,10 @@ from layerwise.foundations.vectors import unwrap
 from layerwise.layers.calling import backward_of_another, in_own_forward, own_backward
 from layerwise.layers.io import CHUNK_BYTES, LayerCall, LayerIO, RecordedIO
 from layerwise.layers.layout import Layout
+from layerwise.layers.products import Product
 from layerwise.layers.rule import RULES
 from layerwise.layers.table import LayerSpec, LayerTable, Site
+from layerwise.layers.uses import Use, Watch, same_use
 from layerwise.layers.vectorised import batched_grad
 
 SiteKey = tuple[str, str, int]
@@ -135,14 +137,20 @@ class Tape:
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._held: list[nn.Module] = []
         self._own = False
+        self._watch: Watch | None = None
         self._self: weakref.ref[Tape] = weakref.ref(self)
 
     # --- recording ---------------------------------------------------------------------------------------
 
     def __enter__(self) -> "Tape":
         sites: dict[nn.Module, list[Site]] = {}
+        by_use = dict[str, list[Site]]()
         for spec in self.table.layers:
             for site in spec.sites:
+                if site.used is not None:
+                    for part in site.used.form.parts:
+                        by_use.setdefault(part.name, []).append(site)
+                    continue
                 known = sites.setdefault(site.module, [])
                 if site not in known:
                     known.append(site)
@@ -158,10 +166,16 @@ class Tape:
                 self._handles.append(module.register_forward_pre_hook(self._spread, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._hook(of_module), with_kwargs=True))
         self._recording, self._own = True, in_own_forward()
+        if by_use:
+            self._watch = Watch(self.model, self._product(by_use))
+            self._watch.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._recording = False
+        if self._watch is not None:
+            self._watch.__exit__(None, None, None)
+            self._watch = None
         torch.backends.mha.set_fastpath_enabled(self._fast_path)
         for handle in self._handles:
             handle.remove()
@@ -197,6 +211,19 @@ class Tape:
                 self._record(site, x, out)
 
         return hook
+
+    def _product(self, by_use: Mapping[str, list[Site]]) -> Callable[[Use, Product, Tensor], Tensor]:
+        def seen(use: Use, product: Product, out: Tensor) -> Tensor:
+            known = [*by_use.get(use.weight, ()), *by_use.get(use.bias or "", ())]
+            sites = [site for site in dict.fromkeys(known) if site.used is not None and same_use(site.used, use)]
+            if not sites or not out.requires_grad:
+                return out
+            rows = product.to_rows(out)  # gradients come with the axes of the rows
+            for site in sites:
+                self._record(site, product.x, rows)
+            return product.from_rows(rows)
+
+        return seen
 
     def _patch(self, module: nn.Module, sites: list[Site]) -> None:
         by_key = {site.key: site for site in sites}

@@ -101,13 +101,20 @@ def _is_right(
     return right
 
 
-def mixture_of(v: Float[Tensor, "V *out"]) -> Float[Tensor, "V"]:
-    """Random numbers, one a vector, the same at every call.
+def mixture_of(v: Float[Tensor, "V *out"], axes: int = 1, number: int = 0) -> Float[Tensor, "..."]:
+    """Random numbers, one for each entry of the first axes, the same at every call.
 
     >>> mixture_of(torch.ones(3, 2)).shape
     torch.Size([3])
     """
-    return sent(torch.randn(v.shape[0], generator=stream(0, "mixture"), dtype=torch.float64), v.device).to(v.dtype)
+    generator = stream(0, "mixture", number)
+    return sent(torch.randn(v.shape[:axes], generator=generator, dtype=torch.float64), v.device).to(v.dtype)
+
+
+def tolerance(dtype: torch.dtype, device: torch.device | None = None) -> float:
+    """Of gradients that are computed in two ways; on a GPU convolutions may be rounded to TF32."""
+    exact = device is not None and device.type == "cpu"
+    return {torch.float64: 1e-6, torch.float32: 1e-3 if exact else 1e-2}.get(dtype, 0.2)
 
 
 def _adds_up(f: Tensor, inputs: Sequence[Any], v: Tensor, found: Sequence[Tensor | None]) -> tuple[bool, bool]:

@@ -27,7 +27,7 @@ from layerwise.layers.graph import Graph, parameter_names
 from layerwise.layers.layout import Layout, candidates
 from layerwise.layers.table import LayerSpec
 from layerwise.layers.tape import Event, Tape, explained
-from layerwise.layers.vectorised import dense
+from layerwise.layers.vectorised import dense, tolerance
 
 NO_AXIS = "its input has no axis that holds the examples"
 ROUNDS = 3
@@ -155,12 +155,6 @@ class Flags:
 def noise(f: Tensor) -> Tensor:
     """A random cotangent, the same for every output of this shape."""
     return torch.randn(f.shape, generator=stream(0, "examine")).to(f)
-
-
-def tolerance(dtype: torch.dtype, device: torch.device | None = None) -> float:
-    """Of gradients that are computed in two ways; on a GPU convolutions may be rounded to TF32."""
-    exact = device is not None and device.type == "cpu"
-    return {torch.float64: 1e-6, torch.float32: 1e-3 if exact else 1e-2}.get(dtype, 0.2)
 
 
 def _pull(

@@ -284,7 +284,8 @@ class Capture:
             with undisturbed(self.model):
                 self.model.eval()
                 self.notes = examine(self.model, self.table, x, None, self.example_axis)
-            self.table, self._recorded = self.table.demote(self.notes.reasons), None
+            found = self.table.with_uses(self.model, self.notes.uses)
+            self.table, self._recorded = found.demote(self.notes.reasons), None
         except InteractionError:
             self.notes = Notes(self.example_axis or 0, Layout())  # examples first, as far as anyone can tell
         return True
