@@ -189,7 +189,12 @@ def _compared(
         if spec.name in plain and spec.structure("kfac") == "kfac" and not by_use:
             A, G, size = plain[spec.name]
             errors.append(
-                (gap(block, torch.kron(G, A), ROUNDING["float64"] * size * float(A.norm())), f"G ⊗ A of {spec.name}")
+                (
+                    gap(
+                        block, torch.kron(G.contiguous(), A.contiguous()), ROUNDING["float64"] * size * float(A.norm())
+                    ),
+                    f"G ⊗ A of {spec.name}",
+                )
             )
     return max(errors)
 
@@ -293,10 +298,13 @@ def statistics_of(
         given, plain = case.batches[step], _plain(case, oracle, estimator, [step])
         args, kwargs = arguments_of(given.given())
         f = model(*args, **kwargs)
+        if not (f[0] if isinstance(f, tuple) else f).requires_grad:
+            continue  # all that this batch uses is frozen
         opt.zero_grad()
         (_loss(case, f[0] if isinstance(f, tuple) else f, given.y) / given.n).backward()
         opt.step()
-        errors += _errors_of(opt, plain)
+        by_use = {spec.name for spec in opt.table.layers if any(site.used for site in spec.sites)}
+        errors += _errors_of(opt, {name: factors for name, factors in plain.items() if name not in by_use})
     return errors
 
 

@@ -105,7 +105,7 @@ class InputFactor:
         if self.is_diagonal:
             return torch.diag_embed(self.values)
         eye = torch.eye(self.taps, dtype=self.values.dtype, device=self.values.device)
-        return torch.stack([torch.kron(a, eye) for a in self.values])
+        return torch.stack([torch.kron(a.contiguous(), eye) for a in self.values])
 
     def inverse(self, shift: Float[Tensor, "K"]) -> "InputFactor":
         """``(A + shift I)⁻¹``."""
@@ -203,8 +203,10 @@ class Kronecker(EigenOperator):
         return self.G.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * self.A.diagonal().unsqueeze(-2)
 
     def as_matrix(self) -> Float[Tensor, "D D"]:
-        """``kron(G, A)`` of each group on the diagonal."""
-        return torch.block_diag(*(torch.kron(g, a) for g, a in zip(self.G, self.A.dense(), strict=True)))
+        """``kron(G, A)`` of each group on the diagonal; torch 2.11 makes it of contiguous matrices alone."""
+        return torch.block_diag(
+            *(torch.kron(g.contiguous(), a.contiguous()) for g, a in zip(self.G, self.A.dense(), strict=True))
+        )
 
     def scaled(self, factor: float) -> "Kronecker":
         """``c`` goes to G."""

@@ -139,7 +139,8 @@ class _Keeper:
         """All layers, blocks joined."""
         kept: dict[str, Kept] = dict(self.rows)
         for name in list(self.calls):
-            if sum(io.examples for io in self.calls[name]) != self.stop - self.start:
+            of = self.calls[name]
+            if sum(io.examples for io in of) != self.stop - self.start or len({len(io.calls) for io in of}) > 1:
                 kept[name] = self._rows_with_gaps(name)
                 continue
             live = np.concatenate(self.live[name]) if name in self.live else None

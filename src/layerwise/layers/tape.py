@@ -115,8 +115,11 @@ class Tape:
         examples: int = 1,
         until_released: bool = False,
         listens: bool = False,
+        by_rows: bool = False,
     ) -> None:
         self.broadcast, self.examples = broadcast, examples
+        self.by_rows = by_rows
+        """Whether a layer whose rows are no examples' (tokens that are routed) is handed over, each row an example."""
         self.listens = listens
         """Whether it takes gradients from the user's backward alone: then it holds no part of the graph."""
         self.until_released = until_released
@@ -455,23 +458,42 @@ class Tape:
 
         `reached` leaves those without a gradient out.
         """
+        events = [event for event in self.calls_of(spec) if not reached or event.grad is not None]
+        if self.by_rows and not all(self._fits(event, examples) for event in events):
+            return self._io_of_rows(spec, events, vectors)
         calls = []
-        for event in self.calls_of(spec):
-            if reached and event.grad is None:
-                continue
+        for event in events:
             dy = event.missing_grad(vectors) if event.grad is None else event.grad
             layout, aligned = self.layout_of(event, examples), event.order in self.aligned
             calls.append(LayerCall(event.site, event.x, dy, layout, event.lent, aligned))
         return RecordedIO(spec, tuple(calls), examples, mask, self.chunk_bytes, None if mask is None else self.kept)
 
+    def _io_of_rows(self, spec: LayerSpec, events: Sequence[Event], vectors: int) -> RecordedIO:
+        """All rows of all calls as one call, each an example of its own."""
+        inputs, grads = [], []
+        for event in events:
+            lead = event.site.rule.lead(event.site.module, event.site.key, event.x)
+            dy = event.missing_grad(vectors) if event.grad is None else event.grad
+            inputs.append(event.x.flatten(0, lead - 1) if lead else event.x.unsqueeze(0))
+            grads.append(dy.flatten(1, lead) if lead else dy.unsqueeze(1))
+        x, dy = torch.cat(inputs), torch.cat(grads, dim=1)
+        call = LayerCall(events[0].site, x, dy, Layout(), any(event.lent for event in events), aligned=False)
+        return RecordedIO(spec, (call,), x.shape[0], None, self.chunk_bytes)
+
+    def _known_layout(self, event: Event) -> Layout:
+        site = event.site
+        known = self.layouts.get((site.module_name, site.key, event.number))
+        return self.layouts.get((site.module_name, site.key, 0), Layout()) if known is None else known
+
+    def _fits(self, event: Event, examples: int) -> bool:
+        known, site = self._known_layout(event), event.site
+        lead = event.x.shape[: site.rule.lead(site.module, site.key, event.x)]
+        return known.fits(lead, examples) or (examples == 1 and known.merged is not None)
+
     def layout_of(self, event: Event, examples: int) -> Layout:
         """Where the examples are in this call."""
-        site, x = event.site, event.x
-        known = self.layouts.get((site.module_name, site.key, event.number))
-        if known is None:
-            known = self.layouts.get((site.module_name, site.key, 0), Layout())
-        lead = x.shape[: site.rule.lead(site.module, site.key, x)]
-        if not known.fits(lead, examples) and not (examples == 1 and known.merged):
+        site, x, known = event.site, event.x, self._known_layout(event)
+        if not self._fits(event, examples):
             raise InputError(
                 describe(
                     f"layer {site.module_name!r} called on an input of shape {tuple(x.shape)}",

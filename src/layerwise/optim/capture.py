@@ -6,7 +6,7 @@ result is *pending* until the user's backward from that output runs. Forwards wi
 whose output is never differentiated leave nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from layerwise.distributed.processes import Processes
 from layerwise.foundations.cotangents import Cotangent, HessianRoot, SampledLabels
-from layerwise.foundations.errors import InputError, InteractionError
+from layerwise.foundations.errors import InteractionError
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.types import Tree, leaves
 from layerwise.foundations.vectors import unwrap
@@ -34,8 +34,11 @@ from layerwise.layers.examine import Notes, examine
 from layerwise.layers.graph import Graph
 from layerwise.layers.io import LayerIO, RecordedIO
 from layerwise.layers.layout import Layout
+from layerwise.layers.linear import LinearRule
+from layerwise.layers.products import StackedRule
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.layers.tape import Event, Tape
+from layerwise.layers.verify import NO_AXIS
 from layerwise.optim.loss_scale import LossScale, tokens_of, with_class_axis
 from layerwise.optim.root_hooks import RootHook, inputs_of, within_call
 from layerwise.optim.rule import Recorded
@@ -232,7 +235,7 @@ class Capture:
         def commit(_: Tensor) -> None:
             if not forward.counted and not backward_of_another(self):
                 for spec, io, v in waiting:
-                    self._keep(spec, io, 1.0, (forward.number, v))
+                    self._keep(spec, io, 1.0, (forward.number, v), n)
                 waiting.clear()
 
         f.register_hook(commit)
@@ -240,15 +243,12 @@ class Capture:
     def _keep_arrived(
         self, tape: Tape, spec: LayerSpec, examples: int, factor: float, batch: tuple[int, int], reached: bool = False
     ) -> None:
-        """A layer whose gradients have come; not where its rows are no examples' (tokens that the data route)."""
-        try:
-            io = tape.io(spec, 1, examples, reached=reached)
-        except InputError:
-            return
-        self._keep(spec, io, factor, batch)
+        """A layer whose gradients have come."""
+        self._keep(spec, tape.io(spec, 1, examples, reached=reached), factor, batch, examples)
 
-    def _keep(self, spec: LayerSpec, io: LayerIO, factor: float, batch: tuple[int, int]) -> None:
+    def _keep(self, spec: LayerSpec, io: LayerIO, factor: float, batch: tuple[int, int], examples: int) -> None:
         assert isinstance(io, RecordedIO)
+        factor *= (io.examples / examples) ** 0.5  # of routed tokens every row is an example; G is a mean over N
         if self.observe is not None and self.observe(spec, Recorded(io, factor, batch)) is False:
             self._unwanted.add(spec.name)
             self._recorded = None
@@ -285,7 +285,7 @@ class Capture:
                 self.model.eval()
                 self.notes = examine(self.model, self.table, x, None, self.example_axis)
             found = self.table.with_uses(self.model, self.notes.uses)
-            self.table, self._recorded = found.demote(self.notes.reasons), None
+            self.table, self._recorded = found.demote(_beyond_moments(found, self.notes.reasons)), None
         except InteractionError:
             self.notes = Notes(self.example_axis or 0, Layout())  # examples first, as far as anyone can tell
         return True
@@ -312,6 +312,7 @@ class Capture:
             examples=examples,
             until_released=True,
             listens=self.estimator == "empirical",
+            by_rows=True,
         )
 
     def _count(self, x: Tree) -> int:
@@ -348,3 +349,13 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+def _beyond_moments(table: LayerTable, reasons: Mapping[str, str]) -> dict[str, str]:
+    """Reasons for which a layer has no statistics: second moments of routed tokens need no axis of examples."""
+    routed = {
+        spec.name
+        for spec in table.layers
+        if reasons.get(spec.name) == NO_AXIS and all(isinstance(s.rule, LinearRule | StackedRule) for s in spec.sites)
+    }
+    return {name: why for name, why in reasons.items() if name not in routed}
