@@ -93,10 +93,10 @@ class Watch(TorchFunctionMode):
             if straight.shape == p.shape and straight.stride() == p.stride():
                 return name, None, flipped
             if straight.stride() == p.stride() and straight.shape[1:] == p.shape[1:]:
-                start = t.storage_offset() // p.stride(0)
+                start = int(t.storage_offset()) // int(p.stride(0))
                 return name, (start, start + straight.shape[0]), flipped
             if p.ndim == 3 and straight.shape == p.shape[1:] and straight.stride() == p.stride()[1:]:
-                start = t.storage_offset() // p.stride(0)
+                start = int(t.storage_offset()) // int(p.stride(0))
                 return name, (start, start + 1), flipped
         return None
 
