@@ -30,6 +30,7 @@ from layerwise.foundations.progress import Progress, resolve
 from layerwise.foundations.random import seed_of
 from layerwise.foundations.vectors import unwrap
 from layerwise.layers.calling import in_own_arithmetic
+from layerwise.layers.matrices import Matrices
 from layerwise.layers.recorder import Check, Recorder
 from layerwise.layers.source import Source
 from layerwise.layers.sweep import Sweep
@@ -62,6 +63,7 @@ def fisher(
     memory: int | float | None = None,
     progress: bool | Progress | None = None,
     check: Check = "first",
+    matrices: Matrices | None = None,
     **likelihood_options: Any,
 ) -> ParamMatrix:
     """The Fisher information matrix of a model on data, in any structure.
@@ -106,6 +108,7 @@ def fisher(
         check: when what is recorded of the model is compared with autograd's gradient, example by example: "first", for
             every new graph of operations (and always where rows move by the data); "always", for every batch, at the
             cost of two backwards; "never". What does not agree falls back, with the reason in ``lw.layers``' words.
+        matrices: parameters that hold several matrices, by pattern: ``{"*.qkv": lw.split(3, heads=12)}``.
         likelihood_options: `weight`, `ignore_index`, `label_smoothing`, … of the likelihood named.
     """
     law = likelihoods.resolve(likelihood, **likelihood_options)
@@ -125,6 +128,7 @@ def fisher(
         progress,
         conv,
         check,
+        matrices,
     )
     if structure == "implicit":
         sweep.source.require_passes(2, 'structure "implicit"')
@@ -231,6 +235,7 @@ def gradient_moment(
     memory: int | float | None = None,
     progress: bool | Progress | None = None,
     check: Check = "first",
+    matrices: Matrices | None = None,
     **likelihood_options: Any,
 ) -> ParamMatrix:
     """Second moment of per-example gradients, ``C = 1/N Σ_n g_n g_nᵀ``; centered, minus ``ḡ ḡᵀ``.
@@ -261,6 +266,7 @@ def gradient_moment(
         memory: as for `fisher`.
         progress: as for `fisher`.
         check: as for `fisher`.
+        matrices: as for `fisher`.
         likelihood_options: of the likelihood named.
     """
     allowed = CENTERED_STRUCTURES if centered else STRUCTURES
@@ -288,6 +294,7 @@ def gradient_moment(
         progress,
         conv,
         check,
+        matrices,
     )
     if structure == "implicit":
         sweep.source.require_passes(2, 'structure "implicit"')
@@ -365,13 +372,14 @@ def _sweep(
     progress: bool | Progress | None,
     conv: str,
     check: Check,
+    matrices: Matrices | None,
 ) -> Sweep:
     if normalize not in ("examples", "terms"):
         raise InputError(describe(f"normalize={normalize!r}", '"examples" or "terms"', "choose one of them"))
     model = unwrap(model)
     # SUA makes kernel offsets independent; the bias has no offset, so it is a block of its own.
     separate = (nn.Conv1d, nn.Conv2d, nn.Conv3d) if conv == "sua" else ()
-    table = LayerTable.from_model(model, select, on_unsupported, separate)
+    table = LayerTable.from_model(model, select, on_unsupported, separate, matrices)
     recorder = Recorder(model, table, example_axis, seed=seed, check=check)
     allowed = budget(memory, _device(model))
     return Sweep(recorder, Source(data, resolve(progress)), law, cotangent, allowed, normalize)

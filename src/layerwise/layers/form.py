@@ -63,6 +63,8 @@ class Form:
     """Kernel offsets that one input channel covers: I = channels · taps."""
     one_hot: bool = False
     """Inputs are indices: the input factor is diagonal."""
+    cut: bool = False
+    """The groups are pieces of one matrix's outputs (query, key and value in one weight), with the same inputs."""
 
     @property
     def inputs(self) -> int:
@@ -90,7 +92,11 @@ class Form:
         if self.weight is not None:
             tensor = self.weight.of(params)
             lead = tensor.shape[: tensor.ndim - len(self.weight.shape)]
-            flat = tensor.reshape(*lead, k, i, o).mT if self.transposed else tensor.reshape(*lead, k, o, i)
+            if self.transposed and self.cut:
+                tensor = tensor.reshape(*lead, i, k * o).mT
+            elif self.transposed:
+                tensor = tensor.reshape(*lead, k, i, o).mT
+            flat = tensor.reshape(*lead, k, o, i)
             columns.append(flat)
         if self.bias is not None:
             tensor = self.bias.of(params)
@@ -103,7 +109,8 @@ class Form:
         lead = W.shape[:-3]
         if self.weight is not None:
             matrix = W[..., : self.weight_inputs]
-            matrix = matrix.mT if self.transposed else matrix
+            if self.transposed:
+                matrix = matrix.flatten(-3, -2).mT if self.cut else matrix.mT
             pieces.append((self.weight, matrix.reshape((*lead, *self.weight.part_shape()))))
         if self.bias is not None:
             pieces.append((self.bias, W[..., -1].reshape((*lead, *self.bias.part_shape()))))

@@ -19,6 +19,7 @@ from layerwise.foundations.errors import (
 )
 from layerwise.foundations.vectors import trainable, unwrap
 from layerwise.layers.form import Form, Part, flat_form
+from layerwise.layers.matrices import Batched, Matrices, SplitRule, checked, matrix_form, split_form, unused
 from layerwise.layers.products import StackedRule
 from layerwise.layers.rule import RULES, LayerRule
 from layerwise.layers.uses import Used
@@ -99,6 +100,8 @@ class LayerTable:
     shapes: Mapping[str, tuple[int, ...]]
     """Shape of every parameter that takes part, in flat order."""
     untracked: Mapping[str, str] = field(default_factory=dict)
+    matrices: Matrices = field(default_factory=dict)
+    """Parameters that hold several matrices."""
 
     @classmethod
     def from_model(
@@ -107,8 +110,10 @@ class LayerTable:
         select: str | Iterable[str] = "*",
         on_unsupported: OnUnsupported = "elementwise",
         separate_bias: tuple[type[nn.Module], ...] = (),
+        matrices: Matrices | None = None,
     ) -> "LayerTable":
         """Read a model: tied weights, frozen parameters and unknown modules included."""
+        matrices = checked(matrices)
         if on_unsupported not in ("elementwise", "skip", "raise"):
             raise InputError(
                 describe(
@@ -144,7 +149,11 @@ class LayerTable:
         order = {name: index for index, name in enumerate(parameters)}
         specs.sort(key=lambda spec: min(order[p] for p in spec.parameters))
         shapes = {name: tuple(p.shape) for name, p in parameters.items() if name not in untracked}
-        return cls(tuple(specs), shapes, untracked).selected(select)
+        found = cls(tuple(_cut(spec, matrices) for spec in specs), shapes, untracked, matrices)
+        for pattern in matrices:
+            if not any(matches(spec, pattern) for spec in specs):
+                raise unused({pattern: matrices[pattern]}, [*found.names(), *shapes])
+        return found.selected(select)
 
     def selected(self, select: str | Iterable[str]) -> "LayerTable":
         """The blocks whose layer or parameter name matches a pattern (``*`` and ``?`` as in a shell)."""
@@ -224,9 +233,19 @@ class LayerTable:
         rest = {name: BESIDE for spec in touched for name in spec.parameters if name not in names}
         kept = self.demote({spec.name: BESIDE for spec in touched}) if rest else self
         layers = [spec for spec in kept.layers if not names.intersection(spec.parameters)]
-        layers += [_spec_by_use(model, used) for used in found if used.form.parts[0].name in self.shapes]
+        layers += [
+            _cut(_spec_by_use(model, used), self.matrices) for used in found if used.form.parts[0].name in self.shapes
+        ]
         order = {name: index for index, name in enumerate(self.shapes)}
         layers.sort(key=lambda spec: min(order[p] for p in spec.parameters))
+        return replace(self, layers=tuple(layers))
+
+    def with_matrices(self) -> "LayerTable":
+        """The same table with parameters that fall back as matrices, for what needs nothing but the gradient."""
+        layers = []
+        for spec in self.layers:
+            form = None if spec.sites or len(spec.form.parts) != 1 else matrix_form(spec.form.parts[0])
+            layers.append(spec if form is None else _cut(replace(spec, form=form, reason=None), self.matrices))
         return replace(self, layers=tuple(layers))
 
     def demote(self, reasons: Mapping[str, str]) -> "LayerTable":
@@ -309,7 +328,10 @@ def matches(spec: LayerSpec, pattern: str) -> bool:
 
 
 def layers(
-    model: nn.Module, select: str | Iterable[str] = "*", on_unsupported: OnUnsupported = "elementwise"
+    model: nn.Module,
+    select: str | Iterable[str] = "*",
+    on_unsupported: OnUnsupported = "elementwise",
+    matrices: Matrices | None = None,
 ) -> LayerTable:
     """Which layers of a model are seen, in which form, and what falls back and why.
 
@@ -324,8 +346,9 @@ def layers(
             diagonal) and the table says so.
         select: a pattern, or several, of layer or parameter names.
         on_unsupported: "elementwise" falls back, "skip" leaves the parameter out, "raise" is an error.
+        matrices: parameters that hold several matrices, by pattern: ``{"*.qkv": lw.split(3, heads=12)}``.
     """
-    return LayerTable.from_model(model, select, on_unsupported)
+    return LayerTable.from_model(model, select, on_unsupported, matrices=matrices)
 
 
 # --- building the table ----------------------------------------------------------------------------------
@@ -353,6 +376,25 @@ def _specs(
     for group in _groups(uses):
         specs += _specs_of_group(group, separate_bias)
     return specs, reasons
+
+
+def _cut(spec: LayerSpec, matrices: Matrices) -> LayerSpec:
+    """A layer as the matrices that the user says it holds; one that falls back stays as it is."""
+    how = next((how for pattern, how in matrices.items() if matches(spec, pattern)), None)
+    if how is None or spec.reason is not None:
+        return spec
+    if isinstance(how, Batched):
+        if spec.form.groups < 2:
+            raise InputError(
+                describe(
+                    f"matrices={{…: lw.batched()}} for {spec.name!r} of shape {spec.form.parts[0].shape}",
+                    "a parameter [K, a, b]",
+                    "use lw.split(parts) for several matrices in one weight",
+                )
+            )
+        return spec
+    sites = tuple(replace(site, rule=SplitRule(site.rule, how.count)) for site in spec.sites)
+    return replace(spec, form=split_form(spec.form, how, spec.name), sites=sites)
 
 
 def _spec_by_use(model: nn.Module, used: Used) -> LayerSpec:
