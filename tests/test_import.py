@@ -65,6 +65,8 @@ PUBLIC = {
     "likelihoods",
     "ParamVector",
     "ParamMatrix",
+    "split",
+    "batched",
     "LayerTable",
     "LayerRule",
     "layer_rule",
