@@ -69,7 +69,7 @@ def read_layers(meta: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, t
 
 def read_form(data: Any, shapes: Mapping[str, tuple[int, ...]], layer: str) -> Form:
     """How a layer's parameters are its matrix."""
-    given = read(data, "form", dict, f"layer {layer!r}")
+    given = {"cut": False, **read(data, "form", dict, f"layer {layer!r}")}  # older files do not have the field
     form = Form.from_json(given)
     require(json.loads(json.dumps(form.to_json())) == given, f"layer {layer!r} with another form", "the form it had")
     for part in form.parts:
@@ -77,6 +77,7 @@ def read_form(data: Any, shapes: Mapping[str, tuple[int, ...]], layer: str) -> F
     columns = {"weight": (form.weight, form.weight_inputs), "bias": (form.bias, int(form.bias is not None))}
     sizes = (form.groups, form.outputs, form.weight_inputs, form.taps)
     fits = all(type(n) is int and n >= 0 for n in sizes) and form.taps > 0 and form.weight_inputs % form.taps == 0
+    fits = fits and (form.cut is False or (form.cut is True and form.groups > 1))
     require(fits, f"layer {layer!r} of sizes {sizes}", "whole numbers ≥ 0, as many inputs for each kernel offset")
     for role, (part, inputs) in columns.items():
         entries = 0 if part is None else part.numel()

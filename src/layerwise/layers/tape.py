@@ -62,6 +62,10 @@ class Event:
         """Where its layout is kept."""
         return self.site.module_name, self.site.key, self.number
 
+    def shaped(self, g: Tensor, vectors: bool = True) -> Tensor:
+        """A gradient of the output's own shape; that of a view's base has another."""
+        return g.reshape((*g.shape[:1], *self.out_shape) if vectors else self.out_shape)
+
     def missing_grad(self, vectors: int) -> Tensor:
         """The gradient of a call that the output does not depend on."""
         return torch.zeros((), dtype=self.out_dtype, device=self.x.device).expand(vectors, *self.out_shape)
@@ -284,20 +288,25 @@ class Tape:
         live = out.requires_grad
         if not live or not out.numel():  # under no_grad, such as targets that are not differentiated; or of no rows
             return
-        edge = get_gradient_edge(out) if not self.listens else None
+        base = _base_of(out)
+        edge = None if self.listens else base or get_gradient_edge(out)
         raw, order = x.detach(), len(self.events)
         lent = _lent(x if x._base is None else x._base)
         event = Event(site, len(before), order, raw, raw._version, edge, out.shape, out.dtype, live, lent)
         self.events.append(event)
         before.append(event)
-        if live:
-            out.register_hook(_notify(self._self, weakref.ref(event)))
+        notify = _notify(self._self, weakref.ref(event))
+        if base is None:
+            out.register_hook(notify)
+        else:
+            place = base.output_nr
+            base.node.register_prehook(lambda grads: None if grads[place] is None else notify(grads[place]))
 
     def on_grad(self, event: Event, g: Tensor) -> None:
         """A gradient reached a recorded output."""
         arrived = self._arrived
         if arrived is not None and not backward_of_another(self):
-            arrived(event, g)
+            arrived(event, event.shaped(g, vectors=False) if g.shape != event.out_shape else g)
 
     # --- pulling back ------------------------------------------------------------------------------------
 
@@ -325,7 +334,7 @@ class Tape:
         with own_backward(self):
             grads = batched_grad(f, [*(event.edge for event in live), *leaves], v, retain_graph)
         for event, grad in zip(live, grads[: len(live)], strict=True):
-            event.grad = grad
+            event.grad = None if grad is None else event.shaped(grad)
         ios: dict[str, LayerIO] = {
             spec.name: self.io(spec, v.shape[0], f.shape[0], mask) for spec in self._recorded_specs()
         }
@@ -374,6 +383,10 @@ class Tape:
             if targets:
                 with own_backward(self):
                     grads = torch.autograd.grad(f, targets, v, retain_graph=retain_graph, allow_unused=True)
+            ends = {edge.node: g for edge, g in zip(sources, grads, strict=False) if g is not None}
+            for event in self.events:  # the node at which a backward ends is not run, and calls no hook of its own
+                if id(event) in waiting and event.edge is not None and event.edge.node in ends:
+                    arrived(event, event.shaped(ends[event.edge.node], vectors=False))
         finally:
             self._arrived = None
         for spec in list(remaining.values()):  # the output does not depend on some of their calls
@@ -515,6 +528,18 @@ class Tape:
                         "replace the in-place operation (x += y, relu_(x), …) by one that makes a new tensor",
                     )
                 )
+
+
+def _base_of(out: Tensor) -> GradientEdge | None:
+    """Where the gradient of an output comes by that is a view of what its layer computed, as of ``[N, T, I]`` rows.
+
+    An operation in place on a view takes the view's own node out of the graph (autograd then copies into the base).
+    """
+    base, node = out._base, out.grad_fn
+    if base is None or node is None or type(node).__name__ != "ViewBackward0" or base.numel() != out.numel():
+        return None
+    before, place = node.next_functions[0]
+    return None if before is None else GradientEdge(before, place)
 
 
 def _lent(x: Tensor) -> bool:

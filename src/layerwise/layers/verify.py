@@ -171,6 +171,9 @@ def _pull(
     found = [None if g is None else dense(g) for g in found]
     by_edge = iter(found[: len(edges)])
     of_events = [next(by_edge) if event.edge is not None else None for event in tape.events]
+    of_events = [
+        None if g is None else event.shaped(g, vectors=False) for g, event in zip(of_events, tape.events, strict=True)
+    ]
     of_params = dict(zip(params, found[len(edges) : len(edges) + len(params)], strict=True))
     return of_events, of_params, found[len(edges) + len(params) :]
 
