@@ -168,9 +168,9 @@ def _images() -> list[Entry]:
         return Entry(name, build, functools.partial(_image, classes=5), ((4, 12), (3, 16)), quick=quick)
 
     return [
-        of("resnet", zoo_images.resnet, quick=True),
+        of("resnet", zoo_images.resnet),
         of("vgg", zoo_images.vgg),
-        of("mobilenet", zoo_images.mobilenet),
+        of("mobilenet", zoo_images.mobilenet, quick=True),
         of("convnext", zoo_images.convnext),
     ]
 
@@ -205,8 +205,8 @@ def _hugging_face() -> list[Entry]:
         of("mamba", _causal, ((3, 5), (2, 6))),
         of("t5", _translated),
         of("whisper", _spoken, ((3, 5), (2, 4))),
-        of("vit", shown, ((4, 8), (3, 8)), {}, quick=True),
-        of("clip", _prompted, ((4, 5), (2, 6)), {}),
+        of("vit", shown, ((4, 8), (3, 8)), {}),
+        of("clip", _prompted, ((4, 5), (2, 6), (3, 5)), {}),  # at last as many images as texts
         of("clip-text", _embedded, ((4, 5), (3, 7)), {}, "gaussian"),
     ]
 
@@ -214,21 +214,17 @@ def _hugging_face() -> list[Entry]:
 ENTRIES = [*_images(), *_hugging_face()]
 
 
-def entries(quick_ones: bool = True) -> list[Any]:
-    """As parameters of a test: what is not quick is slow, and what is not installed is skipped.
-
-    Without `quick_ones` all of them are slow.
-    """
+def entries(quick: bool = False) -> list[Any]:
+    """As parameters of a test: all of them, slow, or the quick ones; what is not installed is skipped."""
     return [
         pytest.param(
             entry,
             id=entry.name,
             marks=[
-                *([] if entry.quick and quick_ones else [pytest.mark.slow]),
-                pytest.mark.skipif(
-                    not entry.is_installed, reason=f"needs {entry.needs}: pip install 'layerwise[zoo]'"
-                ),
+                *([] if quick else [pytest.mark.slow]),
+                pytest.mark.skipif(not entry.is_installed, reason=f"needs {entry.needs}: pip install 'layerwise[zoo]'"),
             ],
         )
         for entry in ENTRIES
+        if entry.quick or not quick
     ]

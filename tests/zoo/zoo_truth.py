@@ -100,3 +100,13 @@ class ZooTruth:
         J = rows_of(self.model, f)
         z = f.detach().reshape(-1, f.shape[-1])
         return z, J.reshape(*z.shape, -1)
+
+
+_MADE: dict[str, ZooTruth] = {}
+
+
+def truth_of(entry: Entry) -> ZooTruth:
+    """Made once for all tests of a model."""
+    if entry.name not in _MADE:
+        _MADE[entry.name] = ZooTruth(entry)
+    return _MADE[entry.name]
