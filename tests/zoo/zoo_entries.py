@@ -164,13 +164,13 @@ def _embedded(generator: torch.Generator, n: int, t: int) -> ZooBatch:
 
 
 def _images() -> list[Entry]:
-    def of(name: str, build: Callable[[], nn.Module], quick: bool = False) -> Entry:
-        return Entry(name, build, functools.partial(_image, classes=5), ((4, 12), (3, 16)), quick=quick)
+    def of(name: str, build: Callable[[], nn.Module]) -> Entry:
+        return Entry(name, build, functools.partial(_image, classes=5), ((4, 12), (3, 16)))
 
     return [
         of("resnet", zoo_images.resnet),
         of("vgg", zoo_images.vgg),
-        of("mobilenet", zoo_images.mobilenet, quick=True),
+        of("mobilenet", zoo_images.mobilenet),
         of("convnext", zoo_images.convnext),
     ]
 
