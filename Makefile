@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+ZOO := $(VENV)/.zoo
 PYTEST := $(BIN)/python -m pytest
 # Two processes of one thread each; the tests of a file stay together, since many share what the first one made. What one
 # run compiles (300 files of tests, and the library with its checks) the next one reads, whatever the environment says.
 PARALLEL := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PYTEST) -n 2 --dist loadfile
 
 .PHONY: demo demo-fisher mutants fuzz test test-slow test-gpu test-interpreted test-variants test-variants-short lint types
-.PHONY: imports check bench clean
+.PHONY: test-zoo imports check bench clean
 
 # The main result of the first study: run, claims, and pages to look at. A second call runs only what is missing.
 demo: $(READY)
@@ -35,6 +36,10 @@ test-interpreted: $(READY)
 # Algorithms broken on purpose, one line at a time: do the claims notice? Some twenty minutes.
 mutants: $(READY)
 	$(BIN)/python tests/mutants/mutation.py
+
+# Models that people have against plain autograd, and docs/models.md against the code (tests/zoo/zoo_table.py writes it).
+test-zoo: $(ZOO)
+	HF_HUB_OFFLINE=1 $(PARALLEL) tests/zoo -rs
 
 # Random models, orders of calls and frozen parameters against plain autograd; some five minutes.
 fuzz: $(READY)
@@ -68,6 +73,10 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(READY)
+
+$(ZOO): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[zoo]"
+	touch $(ZOO)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache

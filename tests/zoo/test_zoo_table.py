@@ -1,0 +1,16 @@
+"""`docs/models.md` says what the code does."""
+
+import pytest
+from zoo_entries import ENTRIES
+from zoo_table import PAGE, render, row
+
+
+def test_every_model_is_on_the_page():
+    names = [line.split("|")[1].strip() for line in PAGE.read_text().splitlines() if line.startswith("| ")][1:]
+    assert names == [entry.name for entry in ENTRIES]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not all(e.is_installed for e in ENTRIES), reason="needs pip install 'layerwise[zoo]'")
+def test_the_page_is_up_to_date():
+    assert PAGE.read_text() == render([row(e) for e in ENTRIES]), "run: python tests/zoo/zoo_table.py"
