@@ -69,7 +69,7 @@ def read_layers(meta: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, t
 
 def read_form(data: Any, shapes: Mapping[str, tuple[int, ...]], layer: str) -> Form:
     """How a layer's parameters are its matrix."""
-    given = {"cut": False, **read(data, "form", dict, f"layer {layer!r}")}  # older files do not have the field
+    given = read(data, "form", dict, f"layer {layer!r}")
     form = Form.from_json(given)
     require(json.loads(json.dumps(form.to_json())) == given, f"layer {layer!r} with another form", "the form it had")
     for part in form.parts:

@@ -118,7 +118,8 @@ class Form:
 
     def to_json(self) -> dict[str, Any]:
         """A description that JSON can hold."""
-        return asdict(self)
+        fields = asdict(self)
+        return fields if self.cut else {name: value for name, value in fields.items() if name != "cut"}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "Form":
