@@ -2,9 +2,11 @@
 
     rows [*lead, I] · W → [*lead, O],   or of K matrices at once   [*lead, K, I] → [*lead, K, O]
 
-`linear`, `matmul` and ``@``, `mm`, `bmm`, `addmm`, `baddbmm` and `einsum` of two tensors.
+`linear`, `matmul` and ``@``, `mm`, `bmm`, `addmm`, `baddbmm` and `einsum` of two tensors; `grouped_mm` as one product for each
+of its groups of rows.
 """
 
+import itertools
 import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from layerwise.layers.form import Form, Part
 from layerwise.layers.rule import LayerRule
 
 Move = Callable[[Tensor], Tensor]
+GROUPED_MM: Any = getattr(torch, "_grouped_mm", None)
+"""What `torch.nn.functional.grouped_mm` calls; Hugging Face's mixtures of experts use either."""
 
 
 def _same(t: Tensor) -> Tensor:
@@ -66,6 +70,19 @@ def readings(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
             yield from reader(*args, **kwargs)
         except TypeError:  # arguments that the function itself will refuse
             return
+
+
+def grouped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, list[int]] | None:
+    """Rows, weights ``[E, I, O]`` and rows a weight of a grouped product (experts of a mixture); None if it is none."""
+    if func is not GROUPED_MM or len(args) < 2:
+        return None
+    x, weight, offs = *args[:2], kwargs.get("offs", args[2] if len(args) > 2 else None)
+    if not isinstance(offs, Tensor) or x.ndim != 2 or weight.ndim != 3:
+        return None
+    ends = [0, *offs.tolist()]
+    if ends[-1] != len(x):
+        return None
+    return x, weight, [stop - start for start, stop in itertools.pairwise(ends)]
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> Iterator[Product]:

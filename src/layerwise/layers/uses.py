@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from layerwise.layers.form import Form, Part
 from layerwise.layers.graph import Graph
-from layerwise.layers.products import Product, readings
+from layerwise.layers.products import Product, grouped, readings
 
 Rows = tuple[int, int] | None
 """First and last row along the first axis of a parameter; None: all."""
@@ -32,6 +33,8 @@ class Use:
     """Whether the parameter is stored [K, I, O]."""
     bias: str | None = None
     bias_rows: Rows = None
+    first: bool = True
+    """Whether it counts as one of the parameter's uses: of the groups of a grouped product only the first does."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,26 @@ class Watch(TorchFunctionMode):
         """Run a function, and tell of it if it is a product with a parameter."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        groups = grouped(func, args, kwargs)
+        if groups is not None:
+            return self._each_group(*groups, out)
         for product in readings(func, args, kwargs):
             use = self._use(product)
             if use is not None and isinstance(out, Tensor) and "out" not in kwargs:
                 return self._seen(use, product, out)
         return out
+
+    def _each_group(self, x: Tensor, weight: Tensor, sizes: list[int], out: Tensor) -> Tensor:
+        """A grouped product as one product for each weight that has rows."""
+        place = self._place(weight)
+        if place is None or place[1] is not None or not out.requires_grad:
+            return out
+        name, _, flipped = place
+        pieces = list[Tensor]()
+        for e, (rows, piece) in enumerate(zip(x.split(sizes), out.split(sizes), strict=True)):
+            use = Use(name, (e, e + 1), not flipped, first=e == 0)
+            pieces.append(self._seen(use, Product(weight[e], True, rows), piece.clone()))
+        return torch.cat(pieces)
 
     def _use(self, product: Product) -> Use | None:
         place = self._place(product.weight)
@@ -105,7 +123,7 @@ def propose(model: nn.Module, uses: Sequence[Use], graph: Graph, wanted: Collect
     """Layers for the wanted parameters, where all that the graph has of them are uses that were seen."""
     parameters = dict(model.named_parameters())
     counted = graph.uses()
-    seen = Counter(use.weight for use in uses) + Counter(use.bias for use in uses if use.bias is not None)
+    seen = Counter(use.weight for use in uses if use.first) + Counter(use.bias for use in uses if use.bias is not None)
     whole = {name for name, count in seen.items() if counted[id(parameters[name])] == count}
     of_weight = defaultdict[str, list[Use]](list)
     for use in uses:
