@@ -104,6 +104,8 @@ class Capture:
         """Gets what a layer did; answers False for a layer that it never wants."""
         self.observe_rows: Callable[[LayerSpec, Tensor, Tensor, int, float, tuple[int, int]], bool] | None = None
         """Asked first, with the input and the output's gradient of a layer that was called once; False: not taken."""
+        self.before_a_forward: Callable[[], None] = lambda: None
+        """Called before a training forward, when a model that has changed can still be recorded as it is now."""
         self.seen = Seen()
         self._open: list[tuple[Tape | None, Tree, ExitStack, bool]] = []
         """Forwards under way: the tape, the inputs, what is left when they end, and whether they are compiled."""
@@ -124,6 +126,7 @@ class Capture:
         """Before the model runs: open a tape, if statistics are due; a compiled model calls no hooks of its layers."""
         if in_own_forward() or not torch.is_grad_enabled() or not module.training:
             return
+        self.before_a_forward()
         self._release()
         x = inputs_of(args, kwargs)
         tape, under = None, ExitStack()

@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from layerwise.distributed.processes import Processes
 from layerwise.foundations import likelihoods
 from layerwise.foundations.errors import InputError, LayerwiseError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
-from layerwise.foundations.vectors import unwrap
 from layerwise.layers.calling import in_own_arithmetic
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.capture import Capture, Seen
+from layerwise.optim.changes import owners, signature
 from layerwise.optim.choice import rule_of, why_fallback
 from layerwise.optim.damping import Damping
 from layerwise.optim.descent import Descent, Part
@@ -28,6 +29,7 @@ from layerwise.optim.graft import Clip, Graft
 from layerwise.optim.loss_scale import LossScale
 from layerwise.optim.observe import Collector, Sums
 from layerwise.optim.options import check_numbers, fallback_rule, known, parameter_groups, positive, switch
+from layerwise.optim.parameters import BareParameters, model_of
 from layerwise.optim.recorded import RecordedStep
 from layerwise.optim.refreshes import Refreshes
 from layerwise.optim.report import headline, layer_row, measure, table
@@ -37,9 +39,6 @@ from layerwise.optim.solver import SOLVERS
 from layerwise.optim.spread import Spread
 from layerwise.optim.stack import Stack
 from layerwise.optim.statistics import Statistics, take_all_in
-
-LOOK_EVERY = 100
-"""Steps after which the model's parameters are listed anew."""
 
 
 class Layerwise(Saving):
@@ -56,7 +55,8 @@ class Layerwise(Saving):
     ...     _ = opt.step()
 
     Args:
-        model: the module that is trained, before it is wrapped or compiled.
+        model: the module that is trained, before it is wrapped or compiled; or, where no statistic but "gradient" is
+            asked for, its parameters or parameter groups, as torch's optimizers take them.
         left: statistic of P: "outgrads", "gradient" or "identity".
         right: statistic of Q: "inputs", "gradient" or "identity".
         power: p and q, or one number for both.
@@ -103,7 +103,7 @@ class Layerwise(Saving):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | ParamsT,
         left: str = "outgrads",
         right: str = "inputs",
         power: float | tuple[float, float] = 1.0,
@@ -141,8 +141,8 @@ class Layerwise(Saving):
         record: bool | None = None,
         seed: int | torch.Generator = 0,
     ) -> None:
-        self.model = unwrap(model)
         self.rule = rule or rule_of(left, right, power, basis, damping_split, max_factor)
+        self.model = model_of(model, self.rule, type(self).__name__)
         self.rule.use_solver(known("solver", solver, SOLVERS))
         self.rule.precision = known("precision", precision, ("high", "half"))
         self.fallback = fallback_rule(update_fallback)
@@ -175,6 +175,7 @@ class Layerwise(Saving):
         super().__init__(parameter_groups(self.model, self.table, overrides or {}, defaults), defaults)
         self.steps_taken = 0
         self._strangers: list[tuple[str, nn.Parameter]] | None = None
+        self._signature, self._owners = signature(self.model), owners(self.model)
         self.processes = Processes()
         self._collector = self._make_collector()
         self._capture = self._make_capture(example_axis, seed_of(seed))
@@ -182,6 +183,8 @@ class Layerwise(Saving):
     # --- construction ------------------------------------------------------------------------------------
 
     def _read_table(self) -> LayerTable:
+        if isinstance(self.model, BareParameters):
+            return self.model.table()
         separate = (nn.Module,) if self.separate_bias else ()
         return LayerTable.from_model(self.model, separate_bias=separate)
 
@@ -224,6 +227,14 @@ class Layerwise(Saving):
             self.model, self.table, estimator, law, self._settings["samples"], seed, self._scale, example_axis
         )
         found.observe, found.observe_rows = self._collector.add, self._collector.add_rows
+        optimizer = weakref.ref(self)
+
+        def before_a_forward() -> None:
+            owner = optimizer()
+            if owner is not None:
+                owner.follow_model()
+
+        found.before_a_forward = before_a_forward
         return found
 
     # --- stacks ------------------------------------------------------------------------------------------
@@ -371,7 +382,8 @@ class Layerwise(Saving):
 
     def _requireknown(self) -> None:
         """A parameter with a gradient that no group holds would silently stay as it is."""
-        if self._strangers is None or self.steps_taken % LOOK_EVERY == 0:
+        self.follow_model()
+        if self._strangers is None:
             known = {id(p) for group in self.param_groups for p in group["params"]}
             self._strangers = [(name, p) for name, p in self.model.named_parameters() if id(p) not in known]
         for name, p in self._strangers:
@@ -425,6 +437,7 @@ class Layerwise(Saving):
 
     def __repr__(self) -> str:
         """What every parameter gets, and why."""
+        self.follow_model()
         rows = []
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         params = dict(self.model.named_parameters())

@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.optim.engine import Layerwise
@@ -15,7 +16,8 @@ class Muon(Layerwise):
     Convolutions are matrices of output channels × the rest; vectors and embeddings get the fallback.
 
     Args:
-        model: the module that is trained.
+        model: the module that is trained, or parameters (or groups of them) as torch's optimizers take them: among
+            these an embedding looks like a matrix; give it a group with ``"update": "fallback"``.
         lr: η.
         momentum: of the gradient, as an average.
         nesterov: look ahead.
@@ -32,7 +34,7 @@ class Muon(Layerwise):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | ParamsT,
         lr: float | Tensor = 1e-3,
         momentum: float = 0.95,
         nesterov: bool = True,
@@ -62,7 +64,7 @@ class MahalanobisSpectral(Layerwise):
     ``W ← W − η tr(S) P^-½ U Vᵀ Q^-½`` with ``U S Vᵀ = P^-½ ∇L Q^-½``.
 
     Args:
-        model: the module that is trained.
+        model: the module that is trained; or its parameters, where left and right are both "gradient".
         lr: η.
         damping: added to each factor.
         ideal: scale the step by ``tr S``.
@@ -77,7 +79,7 @@ class MahalanobisSpectral(Layerwise):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | ParamsT,
         lr: float | Tensor = 1e-2,
         damping: Any = 1e-1,
         momentum: float = 0.0,

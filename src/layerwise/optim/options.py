@@ -11,6 +11,7 @@ from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.vectors import trainable
 from layerwise.layers.table import LayerSpec, LayerTable, matches
 from layerwise.optim.elementwise import AdamRule, GradientDescent
+from layerwise.optim.parameters import BareParameters
 from layerwise.optim.rule import UpdateRule
 
 GROUP_OPTIONS = ("lr", "momentum", "nesterov", "weight_decay", "damping", "factor_decay")
@@ -22,8 +23,16 @@ BOUNDS = {"lr": math.inf, "momentum": 1.0, "weight_decay": math.inf, "factor_dec
 def parameter_groups(
     model: nn.Module, table: LayerTable, overrides: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """One parameter group for every pattern of `overrides`, and one for the rest."""
-    params, taken = trainable(model), set[str]()
+    """One parameter group for every pattern of `overrides`, and one for the rest; or the groups that were given."""
+    if isinstance(model, BareParameters) and (len(model.groups) > 1 or len(model.groups[0]) > 1):
+        if overrides:
+            raise InputError(describe("overrides beside parameter groups", "one of them", "put options in the groups"))
+        for group in model.groups:
+            check_numbers({**defaults, **group})
+        return model.groups
+    params, taken = dict(model.named_parameters()), set[str]()
+    if not isinstance(model, BareParameters):  # parameters that are given take part when they are unfrozen, as in torch
+        params = trainable(model)
     groups = []
     for pattern, options in overrides.items():
         _check_names(pattern, options)

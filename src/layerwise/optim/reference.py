@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from layerwise.optim.elementwise import AdamRule, GradientDescent, SignDescent
 from layerwise.optim.engine import Layerwise
@@ -17,7 +18,7 @@ class SGD(Layerwise):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | ParamsT,
         lr: float | Tensor = 1e-2,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
@@ -35,7 +36,7 @@ class Adam(Layerwise):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -54,7 +55,7 @@ class Sign(Layerwise):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | ParamsT,
         lr: float | Tensor = 1e-3,
         momentum: float = 0.0,
         weight_decay: float = 0.0,

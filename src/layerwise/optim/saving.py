@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from layerwise.foundations.errors import InputError, describe
 from layerwise.layers.table import LayerTable
 from layerwise.optim.capture import Capture
+from layerwise.optim.changes import follow, owners, renamed_layers, signature
 from layerwise.optim.damping import Damping
 from layerwise.optim.descent import Descent
 from layerwise.optim.followed import followed
 from layerwise.optim.foreseen import foreseen
 from layerwise.optim.observe import Collector
+from layerwise.optim.parameters import BareParameters
 from layerwise.optim.rule import Health, UpdateRule
 from layerwise.optim.stack import Stack
 from layerwise.optim.statistics import take_all_in
@@ -33,6 +35,9 @@ class Saving(torch.optim.Optimizer):
     _loaded: dict[str, dict[str, Tensor]]
     """State of layers until there are stacks."""
     _strangers: list[tuple[str, nn.Parameter]] | None
+    _signature: list[int] | None
+    """The model as it was when it was last looked at."""
+    _owners: dict[int, int]
     _descent: Descent
     _collector: Collector
     _capture: Capture | None
@@ -51,6 +56,7 @@ class Saving(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """State keyed by parameter, layer by layer, as plain tensors; loads with ``weights_only=True``."""
+        self.follow_model()
         params = dict(self.model.named_parameters())
         specs = {spec.name: spec for spec in self.table.layers}
         self.state.clear()
@@ -112,15 +118,52 @@ class Saving(torch.optim.Optimizer):
         super().add_param_group(self._named(param_group))
         if "_stacks" not in self.__dict__ or "steps_taken" not in self.__dict__:  # the constructor's own
             return
-        self._loaded = self._saved()
+        self._rebuild()
+
+    def follow_model(self) -> None:
+        """Where the model has changed since the last look, go on with the model that there is.
+
+        A parameter that was replaced has its successor in its group, without its state unless the module is the same.
+        """
+        now = signature(self.model)
+        if now == self._signature:
+            return
+        self._signature, self._strangers = now, None
+        params, before = dict(self.model.named_parameters()), self._parameters_by_name()
+        successors = follow(self.param_groups, params)
+        owner, self._owners = self._owners, owners(self.model)
+        unfrozen = {name for group in self.param_groups for name in group["param_names"]} - {*self.table.shapes}
+        if successors is None and not any(name in params and params[name].requires_grad for name in unfrozen):
+            return
+        for (
+            name,
+            p,
+        ) in before.items():  # the same module with another tensor, as `load_state_dict(assign=True)` leaves it
+            successor = (successors or {}).get(id(p))
+            if successor is not None and successor.shape == p.shape and owner[id(p)] == self._owners[id(successor)]:
+                before[name] = successor
+        self._rebuild(before)
+
+    def _parameters_by_name(self) -> dict[str, nn.Parameter]:
+        groups = self.param_groups
+        return {k: p for group in groups for k, p in zip(group["param_names"], group["params"], strict=True)}
+
+    def _rebuild(self, before: dict[str, nn.Parameter] | None = None) -> None:
+        """Read the model anew; layers whose parameters (by their names `before`) are the same keep their state."""
+        saved, table = self._saved(), self.table
         self._stacks = self._strangers = None
         self._collector.forget()
         self.table = self._read_table()
+        params = dict(self.model.named_parameters())
+        names = renamed_layers(table, before or params, self.table, params)
+        self._loaded = {names[layer]: state for layer, state in saved.items() if layer in names}
         if self._capture is not None:
             self._capture.look_again(self.table)
 
     def _named(self, group: dict[str, Any]) -> dict[str, Any]:
         """The same group with the names its parameters have in the model."""
+        if isinstance(self.model, BareParameters):
+            return {**group, "params": self.model.named(group["params"])}
         given = group["params"]
         params = [given] if isinstance(given, Tensor) else list(given)
         names = {id(p): name for name, p in self.model.named_parameters()}
@@ -136,6 +179,7 @@ class Saving(torch.optim.Optimizer):
             if k not in ("_capture", "_stacks", "_collector", "_descent", "_recorded")
         }
         kept["_loaded"], kept["_stacks"], kept["_strangers"] = self._saved(), None, None
+        kept["_signature"], kept["_owners"] = None, {}  # a copy has parameters of its own
         capture = self._capture
         kept["_capture"] = None if capture is None else (capture.example_axis, capture.seed, capture.forwards)
         return kept
@@ -147,6 +191,7 @@ class Saving(torch.optim.Optimizer):
         recorded = state["_capture"]
         super().__setstate__({k: v for k, v in state.items() if k != "_capture"})
         self._collector = self._make_collector()
+        self._signature, self._owners = signature(self.model), owners(self.model)
         self._capture = None
         if recorded is not None:
             self._capture = self._make_capture(recorded[0], recorded[1])

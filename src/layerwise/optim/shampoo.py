@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.factors import Factors
@@ -16,7 +17,8 @@ class Shampoo(Layerwise):
     of output channels × the rest; biases and other vectors get the fallback.
 
     Args:
-        model: the module that is trained.
+        model: the module that is trained, or parameters (or groups of them) as torch's optimizers take them: among
+            these an embedding looks like a matrix; give it a group with ``"update": "fallback"``.
         lr: η.
         power: p of both sides, or one for each; ``(0.5, 0)`` is one-sided.
         damping: added to each factor.
@@ -34,7 +36,7 @@ class Shampoo(Layerwise):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | ParamsT,
         lr: float | Tensor = 1e-2,
         power: float | tuple[float, float] = 0.25,
         damping: Any = 1e-4,
@@ -76,7 +78,8 @@ class SOAP(Layerwise):
     one orthogonal iteration.
 
     Args:
-        model: the module that is trained.
+        model: the module that is trained, or parameters (or groups of them) as torch's optimizers take them: among
+            these an embedding looks like a matrix; give it a group with ``"update": "fallback"``.
         lr: η.
         betas: of the momentum, and of V and the factors.
         eps: ε.
@@ -92,7 +95,7 @@ class SOAP(Layerwise):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | ParamsT,
         lr: float | Tensor = 3e-3,
         betas: tuple[float, float] = (0.95, 0.95),
         eps: float = 1e-8,

@@ -1,0 +1,72 @@
+"""A model that changes after its optimizer was built: a layer replaced, wrapped by the compiler or by an adapter.
+
+What belongs together is found by identity: a parameter that has another name now is the same one, and a layer's state
+goes with its parameters. A parameter under an old name is the successor of the one that had it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from layerwise.layers.table import LayerTable
+
+Key = tuple[tuple[int, tuple[int, int] | None], ...]
+
+
+def _modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Every module once, without the names that cost most of `nn.Module.modules`."""
+    seen, pending = set[int](), [model]
+    while pending:
+        module = pending.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            pending.extend(child for child in module._modules.values() if child is not None)
+
+
+def signature(model: nn.Module) -> list[int]:
+    """Modules and parameters by identity, and whether each parameter is trained."""
+    found = list[int]()
+    for module in _modules(model):
+        found.append(id(module))
+        found.extend(id(p) if p.requires_grad else -id(p) for p in module._parameters.values() if p is not None)
+    return found
+
+
+def owners(model: nn.Module) -> dict[int, int]:
+    """From each parameter to its module, by identity."""
+    return {id(p): id(module) for module in _modules(model) for p in module._parameters.values() if p is not None}
+
+
+def follow(groups: Iterable[dict[str, Any]], params: Mapping[str, nn.Parameter]) -> dict[int, nn.Parameter] | None:
+    """Bring names and parameters of groups up to date, in place.
+
+    Returns the successors of parameters that were replaced, by the identity of those; None: no group has changed.
+    """
+    names = {id(p): name for name, p in params.items()}
+    groups = list(groups)
+    known = {id(p) for group in groups for p in group["params"]}
+    successors, renamed = dict[int, nn.Parameter](), False
+    for group in groups:
+        for place, (name, p) in enumerate(zip(group["param_names"], group["params"], strict=True)):
+            now = params.get(name)
+            if id(p) in names:
+                renamed = renamed or names[id(p)] != name
+                group["param_names"][place] = names[id(p)]
+            elif now is not None and id(now) not in known:
+                successors[id(p)] = group["params"][place] = now
+    return successors if renamed or successors else None
+
+
+def renamed_layers(
+    before: LayerTable, old: Mapping[str, Tensor], after: LayerTable, new: Mapping[str, Tensor]
+) -> dict[str, str]:
+    """From names of layers to those that the same layers have now, by the identity of their parameters."""
+    now = {_key(spec, new): spec.name for spec in after.layers}
+    keys = {spec.name: _key(spec, old) for spec in before.layers if all(name in old for name in spec.parameters)}
+    return {name: now[key] for name, key in keys.items() if key in now}
+
+
+def _key(spec: Any, params: Mapping[str, Tensor]) -> Key:
+    return tuple((id(params[part.name]), part.rows) for part in spec.form.parts)
