@@ -28,7 +28,16 @@ from layerwise.optim.foreseen import take_up
 from layerwise.optim.graft import Clip, Graft
 from layerwise.optim.loss_scale import LossScale
 from layerwise.optim.observe import Collector, Sums
-from layerwise.optim.options import check_numbers, fallback_rule, known, parameter_groups, positive, switch
+from layerwise.optim.options import (
+    check_number,
+    check_numbers,
+    fallback_rule,
+    known,
+    parameter_groups,
+    positive,
+    rate,
+    switch,
+)
 from layerwise.optim.parameters import BareParameters, model_of
 from layerwise.optim.recorded import RecordedStep
 from layerwise.optim.refreshes import Refreshes
@@ -86,7 +95,8 @@ class Layerwise(Saving):
         clip: None, a number κ (the step's predicted change ``η² ⟨D, ∇L⟩`` stays below it), or ("norm", c).
         update_fallback: "adam", "sgd", or a rule, for parameters that the rule does not treat.
         fallback_lr: learning rate of those; by default `lr`.
-        overrides: options for layers by pattern, ``{"head": {"lr": 1e-3}, "embed*": {"update": "fallback"}}``.
+        overrides: options for layers or parameters by pattern, ``{"head": {"lr": 1e-3}, "embed*": {"update":
+            "fallback"}, "*.bias": {"weight_decay": 0.0}}``.
         loss_average: how the loss in your loop is reduced: over "examples", over "tokens", or None for a sum.
         accumulate: k, where the loss is divided by k and gradients are accumulated over k batches.
         grad_scaler: the `torch.amp.GradScaler` of your loop.
@@ -146,7 +156,6 @@ class Layerwise(Saving):
         self.rule.use_solver(known("solver", solver, SOLVERS))
         self.rule.precision = known("precision", precision, ("high", "half"))
         self.fallback = fallback_rule(update_fallback)
-        self.fallback_lr = fallback_lr
         self._damping = Damping(damping, damping_scale)
         self._graft, self._clip = Graft(graft), Clip.read(clip)
         self.factor_every, self.refresh_every = (
@@ -172,6 +181,7 @@ class Layerwise(Saving):
             "update": "rule",
         }
         check_numbers(defaults)
+        defaults["fallback_ratio"] = 1.0 if fallback_lr is None else _fallback_ratio(fallback_lr, float(lr))
         super().__init__(parameter_groups(self.model, self.table, overrides or {}, defaults), defaults)
         self.steps_taken = 0
         self._strangers: list[tuple[str, nn.Parameter]] | None = None
@@ -253,13 +263,17 @@ class Layerwise(Saving):
             rule = self.rule_for(spec, group)
             form, first = spec.form, params[spec.parameters[0]]
             size = (form.outputs, form.inputs, form.one_hot, form.taps if rule.sua else 1)
-            key = (id(rule), id(group), *size, first.dtype, first.device)
+            groups = tuple(id(group_of.get(id(params[name]))) for name in spec.parameters)
+            key = (id(rule), groups, *size, first.dtype, first.device)
             found.setdefault(key, []).append(spec)
         stacks = []
         for specs in found.values():
             group = group_of[id(params[specs[0].parameters[0]])]
             names = [name for spec in specs for name in spec.parameters]
             stack = Stack(self.rule_for(specs[0], group), tuple(specs), group, {k: params[k] for k in names})
+            stack.fallback = stack.rule is self.fallback and stack.rule is not self.rule
+            own = {k: group_of.get(id(params[k]), group) for k in names}
+            stack.own_groups = {k: other for k, other in own.items() if other is not group}
             stack.ensure_state(self._loaded)
             recall(stack, self._loaded)
             take_up(stack, self._loaded)
@@ -412,17 +426,11 @@ class Layerwise(Saving):
         """Whether the host may ask whether gradients are finite. On a GPU it would wait for the whole backward."""
         return self.param_groups[0]["params"][0].device.type == "cpu"
 
-    def _lr(self, stack: Stack) -> float:
-        if stack.rule is self.fallback and self.fallback_lr is not None and stack.rule is not self.rule:
-            base = float(self.defaults["lr"])
-            return self.fallback_lr * (float(stack.group["lr"]) / base if base else 1.0)
-        return float(stack.group["lr"])
-
     def _context(self, stack: Stack, examples: int) -> Context:
         damping = self._damping.at(stack.group, max(self.steps_taken, 1))
         return Context(
             self.steps_taken,
-            self._lr(stack),
+            rate(stack.group, stack.fallback),
             damping,
             self._damping.relative,
             stack.group,
@@ -474,6 +482,15 @@ class Layerwise(Saving):
         for stack in self._stacks or []:
             measure(stack, self._context(stack, 1), self._health)
         return self._health
+
+
+def _fallback_ratio(fallback_lr: float, lr: float) -> float:
+    """Its proportion to the learning rate, which it keeps under schedules."""
+    check_number("fallback_lr", fallback_lr)
+    if not lr:
+        expected = "a learning rate above 0, to which fallback_lr keeps its proportion"
+        raise InputError(describe("fallback_lr with lr=0", expected, 'use overrides={"*": {"lr": 0.0}} instead'))
+    return fallback_lr / lr
 
 
 def _number(loss: Any) -> float:

@@ -15,6 +15,7 @@ from layerwise.optim.descent import Descent
 from layerwise.optim.followed import followed
 from layerwise.optim.foreseen import foreseen
 from layerwise.optim.observe import Collector
+from layerwise.optim.options import with_own_rate
 from layerwise.optim.parameters import BareParameters
 from layerwise.optim.rule import Health, UpdateRule
 from layerwise.optim.stack import Stack
@@ -115,7 +116,7 @@ class Saving(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Parameters that take part from now on, such as layers that were frozen before."""
-        super().add_param_group(self._named(param_group))
+        super().add_param_group(with_own_rate(self._named(param_group)))
         if "_stacks" not in self.__dict__ or "steps_taken" not in self.__dict__:  # the constructor's own
             return
         self._rebuild()
