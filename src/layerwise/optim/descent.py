@@ -203,7 +203,7 @@ class Descent:
         if listed is None or layers is None:
             self._subtract(part, self._momentum(part, unscaled(D).to(stack.shape.dtype), factor))
             return
-        mu = 0.0 if stack.rule is not self.rule and stack.rule.own_momentum else stack.group["momentum"]
+        mu = self._mu(stack)
         finish_(
             *layers,
             listed.directions(D),
@@ -222,12 +222,17 @@ class Descent:
         lr = part.context.lr
         part.stack.subtract(update, lr, part.active, lr * part.stack.group["weight_decay"], part.context.gate)
 
+    def _mu(self, stack: Stack) -> float:
+        """Momentum of the direction: none where the rule takes the option itself, or is a fallback with its own."""
+        own = stack.rule.own_momentum
+        return 0.0 if own == "momentum" or (own and stack.rule is not self.rule) else stack.group["momentum"]
+
     def _momentum(self, part: Part, D: Tensor, factor: float | Tensor) -> Tensor:
         """``μ · buffer + factor · D``, kept; with Nesterov's, one step ahead of it."""
         stack, gate = part.stack, part.context.gate
-        mu = stack.group["momentum"]
+        mu = self._mu(stack)
         D = D if isinstance(factor, float) and factor == 1.0 else D * factor
-        if not mu or (stack.rule is not self.rule and stack.rule.own_momentum):
+        if not mu:
             return D
         old = stack.state.get("momentum")
         buffer = D.clone() if old is None else D + mu * old

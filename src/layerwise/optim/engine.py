@@ -49,6 +49,9 @@ from layerwise.optim.spread import Spread
 from layerwise.optim.stack import Stack
 from layerwise.optim.statistics import Statistics, take_all_in
 
+OWN_MOMENTUM = ("momentum", "nesterov", "betas")
+"""Options of the optimizer's own rule, which a fallback that averages by itself does not take."""
+
 
 class Layerwise(Saving):
     """One optimizer for the whole family ``W ← W − η P⁻ᵖ ∇L Q⁻ᑫ``; the named members are choices of its arguments.
@@ -171,6 +174,7 @@ class Layerwise(Saving):
         self.table = self._read_table()
         self._stacks: list[Stack] | None = None
         self._loaded: dict[str, dict[str, Tensor]] = {}
+        self._shared: frozenset[str] | None = None
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -180,6 +184,9 @@ class Layerwise(Saving):
             "factor_decay": factor_decay,
             "update": "rule",
         }
+        if self.rule.own_momentum is not None:  # in the group, where schedulers change it
+            own = (self.rule.own_momentum, "nesterov") if self.rule.own_momentum == "momentum" else ("betas",)
+            defaults |= {name: defaults.get(name) or getattr(self.rule, name) for name in own}
         check_numbers(defaults)
         defaults["fallback_ratio"] = 1.0 if fallback_lr is None else _fallback_ratio(fallback_lr, float(lr))
         super().__init__(parameter_groups(self.model, self.table, overrides or {}, defaults), defaults)
@@ -189,6 +196,7 @@ class Layerwise(Saving):
         self.processes = Processes()
         self._collector = self._make_collector()
         self._capture = self._make_capture(example_axis, seed_of(seed))
+        self.param_groups[0]["engine"] = self._engine()
 
     # --- construction ------------------------------------------------------------------------------------
 
@@ -274,7 +282,7 @@ class Layerwise(Saving):
             stack.fallback = stack.rule is self.fallback and stack.rule is not self.rule
             own = {k: group_of.get(id(params[k]), group) for k in names}
             stack.own_groups = {k: other for k, other in own.items() if other is not group}
-            stack.ensure_state(self._loaded)
+            stack.ensure_state(self._loaded, None if stack.fallback else self._shared)
             recall(stack, self._loaded)
             take_up(stack, self._loaded)
             stacks.append(stack)
@@ -433,7 +441,7 @@ class Layerwise(Saving):
             rate(stack.group, stack.fallback),
             damping,
             self._damping.relative,
-            stack.group,
+            {k: v for k, v in stack.group.items() if k not in OWN_MOMENTUM} if stack.fallback else stack.group,
             examples=examples,
             observes=(self.steps_taken - 1) % self.factor_every == 0,
             batches=1 + (self.steps_taken - 1) // self.factor_every,

@@ -137,6 +137,10 @@ class Context:
         """Of the statistics, in batches: the n-th weighs 1/n in a running mean that is young."""
         return self.step if self.batches is None else self.batches
 
+    def option(self, name: str, default: Any) -> Any:
+        """What the parameter group says, where it does; a fallback has options of its own."""
+        return self.options.get(name, default)
+
     def largest_of(self, X: Tensor) -> Tensor | None:
         """`largest`, if this is the step's gradient and not another tensor."""
         return self.largest if X is self.gradient else None
@@ -239,8 +243,13 @@ class UpdateRule(ABC):
     recordable: bool = False
     """Whether steps may be recorded as CUDA graphs: statistics of the gradient and the direction then change state in
     place, ask the device for nothing, and do the same whenever state has the same form. Not inherited."""
-    own_momentum: bool = False
-    """Whether the direction is an average over steps already: as a fallback it gets no momentum on top."""
+    own_momentum: str | None = None
+    """The option, "momentum" or "betas", whose average the direction is already: as a fallback it gets no momentum on
+    top. The optimizer's own rule reads it from the parameter group, where schedulers change it (`Context.option`)."""
+
+    def statistics(self) -> dict[str, str]:
+        """What its factors P and Q are second moments of; another member's that say the same can be taken over."""
+        return {}
 
     def accepts(self, shape: Shape) -> str | None:
         """Why a stack of this shape cannot be treated, or None."""

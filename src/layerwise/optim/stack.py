@@ -1,6 +1,6 @@
 """`Stack`: all layers of one shape and one parameter group, as one tensor ``[K, O, I]``."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -177,22 +177,31 @@ class Stack:
 
     # --- state, layer by layer ---------------------------------------------------------------------------
 
-    def ensure_state(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def ensure_state(self, saved: Mapping[str, Mapping[str, Tensor]], shared: Collection[str] | None = None) -> None:
         """State from what was saved for each layer, else as at the start.
 
-        What another member saved is taken where it means the same (statistics P and Q of the same size);
-        decompositions that are missing are made at the next step.
+        Of another member's state the factors are taken that mean the same (`shared`: "P", "Q"), decompositions are
+        made at the next step. What a rule keeps beside factors (moments and their count) is taken whole or not at all.
         """
         if self.state:
             return
         self.state = self.rule.init(self.shape)
         sizes = stored.saved_sizes(self.state, self.shape)
         needed = set(sizes)
+        beside = {name for name in needed if stored.side_of(name) is None}
         for spec, groups in self.slices():
             found = _fitting(saved.get(spec.name, {}), sizes)
+            if shared is not None:
+                found = {k: t for k, t in found.items() if self._means_the_same(k, shared)}
+            if not beside <= set(found):
+                found = {k: t for k, t in found.items() if k not in beside}
             names = needed | ({*ENGINE_STATE} if needed - {*self.rule.refreshed} <= set(found) else set())
             for name in names & set(found) - (set() if needed <= set(found) else {"fresh"}):
                 self._put(name, groups, found[name])
+
+    def _means_the_same(self, name: str, shared: Collection[str]) -> bool:
+        """In another member's state."""
+        return (stored.side_of(name) in shared and name not in self.rule.refreshed) or name.startswith("graft_")
 
     def _put(self, name: str, groups: slice, value: Tensor) -> None:
         shape = self.shape
@@ -201,13 +210,19 @@ class Stack:
             self.state[name] = shape.zeros(*((shape.outputs, shape.inputs) if own else value.shape[1:]))
         stored.load(self.state, name, groups, value)
 
-    def saved(self) -> dict[str, dict[str, Tensor]]:
-        """The state of each layer alone, in a form that does not depend on the device."""
+    def portable(self) -> dict[str, dict[str, Tensor]]:
+        """The state of each layer alone, in a form that does not depend on the device; views where that is possible."""
+        names = stored.saved_names(self.state)
         return {
-            spec.name: {
-                name: stored.portable(self.state, name, self.shape, groups).clone()
-                for name in stored.saved_names(self.state)
-            }
+            spec.name: {name: stored.portable(self.state, name, self.shape, groups) for name in names}
+            for spec, groups in self.slices()
+        }
+
+    def saved(self) -> dict[str, dict[str, Tensor]]:
+        """The same as it is now: copies."""
+        names = stored.saved_names(self.state)
+        return {
+            spec.name: {name: stored.portable(self.state, name, self.shape, groups).clone() for name in names}
             for spec, groups in self.slices()
         }
 
