@@ -170,6 +170,7 @@ class Descent:
         directions = [self._direction(part, waits) for part in parts]
         # Before momentum: an average of former directions may have any sign beside the present gradient.
         factor = self.clip.factor(self.stacks, directions, [p.grad for p in parts], [p.lr for p in parts], waits)
+        self.health.count("clipped_steps", (factor < 1).to(torch.int64) if isinstance(factor, Tensor) else factor < 1)
         if not waits and not self.damping.adaptive:
             for part, D in zip(parts, directions, strict=True):
                 self._finish(part, D, factor)

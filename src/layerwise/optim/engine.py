@@ -5,7 +5,7 @@ W ← (1 − η·decay) W − η · momentum(clip(graft(P⁻ᵖ ∇L Q⁻ᑫ)))
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from layerwise.optim.graft import Clip, Graft
 from layerwise.optim.loss_scale import LossScale
 from layerwise.optim.observe import Collector, Sums
 from layerwise.optim.options import (
+    LIKELIHOOD,
+    LOSS_AVERAGE,
+    Overrides,
     check_number,
     check_numbers,
     fallback_rule,
@@ -36,12 +39,13 @@ from layerwise.optim.options import (
     parameter_groups,
     positive,
     rate,
+    show_options,
     switch,
 )
 from layerwise.optim.parameters import BareParameters, model_of
 from layerwise.optim.recorded import RecordedStep
 from layerwise.optim.refreshes import Refreshes
-from layerwise.optim.report import headline, layer_row, measure, table
+from layerwise.optim.report import group_lines, headline, layer_row, measure, of_group, table
 from layerwise.optim.rule import Context, Health, UpdateRule
 from layerwise.optim.saving import Saving
 from layerwise.optim.solver import SOLVERS
@@ -114,6 +118,9 @@ class Layerwise(Saving):
         seed: of sampled labels.
     """
 
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """Options that a member does not leave open."""
+
     def __init__(
         self,
         model: nn.Module | ParamsT,
@@ -135,15 +142,15 @@ class Layerwise(Saving):
         factor_decay: float = 0.95,
         statistics_over: int | None = None,
         estimator: str | None = None,
-        likelihood: str | Likelihood | None = None,
+        likelihood: str | Likelihood | None = LIKELIHOOD,
         samples: int = 1,
         sharing: str = "expand",
         graft: str | None = None,
         clip: float | tuple[str, float] | None = None,
         update_fallback: str | UpdateRule = "adam",
         fallback_lr: float | None = None,
-        overrides: Mapping[str, Mapping[str, Any]] | None = None,
-        loss_average: str | None = "examples",
+        overrides: Overrides | None = None,
+        loss_average: str | None = LOSS_AVERAGE,
         accumulate: int = 1,
         grad_scaler: Any = None,
         example_axis: int | None = None,
@@ -197,6 +204,11 @@ class Layerwise(Saving):
         self._collector = self._make_collector()
         self._capture = self._make_capture(example_axis, seed_of(seed))
         self.param_groups[0]["engine"] = self._engine()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__init__" in vars(cls):
+            show_options(cls.__init__, Layerwise.__init__, ("rule", *cls.fixed))
 
     # --- construction ------------------------------------------------------------------------------------
 
@@ -464,13 +476,13 @@ class Layerwise(Saving):
             rule = self.rule_for(spec, group)
             shape = Stack(rule, (spec,), group, {k: params[k] for k in spec.parameters}).shape
             rows.append(layer_row(spec, rule.describe(shape), self._reason(spec, group)))
-        return table(self._headline(), rows)
+        return table("\n".join([self._headline(), *group_lines(self.param_groups)]), rows)
 
     def _headline(self) -> str:
         options = self.param_groups[0]
         relative = "relative" if self._damping.relative else "absolute"
         settings = {
-            **{name: options[name] for name in ("lr", "momentum", "weight_decay")},
+            **of_group(options),
             "clip": self._clip.describe(),
             "damping": f"{options['damping']:g} {relative}",
             "estimator": self._settings["estimator"] if self.rule.needs_outgrads else None,

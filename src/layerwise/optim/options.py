@@ -1,13 +1,15 @@
 """Options of the optimizer: checked, and cut into parameter groups."""
 
+import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.vectors import trainable
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.elementwise import AdamRule, GradientDescent
@@ -16,6 +18,10 @@ from layerwise.optim.rule import UpdateRule
 
 GROUP_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "damping", "factor_decay", "betas", "update")
 """What a parameter group may have of its own; the first two also a part of a layer."""
+LIKELIHOOD: str | Likelihood | None = None
+LOSS_AVERAGE: str | None = "examples"
+"""What members take where nobody says otherwise."""
+Overrides = Mapping[str, Mapping[str, Any]]
 FALLBACKS: Mapping[str, Callable[[], UpdateRule]] = {"adam": AdamRule, "sgd": GradientDescent}
 BOUNDS = {"lr": math.inf, "momentum": 1.0, "weight_decay": math.inf, "damping": math.inf, "factor_decay": 1.0}
 """Numbers from 0 to below this."""
@@ -108,6 +114,17 @@ def _parameters_of(table: LayerTable, pattern: str) -> list[str]:
         return [name for name in spec.parameters if fnmatchcase(name, pattern)]
 
     return list(dict.fromkeys(name for spec in table.layers for name in named(spec)))
+
+
+def show_options(member: Callable[..., Any], engine: Callable[..., Any], hidden: Collection[str]) -> None:
+    """Show in a member's signature what its ``**options`` pass on, for `help`, notebooks and `inspect.signature`."""
+    own = inspect.signature(member)
+    shown = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    known = {*own.parameters, *hidden}
+    if len(shown) < len(own.parameters):
+        passed = inspect.signature(engine).parameters.values()
+        shown += [p for p in passed if p.kind is p.KEYWORD_ONLY and p.name not in known]
+        member.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
 
 
 def fallback_rule(given: str | UpdateRule) -> UpdateRule:

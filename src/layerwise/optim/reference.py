@@ -7,6 +7,7 @@ from torch.optim.optimizer import ParamsT
 
 from layerwise.optim.elementwise import AdamRule, GradientDescent, SignDescent
 from layerwise.optim.engine import Layerwise
+from layerwise.optim.options import Overrides
 
 
 class SGD(Layerwise):
@@ -22,9 +23,19 @@ class SGD(Layerwise):
         lr: float | Tensor = 1e-2,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
+        *,
+        overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(model, rule=GradientDescent(), lr=lr, momentum=momentum, weight_decay=weight_decay, **options)
+        super().__init__(
+            model,
+            rule=GradientDescent(),
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            overrides=overrides,
+            **options,
+        )
 
 
 class Adam(Layerwise):
@@ -41,9 +52,13 @@ class Adam(Layerwise):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        *,
+        overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(model, rule=AdamRule(betas, eps), lr=lr, weight_decay=weight_decay, **options)
+        super().__init__(
+            model, rule=AdamRule(betas, eps), lr=lr, weight_decay=weight_decay, overrides=overrides, **options
+        )
 
 
 class Sign(Layerwise):
@@ -61,6 +76,15 @@ class Sign(Layerwise):
         weight_decay: float = 0.0,
         *,
         ideal: bool = False,
+        overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(model, rule=SignDescent(ideal), lr=lr, momentum=momentum, weight_decay=weight_decay, **options)
+        super().__init__(
+            model,
+            rule=SignDescent(ideal),
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            overrides=overrides,
+            **options,
+        )

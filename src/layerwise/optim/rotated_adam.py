@@ -104,7 +104,11 @@ class RotatedAdam(EigenFactors):
         t = state["steps"].clamp_min(1)
         floor, t = self.floor(state, 1 - b2**t, context), t.view(-1, 1, 1)
         step = (state["M"] / state["V"].sqrt().add_(self.eps)).mul_((1 - b2**t).sqrt() / (1 - b1**t))
-        return step if floor is None else step.mul_(above(state["V"], floor))
+        if floor is None:
+            return step
+        kept = above(state["V"], floor)
+        health.count("floored_layers", (kept == 0).flatten(1).any(1).sum())
+        return step.mul_(kept)
 
     def floor(self, state: State, correction: Float[Tensor, "K"], context: Context) -> Float[Tensor, "K"] | None:
         """Up to this V is rounding, and no step is taken; None: nothing is rotated, and every entry is exact.

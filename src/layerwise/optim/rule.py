@@ -170,6 +170,11 @@ class Health:
     """Steps left out because a gradient was not finite."""
     skipped_statistics: int = 0
     """Observations left out because they were not finite, or written over while they waited (`statistics`)."""
+    clipped_steps: int = 0
+    """Steps that were made shorter by `clip`: where these are most of them, it and not `lr` sets the step's size."""
+    floored_layers: int = 0
+    """Layers, counted at every step, of which some directions had no step because their second moments were rounding
+    (SOAP; fused kernels of a GPU do not count)."""
     refreshes: int = 0
     fallbacks: int = 0
     """Decompositions that failed and kept the last good one."""

@@ -7,6 +7,7 @@ from torch.optim.optimizer import ParamsT
 
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.factors import Factors
+from layerwise.optim.options import Overrides
 from layerwise.optim.rotated_adam import RotatedAdam
 
 
@@ -26,6 +27,7 @@ class Shampoo(Layerwise):
         weight_decay: decoupled.
         factor_decay: ρ of the averages.
         accumulate_factors: sum instead of averaging, as in the first paper.
+        overrides: options for layers or parameters by pattern, ``{"*.bias": {"weight_decay": 0.0}}``.
         options: all others of `Layerwise`.
 
     Reference: Gupta, Koren and Singer 2018; Shi et al. 2023.
@@ -33,6 +35,8 @@ class Shampoo(Layerwise):
     >>> import torch, layerwise as lw
     >>> opt = lw.optim.Shampoo(torch.nn.Linear(4, 3), lr=1e-2, graft="adam")
     """
+
+    fixed = ("separate_bias",)
 
     def __init__(
         self,
@@ -47,6 +51,7 @@ class Shampoo(Layerwise):
         accumulate_factors: bool = False,
         refresh_every: int = 10,
         max_factor: int = 8192,
+        overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
         p, q = power if isinstance(power, tuple) else (power, power)
@@ -67,6 +72,7 @@ class Shampoo(Layerwise):
             factor_decay=factor_decay,
             refresh_every=refresh_every,
             separate_bias=True,
+            overrides=overrides,
             **options,
         )
 
@@ -85,6 +91,7 @@ class SOAP(Layerwise):
         eps: ε.
         weight_decay: decoupled.
         skip_first: the first step only sets the basis, as in the authors' code.
+        overrides: options for layers or parameters by pattern, ``{"*.bias": {"weight_decay": 0.0}}``.
         options: all others of `Layerwise`.
 
     Reference: Vyas et al. 2024.
@@ -92,6 +99,8 @@ class SOAP(Layerwise):
     >>> import torch, layerwise as lw
     >>> opt = lw.optim.SOAP(torch.nn.Linear(4, 3), lr=3e-3)
     """
+
+    fixed = ("separate_bias",)
 
     def __init__(
         self,
@@ -104,6 +113,7 @@ class SOAP(Layerwise):
         skip_first: bool = True,
         refresh_every: int = 10,
         max_factor: int = 8192,
+        overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
         rule = RotatedAdam(max_factor=max_factor, betas=betas, eps=eps, skip_first=skip_first)
@@ -114,5 +124,6 @@ class SOAP(Layerwise):
             weight_decay=weight_decay,
             refresh_every=refresh_every,
             separate_bias=True,
+            overrides=overrides,
             **options,
         )
