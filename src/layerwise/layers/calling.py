@@ -27,25 +27,32 @@ def in_own_forward() -> bool:
     return _OWN.get()
 
 
-_BACKWARDS: list[object] = []
+_OWNER = "layerwise: whose backward"
+
+
+def _owner() -> object:
+    return torch._C._get_obj_in_tls(_OWNER) if torch._C._is_key_in_tls(_OWNER) else None  # type: ignore[attr-defined]
 
 
 @contextmanager
 def own_backward(owner: object) -> Iterator[None]:
     """Mark a backward as the library's, which others that listen to the same graph must not take for the user's.
 
-    A plain list, not a context variable: on a GPU the hooks run in threads of the device.
+    Not a context variable: on a GPU hooks run in threads of the device, where autograd brings torch's own thread-local
+    objects along. Nor a variable of the module: other threads have backwards of their own.
     """
-    _BACKWARDS.append(owner)
+    before = _owner()
+    torch._C._stash_obj_in_tls(_OWNER, owner)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        _BACKWARDS.remove(owner)
+        torch._C._stash_obj_in_tls(_OWNER, before)  # type: ignore[attr-defined]
 
 
 def backward_of_another(listener: object) -> bool:
     """Whether the present backward is the library's, on behalf of someone else than `listener`."""
-    return bool(_BACKWARDS) and _BACKWARDS[-1] is not listener
+    owner = _owner()
+    return owner is not None and owner is not listener
 
 
 def in_own_arithmetic(fn: Callable[P, R]) -> Callable[P, R]:
@@ -126,14 +133,33 @@ def _is_rnn(module: nn.Module) -> bool:
     return isinstance(module, nn.RNNBase)
 
 
+def output_tensors(out: Any) -> list[Tensor]:
+    """The floating-point tensors that a model returns."""
+    if isinstance(out, Tensor):
+        return [out]
+    named = getattr(out, "logits", None)
+    found = [t for t in leaves(out if not hasattr(out, "values") else dict(out)) if t.is_floating_point()]
+    return found or ([named] if isinstance(named, Tensor) else [])
+
+
 def output_tensor(out: Any) -> Tensor:
-    """The tensor in a model's output: itself, ``logits``, or the first floating-point tensor."""
+    """The tensor in a model's output: itself, ``logits``, or the first with an axis for examples and one for outputs.
+
+    Of tensors of different shapes of which one is computed from the other (features and what a head makes of them) it
+    is the later one. A number beside them, such as an auxiliary loss, is no output.
+    """
     if isinstance(out, Tensor):
         return out
     named = out.get("logits") if isinstance(out, Mapping) else getattr(out, "logits", None)
     if isinstance(named, Tensor):
         return named
-    found = next((t for t in leaves(out if not hasattr(out, "values") else dict(out)) if t.is_floating_point()), None)
+    tensors = output_tensors(out)
+    most = max((min(t.ndim, 2) for t in tensors), default=0)
+    likely = [t for t in tensors if min(t.ndim, 2) == most]
+    found = likely[0] if likely else None
+    for later in likely[1:]:
+        if found is not None and later.shape != found.shape and _made_from(later, found):
+            found = later
     if found is None:
         raise InputError(
             describe(
@@ -143,6 +169,19 @@ def output_tensor(out: Any) -> Tensor:
             )
         )
     return found
+
+
+def _made_from(later: Tensor, earlier: Tensor) -> bool:
+    """Whether a tensor was computed from another, as far as their graph shows."""
+    goal, seen, pending = earlier.grad_fn, set[Any](), [later.grad_fn]
+    while goal is not None and pending:
+        node = pending.pop()
+        if node is goal:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending.extend(child for child, _ in node.next_functions)
+    return False
 
 
 def example_count(x: Tree, axis: int, shared: Collection[int] = ()) -> int:

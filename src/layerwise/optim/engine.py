@@ -18,7 +18,7 @@ from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
 from layerwise.layers.calling import in_own_arithmetic
 from layerwise.layers.table import LayerSpec, LayerTable
-from layerwise.optim.capture import Capture, Seen
+from layerwise.optim.capture import Capture
 from layerwise.optim.changes import owners, signature
 from layerwise.optim.choice import rule_of, why_fallback
 from layerwise.optim.damping import Damping
@@ -257,6 +257,7 @@ class Layerwise(Saving):
             self.model, self.table, estimator, law, self._settings["samples"], seed, self._scale, example_axis
         )
         found.observe, found.observe_rows = self._collector.add, self._collector.add_rows
+        weakref.finalize(self, found.remove).atexit = False
         optimizer = weakref.ref(self)
 
         def before_a_forward() -> None:
@@ -362,8 +363,8 @@ class Layerwise(Saving):
     def _step(self) -> None:
         self._requireknown()
         device = self.param_groups[0]["params"][0].device
-        seen = self._collector.take_all(self._observed_specs(), self.processes, device)
         counts = None if self._capture is None else self._capture.collect()
+        seen = self._collector.take_all(self._observed_specs(), self.processes, device)
         if self._stacks is None:
             if self._capture is not None and self._capture.notes is None and self._broken():
                 self._health.steps, self._health.skipped_steps = self._health.steps + 1, self._health.skipped_steps + 1
@@ -409,7 +410,7 @@ class Layerwise(Saving):
         super().zero_grad(set_to_none)
         self._collector.take()
         if self._capture is not None:
-            self._capture.seen = Seen()
+            self._capture.forget()
 
     def _observed_specs(self) -> tuple[LayerSpec, ...]:
         return () if self._capture is None else self._capture.table.layers
