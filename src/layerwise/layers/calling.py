@@ -143,10 +143,10 @@ def output_tensors(out: Any) -> list[Tensor]:
 
 
 def output_tensor(out: Any) -> Tensor:
-    """The tensor in a model's output: itself, ``logits``, or the first with an axis for examples and one for outputs.
+    """The tensor in a model's output: itself, ``logits``, or of several the first of those with most axes.
 
-    Of tensors of different shapes of which one is computed from the other (features and what a head makes of them) it
-    is the later one. A number beside them, such as an auxiliary loss, is no output.
+    An auxiliary loss beside it is no output. Where a tensor of another shape is computed from it (by a head from
+    features), it is that one.
     """
     if isinstance(out, Tensor):
         return out
@@ -154,11 +154,11 @@ def output_tensor(out: Any) -> Tensor:
     if isinstance(named, Tensor):
         return named
     tensors = output_tensors(out)
-    most = max((min(t.ndim, 2) for t in tensors), default=0)
-    likely = [t for t in tensors if min(t.ndim, 2) == most]
-    found = likely[0] if likely else None
-    for later in likely[1:]:
-        if found is not None and later.shape != found.shape and _made_from(later, found):
+    found = max(tensors, key=lambda t: t.ndim, default=None)
+    for later in tensors:
+        if found is None or later.ndim < 2 or later.shape == found.shape[: later.ndim]:  # such as each row's entropy
+            continue
+        if _made_from(later, found):
             found = later
     if found is None:
         raise InputError(

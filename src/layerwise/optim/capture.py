@@ -38,7 +38,7 @@ from layerwise.layers.layout import Layout
 from layerwise.layers.linear import LinearRule
 from layerwise.layers.products import StackedRule
 from layerwise.layers.table import LayerSpec, LayerTable
-from layerwise.layers.tape import Tape
+from layerwise.layers.tape import Tape, explained
 from layerwise.layers.verify import NO_AXIS
 from layerwise.optim.backwards import Arrivals, Watch, graph_is_kept
 from layerwise.optim.loss_scale import LossScale, tokens_of, with_class_axis
@@ -224,7 +224,8 @@ class Capture:
             def wait(spec: LayerSpec, io: LayerIO, v: int = v) -> None:
                 waiting.append((spec, io, v))
 
-            tape.stream(terms.f, rows[0], wait, retain_graph=True)
+            with explained():
+                tape.stream(terms.f, rows[0], wait, retain_graph=True)
 
         def commit(_: Tensor) -> None:
             if not forward.counted and not backward_of_another(self) and forward.watch.counts():

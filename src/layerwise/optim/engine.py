@@ -3,8 +3,9 @@
 W ← (1 − η·decay) W − η · momentum(clip(graft(P⁻ᵖ ∇L Q⁻ᑫ)))
 """
 
+import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -45,7 +46,7 @@ from layerwise.optim.options import (
 from layerwise.optim.parameters import BareParameters, model_of
 from layerwise.optim.recorded import RecordedStep
 from layerwise.optim.refreshes import Refreshes
-from layerwise.optim.report import group_lines, headline, layer_row, measure, of_group, table
+from layerwise.optim.report import group_lines, headline, layer_row, measure, of_group, table, unseen
 from layerwise.optim.rule import Context, Health, UpdateRule
 from layerwise.optim.saving import Saving
 from layerwise.optim.solver import SOLVERS
@@ -199,6 +200,7 @@ class Layerwise(Saving):
         super().__init__(parameter_groups(self.model, self.table, overrides or {}, defaults), defaults)
         self.steps_taken = 0
         self._strangers: list[tuple[str, nn.Parameter]] | None = None
+        self._unseen: set[str] | None = None
         self._signature, self._owners = signature(self.model), owners(self.model)
         self.processes = Processes()
         self._collector = self._make_collector()
@@ -371,6 +373,9 @@ class Layerwise(Saving):
                 return
             self._require_forward(counts)
             self._stacks = self._build()
+            self._unseen = None
+        if self._capture is not None and self._capture.due and counts is not None and counts.examples:
+            self._say_unseen(seen)
         self.steps_taken += 1
         self._health.steps += 1
         self._damping.check(self.steps_taken)
@@ -384,6 +389,22 @@ class Layerwise(Saving):
         self._health.gate = None
         if self._capture is not None:
             self._capture.due = self.steps_taken % self.factor_every == 0
+
+    def _say_unseen(self, seen: Collection[str]) -> None:
+        """Warn of layers that have a gradient and never had statistics: they get the plain gradient's step."""
+        own = [
+            (spec, on)
+            for stack in self._stacks or []
+            for spec, on in zip(stack.specs, stack.active(), strict=True)
+            if stack.rule is self.rule
+        ]
+        if self._unseen is None:
+            self._unseen = {spec.name for spec, _ in own}
+        self._unseen -= {*seen}
+        missing = [spec.name for spec, on in own if on and spec.name in self._unseen]
+        if missing:
+            self._unseen -= {*missing}  # said once
+            warnings.warn(unseen(missing, len(own)), UserWarning, stacklevel=2)
 
     def _advance(self, contexts: list[Context], seen: dict[str, Sums], scale: float) -> None:
         """Gradients, what is learnt of them, and the step."""

@@ -50,6 +50,17 @@ def group_lines(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     return shown
 
 
+def unseen(layers: Sequence[str], total: int) -> str:
+    """What is said of layers that are trained without statistics."""
+    named = ", ".join([*layers[:4], *(["…"] if len(layers) > 4 else [])])
+    return (
+        f"{len(layers)} of {total} layers have a gradient but no statistics, and take the step of the plain gradient: "
+        f"{named}. The model's forward did not call them with gradients on. With torch.utils.checkpoint, pass "
+        "use_reentrant=False; call the model itself, not its parts; or give these layers the fallback's update: "
+        f'overrides={{"{layers[0]}": {{"update": "fallback"}}}}.'
+    )
+
+
 def measure(stack: Stack, context: Context, health: Health) -> None:
     """Condition numbers and damping of a stack's layers, as they are now."""
     found = stack.rule.conditions(stack.state, context) if stack.state else None
