@@ -1,6 +1,7 @@
 """A model that changes after its optimizer was built: noticed before the next forward or step, never left untrained."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -112,10 +113,18 @@ class Wrapper(nn.Module):
         return self._orig_mod(x)
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """What is compiled here does not count in other tests, nor theirs here."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
 @EVERY_KIND
 @pytest.mark.parametrize("how", [Wrapper, lambda block: torch.compile(block, backend="eager")])
 def test_a_block_that_is_wrapped_or_compiled_goes_on_alike(name: str, how: Any):
-    torch._dynamo.reset()
     pair = []
     for wrapped in (False, True):
         model = nn.Sequential(mlp(5, 5, 5), mlp(5, 3))
@@ -128,6 +137,40 @@ def test_a_block_that_is_wrapped_or_compiled_goes_on_alike(name: str, how: Any):
         opt.load_state_dict(opt.state_dict())
         pair.append(run(model, opt, 7, 9))
     assert (pair[0] - pair[1]).abs().max() < 1e-12
+
+
+class ByUse(nn.Module):
+    """A weight that no module multiplies by: a layer by its use, which only a forward shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(5, 4), nn.Linear(4, 3)
+        self.W = nn.Parameter(torch.eye(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.first(x).tanh() @ self.W).tanh())
+
+
+@pytest.mark.parametrize("name", ["KFAC", "EKFAC", "FOOF"])
+@pytest.mark.parametrize("how", ["resumed", "added", "wrapped"])
+def test_layers_by_use_keep_their_state(name: str, how: str):
+    torch.manual_seed(0)
+    model = ByUse().double()
+    other = copy.deepcopy(model)
+    opt, plain = member(name, model), member(name, other)
+    run(model, opt, 0, 4)
+    run(other, plain, 0, 4)
+    if how == "resumed":
+        opt.load_state_dict(opt.state_dict())
+    elif how == "added":
+        model.extra = nn.Parameter(torch.zeros(2))
+        opt.add_param_group({"params": [model.extra]})
+    else:
+        model.first = Wrapper(model.first)
+    run(model, opt, 4, 8)
+    run(other, plain, 4, 8)
+    difference = (flat(other) - torch.cat([p.flatten() for k, p in model.named_parameters() if k != "extra"])).abs()
+    assert difference.max() < 1e-12
 
 
 def test_freezing_a_layer_disturbs_nothing():

@@ -4,14 +4,12 @@ What belongs together is found by identity: a parameter that has another name no
 goes with its parameters. A parameter under an old name is the successor of the one that had it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from layerwise.layers.table import LayerTable
-
-Key = tuple[tuple[int, tuple[int, int] | None], ...]
+from layerwise.layers.table import LayerSpec, LayerTable
 
 
 def _modules(model: nn.Module) -> Iterator[nn.Module]:
@@ -59,14 +57,40 @@ def follow(groups: Iterable[dict[str, Any]], params: Mapping[str, nn.Parameter])
     return successors if renamed or successors else None
 
 
+def renamed(layer: str, before: str, now: str, own: Sequence[str], place: int, count: int) -> str:
+    """A layer's name, where its first parameter has another one than before.
+
+    It is made of the module's name or is the parameter's; else (the model itself is the layer) it is the one in its
+    place among `count` layers of that parameter, which are now called `own`.
+    """
+    if before == now:
+        return layer
+    if layer == before:
+        return now
+    old, new = before.rpartition(".")[0], now.rpartition(".")[0]
+    if old and new and (layer == old or layer.startswith(f"{old}.")):
+        return new + layer[len(old) :]
+    return own[place] if len(own) == count else layer
+
+
 def renamed_layers(
     before: LayerTable, old: Mapping[str, Tensor], after: LayerTable, new: Mapping[str, Tensor]
 ) -> dict[str, str]:
     """From names of layers to those that the same layers have now, by the identity of their parameters."""
-    now = {_key(spec, new): spec.name for spec in after.layers}
-    keys = {spec.name: _key(spec, old) for spec in before.layers if all(name in old for name in spec.parameters)}
-    return {name: now[key] for name, key in keys.items() if key in now}
+    names, found = {id(p): name for name, p in new.items()}, dict[str, str]()
+    later_layers = _by_first(after)
+    for first, layers in _by_first(before).items():
+        for place, spec in enumerate(layers):
+            now = [names.get(id(old[name])) if name in old else None for name in spec.parameters]
+            if now[0] is not None and None not in now:
+                own = [later.name for later in later_layers.get(now[0], [])]
+                found[spec.name] = renamed(spec.name, first, now[0], own, place, len(layers))
+    return found
 
 
-def _key(spec: Any, params: Mapping[str, Tensor]) -> Key:
-    return tuple((id(params[part.name]), part.rows) for part in spec.form.parts)
+def _by_first(table: LayerTable) -> dict[str, list[LayerSpec]]:
+    """Layers by their first parameter."""
+    found: dict[str, list[LayerSpec]] = {}
+    for spec in table.layers:
+        found.setdefault(spec.parameters[0], []).append(spec)
+    return found

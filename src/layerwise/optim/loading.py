@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
+from layerwise.optim.changes import renamed
 from layerwise.optim.rule import UpdateRule
 
 
@@ -69,14 +70,14 @@ def renamed_state(
     keys = list(chain.from_iterable(group["params"] for group in saved))
     names = list(chain.from_iterable(group["param_names"] for group in groups))
     before = list(chain.from_iterable(group.get("param_names", ()) for group in saved))
-    of_parameter = dict(zip(before, names, strict=True)) if len(before) == len(names) else {}
-    place = dict(zip(keys, params, strict=False))
+    before = before if len(before) == len(names) else names
+    places = {key: place for place, key in enumerate(keys) if place < len(params)}
     found: dict[str, dict[str, Tensor]] = {}
     for key, of_layers in state_dict["state"].items():
-        own = list(layers.get(place[key], ())) if key in place else []
-        for number, (name, tensors) in enumerate(of_layers.items()):
-            now = of_parameter.get(name, name)  # a layer without a rule has its parameter's name
-            if now == name and name not in own and len(own) == len(of_layers):
-                now = own[number]
-            found[now] = {k: t.clone() for k, t in tensors.items()}
+        place = places.get(key)
+        for number, (layer, tensors) in enumerate(of_layers.items()):
+            if place is not None:
+                own = list(layers.get(params[place], ()))
+                layer = renamed(layer, before[place], names[place], own, number, len(of_layers))
+            found[layer] = {k: t.clone() for k, t in tensors.items()}
     return found
