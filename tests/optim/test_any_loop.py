@@ -14,7 +14,7 @@ from optim_tools import batches, cross_entropy, flat, gaussian, labels, member, 
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.layers.calling import output_tensor, own_backward
+from layerwise.layers.calling import output_tensor, own_backward, uncompiled, without_fast_path
 
 pytestmark = pytest.mark.usefixtures("untyped")
 DATA = batches(8, 5)
@@ -276,6 +276,24 @@ def test_models_that_are_trained_in_threads():
             thread.join()
         found += [flat(m) for m in models]
     assert all(torch.equal(p, q) for p, q in zip(alone, together, strict=True))
+
+
+def test_settings_of_the_process_are_put_back_by_the_last_who_holds_them():
+    """In any order, as threads have it."""
+    first, second = uncompiled(), uncompiled()
+    paths = without_fast_path(), without_fast_path()
+    import torch._dynamo
+
+    for context in (first, second, *paths):
+        context.__enter__()
+    first.__exit__(None, None, None)
+    paths[0].__exit__(None, None, None)
+    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+    assert not torch.backends.mha.get_fastpath_enabled()
+    second.__exit__(None, None, None)
+    paths[1].__exit__(None, None, None)
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def hooks(model: nn.Module) -> int:

@@ -1,8 +1,9 @@
 """Calling a model the way its input asks for, and finding the output in what it returns."""
 
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -261,11 +262,9 @@ def undisturbed(model: nn.Module, modules: Sequence[nn.Module] | None = None) ->
     attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
     places = {p.device for p in own_tensors(modules)}
     devices = sorted({place.index or 0 for place in places if place.type == "cuda"})
-    fast_path = torch.backends.mha.get_fastpath_enabled()
     token = _OWN.set(True)
-    with torch.random.fork_rng(devices=devices), uncompiled(), _recurrent_backward(modules):
-        # The fused attention path calls no submodule, and under vmap it silently drops gradients.
-        torch.backends.mha.set_fastpath_enabled(False)
+    forked = torch.random.fork_rng(devices=devices)
+    with forked, uncompiled(), without_fast_path(), _recurrent_backward(modules):
         copies = dict(zip(held, duplicates(list(held.values())), strict=True))
         try:
             for module, _, buffers in attributes:  # the graph of a forward may need the values that it has seen
@@ -274,7 +273,6 @@ def undisturbed(model: nn.Module, modules: Sequence[nn.Module] | None = None) ->
             yield
         finally:
             _OWN.reset(token)
-            torch.backends.mha.set_fastpath_enabled(fast_path)
             for module, own, buffers in attributes:
                 _put_back(vars(module), own)
                 _put_back(module._buffers, buffers)
@@ -303,13 +301,55 @@ def has_compiled_parts(model: nn.Module) -> bool:
     )
 
 
+class _HeldTogether:
+    """A setting of the whole process that several may hold at once, in threads too: the last to leave puts it back."""
+
+    def __init__(self, change: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._change, self._lock, self._holders, self._held = change, threading.Lock(), 0, ExitStack()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            if not self._holders:
+                self._held.enter_context(self._change())
+            self._holders += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders -= 1
+                if not self._holders:
+                    self._held.close()
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
+def _fast_path_off() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+_force_eager = _HeldTogether(_eager)
+without_fast_path = _HeldTogether(_fast_path_off)
+"""The fused encoder layer calls no submodule, and under vmap it silently drops gradients."""
+
+
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Compiled parts of a model may run without the hooks that record it."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    with torch.compiler.set_stance("force_eager"):
+    with _force_eager():
         yield
 
 

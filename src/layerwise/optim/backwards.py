@@ -33,12 +33,16 @@ def graph_is_kept() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
 
 
+def _nothing() -> None:
+    return
+
+
 class Watch:
     """Tells the backwards through one forward apart."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._task, self._counts = model, -1, False
-        self.begins: Callable[[], None] = lambda: None
+        self.begins: Callable[[], None] = _nothing
         """Called at the first gradient of a backward that counts."""
 
     def counts(self) -> bool:
@@ -111,6 +115,11 @@ class Arrivals:
                 self._missing[spec.name] = 0
                 self._keep(spec, True)
         self._waits = False
+
+    def close(self) -> None:
+        """Hand over the rest; nothing that the graph or the user keeps holds the layers' inputs after this."""
+        self.flush()
+        self._watch.begins = _nothing
 
     def forget(self) -> None:
         """What waits is of a gradient that is not kept."""

@@ -69,7 +69,7 @@ class Forward:
     def let_go(self) -> None:
         """Nothing more is expected of it."""
         if self.arrivals is not None:
-            self.arrivals.flush()
+            self.arrivals.close()
             self.arrivals = None
         if self.tape is not None:
             self.tape.notify(None)

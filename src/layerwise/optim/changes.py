@@ -23,13 +23,28 @@ def _modules(model: nn.Module) -> Iterator[nn.Module]:
             pending.extend(child for child in module._modules.values() if child is not None)
 
 
-def signature(model: nn.Module) -> list[int]:
-    """Modules and parameters by identity, and whether each parameter is trained."""
-    found = list[int]()
-    for module in _modules(model):
-        found.append(id(module))
-        found.extend(id(p) if p.requires_grad else -id(p) for p in module._parameters.values() if p is not None)
-    return found
+class Watched:
+    """A model's modules and parameters by identity, and which parameters are trained: whether any has changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._look()
+
+    def _look(self) -> None:
+        modules = list(_modules(self._model))
+        self._children = [held for module in modules for held in (module._modules, module._parameters)]
+        self._params = [p for module in modules for p in module._parameters.values() if p is not None]
+        self._before = self._now()
+
+    def _now(self) -> tuple[list[tuple[int, ...]], list[bool]]:
+        return [tuple(map(id, held.values())) for held in self._children], [p.requires_grad for p in self._params]
+
+    def changed(self) -> bool:
+        """Since the last call; asked before every forward, and therefore without the names of anything."""
+        same = self._now() == self._before
+        if not same:
+            self._look()
+        return not same
 
 
 def owners(model: nn.Module) -> dict[int, int]:

@@ -20,7 +20,7 @@ from layerwise.foundations.random import seed_of
 from layerwise.layers.calling import in_own_arithmetic
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.capture import Capture
-from layerwise.optim.changes import owners, signature
+from layerwise.optim.changes import Watched, owners
 from layerwise.optim.choice import rule_of, why_fallback
 from layerwise.optim.damping import Damping
 from layerwise.optim.descent import Descent, Part
@@ -201,7 +201,7 @@ class Layerwise(Saving):
         self.steps_taken = 0
         self._strangers: list[tuple[str, nn.Parameter]] | None = None
         self._unseen: set[str] | None = None
-        self._signature, self._owners = signature(self.model), owners(self.model)
+        self._watched, self._owners = Watched(self.model), owners(self.model)
         self.processes = Processes()
         self._collector = self._make_collector()
         self._capture = self._make_capture(example_axis, seed_of(seed))

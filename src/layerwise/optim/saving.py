@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from layerwise.layers.table import LayerTable
 from layerwise.optim.capture import Capture
-from layerwise.optim.changes import follow, owners, renamed_layers, signature
+from layerwise.optim.changes import Watched, follow, owners, renamed_layers
 from layerwise.optim.damping import Damping
 from layerwise.optim.descent import Descent
 from layerwise.optim.followed import followed
@@ -42,7 +42,7 @@ class Saving(torch.optim.Optimizer):
     _packing: dict[Tensor, Any] | None = None
     """What is being saved, while it is."""
     _strangers: list[tuple[str, nn.Parameter]] | None
-    _signature: list[int] | None
+    _watched: Watched
     """The model as it was when it was last looked at."""
     _owners: dict[int, int]
     _descent: Descent
@@ -188,10 +188,9 @@ class Saving(torch.optim.Optimizer):
 
         A parameter that was replaced has its successor in its group, without its state unless the module is the same.
         """
-        now = signature(self.model)
-        if now == self._signature:
+        if not self._watched.changed():
             return
-        self._signature, self._strangers = now, None
+        self._strangers = None
         params, before = dict(self.model.named_parameters()), self._parameters_by_name()
         successors = follow(self.param_groups, params)
         owner, self._owners = self._owners, owners(self.model)
@@ -244,7 +243,7 @@ class Saving(torch.optim.Optimizer):
         if self._stacks is not None:
             kept["_shared"] = None
         kept["_loaded"], kept["_stacks"], kept["_strangers"] = self._saved(), None, None
-        kept["_signature"], kept["_owners"] = None, {}  # a copy has parameters of its own
+        del kept["_watched"], kept["_owners"]  # a copy has parameters of its own
         capture = self._capture
         kept["_capture"] = None if capture is None else (capture.example_axis, capture.seed, capture.forwards)
         return kept
@@ -256,7 +255,7 @@ class Saving(torch.optim.Optimizer):
         recorded = state["_capture"]
         super().__setstate__({k: v for k, v in state.items() if k != "_capture"})
         self._collector = self._make_collector()
-        self._signature, self._owners = signature(self.model), owners(self.model)
+        self._watched, self._owners = Watched(self.model), owners(self.model)
         self._capture = None
         if recorded is not None:
             self._capture = self._make_capture(recorded[0], recorded[1])
