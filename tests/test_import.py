@@ -94,7 +94,7 @@ def test_works_with_the_four_dependencies_alone():
 
 
 def test_public_names():
-    """Exactly these; the packages of the levels are visible too, as they are for every Python package."""
+    """Exactly these: packages of the levels can be had by their name, and are not shown."""
     beside = {"foundations", "curvature", "kernel", "distributed", "data", "testing"}
     beside |= {"training", "studies", "experiments", "report", "cli"}
     beside.add("jaxtyping")  # put there by the suite's import hook

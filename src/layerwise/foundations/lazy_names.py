@@ -50,8 +50,9 @@ class LazyPackage(ModuleType):
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        """What is there, and the names that are not imported yet."""
-        return sorted({*vars(self), *self._origins} - {"TYPE_CHECKING", "import_when_used", "_origins"})
+        """The public names, imported or not; submodules can be had by their name, and are not shown."""
+        own = {name for name, value in vars(self).items() if not isinstance(value, ModuleType)}
+        return sorted({*own, *self._origins} - {"TYPE_CHECKING", "import_when_used", "_origins"})
 
 
 def import_when_used(package: str) -> None:
@@ -67,5 +68,5 @@ def import_when_used(package: str) -> None:
     blocks = [node for node in source.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom) and node.module]
     origins = {alias.asname or alias.name: (str(node.module), alias.name) for node in imports for alias in node.names}
-    vars(module)["_origins"] = origins
+    vars(module)["_origins"], vars(module)["__all__"] = origins, sorted(origins)
     module.__class__ = LazyPackage

@@ -1,8 +1,9 @@
 """Calling a model the way its input asks for, and finding the output in what it returns."""
 
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -27,25 +28,32 @@ def in_own_forward() -> bool:
     return _OWN.get()
 
 
-_BACKWARDS: list[object] = []
+_OWNER = "layerwise: whose backward"
+
+
+def _owner() -> object:
+    return torch._C._get_obj_in_tls(_OWNER) if torch._C._is_key_in_tls(_OWNER) else None  # type: ignore[attr-defined]
 
 
 @contextmanager
 def own_backward(owner: object) -> Iterator[None]:
     """Mark a backward as the library's, which others that listen to the same graph must not take for the user's.
 
-    A plain list, not a context variable: on a GPU the hooks run in threads of the device.
+    Not a context variable: on a GPU hooks run in threads of the device, where autograd brings torch's own thread-local
+    objects along. Nor a variable of the module: other threads have backwards of their own.
     """
-    _BACKWARDS.append(owner)
+    before = _owner()
+    torch._C._stash_obj_in_tls(_OWNER, owner)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        _BACKWARDS.remove(owner)
+        torch._C._stash_obj_in_tls(_OWNER, before)  # type: ignore[attr-defined]
 
 
 def backward_of_another(listener: object) -> bool:
     """Whether the present backward is the library's, on behalf of someone else than `listener`."""
-    return bool(_BACKWARDS) and _BACKWARDS[-1] is not listener
+    owner = _owner()
+    return owner is not None and owner is not listener
 
 
 def in_own_arithmetic(fn: Callable[P, R]) -> Callable[P, R]:
@@ -126,14 +134,33 @@ def _is_rnn(module: nn.Module) -> bool:
     return isinstance(module, nn.RNNBase)
 
 
+def output_tensors(out: Any) -> list[Tensor]:
+    """The floating-point tensors that a model returns."""
+    if isinstance(out, Tensor):
+        return [out]
+    named = getattr(out, "logits", None)
+    found = [t for t in leaves(out if not hasattr(out, "values") else dict(out)) if t.is_floating_point()]
+    return found or ([named] if isinstance(named, Tensor) else [])
+
+
 def output_tensor(out: Any) -> Tensor:
-    """The tensor in a model's output: itself, ``logits``, or the first floating-point tensor."""
+    """The tensor in a model's output: itself, ``logits``, or of several the first of those with most axes.
+
+    An auxiliary loss beside it is no output. Where a tensor of another shape is computed from it (by a head from
+    features), it is that one.
+    """
     if isinstance(out, Tensor):
         return out
     named = out.get("logits") if isinstance(out, Mapping) else getattr(out, "logits", None)
     if isinstance(named, Tensor):
         return named
-    found = next((t for t in leaves(out if not hasattr(out, "values") else dict(out)) if t.is_floating_point()), None)
+    tensors = output_tensors(out)
+    found = max(tensors, key=lambda t: t.ndim, default=None)
+    for later in tensors:
+        if found is None or later.ndim < 2 or later.shape == found.shape[: later.ndim]:  # such as each row's entropy
+            continue
+        if _made_from(later, found):
+            found = later
     if found is None:
         raise InputError(
             describe(
@@ -143,6 +170,19 @@ def output_tensor(out: Any) -> Tensor:
             )
         )
     return found
+
+
+def _made_from(later: Tensor, earlier: Tensor) -> bool:
+    """Whether a tensor was computed from another, as far as their graph shows."""
+    goal, seen, pending = earlier.grad_fn, set[Any](), [later.grad_fn]
+    while goal is not None and pending:
+        node = pending.pop()
+        if node is goal:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending.extend(child for child, _ in node.next_functions)
+    return False
 
 
 def example_count(x: Tree, axis: int, shared: Collection[int] = ()) -> int:
@@ -222,11 +262,9 @@ def undisturbed(model: nn.Module, modules: Sequence[nn.Module] | None = None) ->
     attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
     places = {p.device for p in own_tensors(modules)}
     devices = sorted({place.index or 0 for place in places if place.type == "cuda"})
-    fast_path = torch.backends.mha.get_fastpath_enabled()
     token = _OWN.set(True)
-    with torch.random.fork_rng(devices=devices), uncompiled(), _recurrent_backward(modules):
-        # The fused attention path calls no submodule, and under vmap it silently drops gradients.
-        torch.backends.mha.set_fastpath_enabled(False)
+    forked = torch.random.fork_rng(devices=devices)
+    with forked, uncompiled(), without_fast_path(), _recurrent_backward(modules):
         copies = dict(zip(held, duplicates(list(held.values())), strict=True))
         try:
             for module, _, buffers in attributes:  # the graph of a forward may need the values that it has seen
@@ -235,7 +273,6 @@ def undisturbed(model: nn.Module, modules: Sequence[nn.Module] | None = None) ->
             yield
         finally:
             _OWN.reset(token)
-            torch.backends.mha.set_fastpath_enabled(fast_path)
             for module, own, buffers in attributes:
                 _put_back(vars(module), own)
                 _put_back(module._buffers, buffers)
@@ -264,13 +301,55 @@ def has_compiled_parts(model: nn.Module) -> bool:
     )
 
 
+class _HeldTogether:
+    """A setting of the whole process that several may hold at once, in threads too: the last to leave puts it back."""
+
+    def __init__(self, change: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._change, self._lock, self._holders, self._held = change, threading.Lock(), 0, ExitStack()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            if not self._holders:
+                self._held.enter_context(self._change())
+            self._holders += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders -= 1
+                if not self._holders:
+                    self._held.close()
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
+def _fast_path_off() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+_force_eager = _HeldTogether(_eager)
+without_fast_path = _HeldTogether(_fast_path_off)
+"""The fused encoder layer calls no submodule, and under vmap it silently drops gradients."""
+
+
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """Compiled parts of a model may run without the hooks that record it."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    with torch.compiler.set_stance("force_eager"):
+    with _force_eager():
         yield
 
 

@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from layerwise.foundations.errors import InputError, UnsupportedError, describe
 from layerwise.foundations.vectors import unwrap
-from layerwise.layers.calling import backward_of_another, in_own_forward, own_backward
+from layerwise.layers.calling import backward_of_another, in_own_forward, own_backward, without_fast_path
 from layerwise.layers.io import CHUNK_BYTES, LayerCall, LayerIO, RecordedIO
 from layerwise.layers.layout import Layout
 from layerwise.layers.products import Product
@@ -163,8 +163,8 @@ class Tape:
                     known.append(site)
         for module in _hidden_parents(self.model, sites):
             self._patch(module, [])
-        self._fast_path = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # the fused encoder layer calls no submodule
+        self._open = without_fast_path()
+        self._open.__enter__()
         for module, of_module in sites.items():
             if of_module[0].rule.own_forward:
                 self._patch(module, of_module)
@@ -183,7 +183,7 @@ class Tape:
         if self._watch is not None:
             self._watch.__exit__(None, None, None)
             self._watch = None
-        torch.backends.mha.set_fastpath_enabled(self._fast_path)
+        self._open.__exit__(None, None, None)
         for handle in self._handles:
             handle.remove()
         for module in self._patched:

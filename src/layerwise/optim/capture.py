@@ -27,6 +27,7 @@ from layerwise.layers.calling import (
     has_compiled_parts,
     in_own_forward,
     output_tensor,
+    output_tensors,
     uncompiled,
     undisturbed,
 )
@@ -37,8 +38,9 @@ from layerwise.layers.layout import Layout
 from layerwise.layers.linear import LinearRule
 from layerwise.layers.products import StackedRule
 from layerwise.layers.table import LayerSpec, LayerTable
-from layerwise.layers.tape import Event, Tape
+from layerwise.layers.tape import Tape, explained
 from layerwise.layers.verify import NO_AXIS
+from layerwise.optim.backwards import Arrivals, Watch, graph_is_kept
 from layerwise.optim.loss_scale import LossScale, tokens_of, with_class_axis
 from layerwise.optim.root_hooks import RootHook, inputs_of, within_call
 from layerwise.optim.rule import Recorded
@@ -57,13 +59,18 @@ class Forward:
     examples: int
     tokens: int
     number: int
+    watch: Watch
     counted: bool = False
     """Whether the user's backward has come."""
-    finish: Callable[[], None] | None = None
-    """What is done at its end."""
+    again: bool = False
+    """Whether another may follow it."""
+    arrivals: Arrivals | None = None
 
     def let_go(self) -> None:
         """Nothing more is expected of it."""
+        if self.arrivals is not None:
+            self.arrivals.close()
+            self.arrivals = None
         if self.tape is not None:
             self.tape.notify(None)
             self.tape.release()
@@ -104,6 +111,8 @@ class Capture:
         """Gets what a layer did; answers False for a layer that it never wants."""
         self.observe_rows: Callable[[LayerSpec, Tensor, Tensor, int, float, tuple[int, int]], bool] | None = None
         """Asked first, with the input and the output's gradient of a layer that was called once; False: not taken."""
+        self.before_a_forward: Callable[[], None] = lambda: None
+        """Called before a training forward, when a model that has changed can still be recorded as it is now."""
         self.seen = Seen()
         self._open: list[tuple[Tape | None, Tree, ExitStack, bool]] = []
         """Forwards under way: the tape, the inputs, what is left when they end, and whether they are compiled."""
@@ -124,6 +133,7 @@ class Capture:
         """Before the model runs: open a tape, if statistics are due; a compiled model calls no hooks of its layers."""
         if in_own_forward() or not torch.is_grad_enabled() or not module.training:
             return
+        self.before_a_forward()
         self._release()
         x = inputs_of(args, kwargs)
         tape, under = None, ExitStack()
@@ -157,24 +167,24 @@ class Capture:
     def _expect(self, out: Any, tape: Tape | None, x: Tree) -> None:
         """The backward of a forward."""
         f = output_tensor(out)
-        examples = self._count(x)
-        forward = Forward(tape, examples, tokens_of(f, examples, self.likelihood), self.forwards)
+        examples, watch = self._count(x), Watch(self.model)
+        forward = Forward(tape, examples, tokens_of(f, examples, self.likelihood), self.forwards, watch)
         self.forwards += 1
         if tape is not None and self.estimator in ("sampled", "exact"):
             self._pull_own(forward, f)
         elif tape is not None:
             self._listen(forward)
-        f.register_hook(lambda _, forward=forward: self._came_back(forward))
+        for output in output_tensors(out):  # the loss may be of any of them
+            if output.requires_grad:
+                output.register_hook(lambda _, forward=forward: self._came_back(forward))
         self._pending.append(forward)
 
     def _came_back(self, forward: Forward) -> None:
         """The user's backward has reached the output of a forward."""
-        if not forward.counted and not backward_of_another(self):
-            forward.counted = True
+        if not forward.counted and not backward_of_another(self) and forward.watch.counts():
+            forward.counted, forward.again = True, graph_is_kept()
             self.seen.examples += forward.examples
             self.seen.tokens += forward.tokens
-            if forward.finish is not None:
-                torch.autograd.Variable._execution_engine.queue_callback(forward.finish)
 
     # --- statistics --------------------------------------------------------------------------------------
 
@@ -183,31 +193,15 @@ class Capture:
         tape = forward.tape
         assert tape is not None
         examples, batch = forward.examples, (forward.number, 0)
-        factor = self.scale.to_sum(examples, forward.tokens)
-        remaining, missing = tape.subscriptions()
+        factor, take = self.scale.to_sum(examples, forward.tokens), self.observe_rows
 
-        take, none = self.observe_rows, list[LayerSpec]()
+        def keep(spec: LayerSpec, reached: bool) -> None:
+            self._keep_arrived(tape, spec, examples, factor, batch, reached)
 
-        def arrived(event: Event, g: Tensor) -> None:
-            g, specs = g.detach() if g.requires_grad else g, remaining.pop(id(event), none)
-            plain = len(specs) == 1 and not event.lent and len(tape.calls_of(specs[0])) == 1
-            if plain and take is not None and take(specs[0], event.x, g, examples, factor, batch):
-                return
-            event.grad = g.unsqueeze(0)
-            for spec in specs:
-                left = missing[spec.name] = missing[spec.name] - 1
-                if left == 0:
-                    self._keep_arrived(tape, spec, examples, factor, batch)
+        def keep_rows(spec: LayerSpec, x: Tensor, g: Tensor) -> bool:
+            return take is not None and take(spec, x, g, examples, factor, batch)
 
-        def finish() -> None:
-            """At the end of the backward: calls that it did not reach (of targets, of other outputs) do not count."""
-            for spec in {spec.name: spec for specs in remaining.values() for spec in specs}.values():
-                if missing[spec.name] and any(event.grad is not None for event in tape.calls_of(spec)):
-                    missing[spec.name] = 0
-                    self._keep_arrived(tape, spec, examples, factor, batch, reached=True)
-
-        forward.finish = finish
-        tape.notify(arrived)
+        forward.arrivals = Arrivals(tape, forward.watch, keep, keep_rows)
 
     def _pull_own(self, forward: Forward, f: Tensor) -> None:
         """The extra backward of sampled or exact labels; kept aside until the user's backward comes."""
@@ -230,13 +224,15 @@ class Capture:
             def wait(spec: LayerSpec, io: LayerIO, v: int = v) -> None:
                 waiting.append((spec, io, v))
 
-            tape.stream(terms.f, rows[0], wait, retain_graph=True)
+            with explained():
+                tape.stream(terms.f, rows[0], wait, retain_graph=True)
 
         def commit(_: Tensor) -> None:
-            if not forward.counted and not backward_of_another(self):
+            if not forward.counted and not backward_of_another(self) and forward.watch.counts():
                 for spec, io, v in waiting:
                     self._keep(spec, io, 1.0, (forward.number, v), n)
-                waiting.clear()
+                if not graph_is_kept():
+                    waiting.clear()
 
         f.register_hook(commit)
 
@@ -324,11 +320,19 @@ class Capture:
 
     def collect(self) -> Seen:
         """What came since the last call; graphs of forwards are let go."""
-        seen, self.seen = self.seen, Seen()
         self.drop()
+        seen, self.seen = self.seen, Seen()
         while self._open:  # of forwards that were interrupted, or raised inside a compiled graph
             self._open.pop()[2].close()
         return seen
+
+    def forget(self) -> None:
+        """Gradients are set to zero: what came is of no use, and a forward that is kept may be differentiated anew."""
+        self.seen = Seen()
+        for forward in self._pending:
+            forward.counted = forward.counted and not forward.again
+            if forward.arrivals is not None:
+                forward.arrivals.forget()
 
     def drop(self) -> None:
         """Let go of forwards that are not differentiated yet."""
@@ -348,7 +352,7 @@ class Capture:
         """Take the hooks off the model."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles.clear()
 
 
 def _beyond_moments(table: LayerTable, reasons: Mapping[str, str]) -> dict[str, str]:

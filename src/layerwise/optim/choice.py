@@ -33,8 +33,10 @@ def why_fallback(rule: UpdateRule, spec: LayerSpec, group: Mapping[str, Any], mo
         return "overrides"
     if not rule.matrix_only:
         return None
-    if spec.reason is not None or not spec.sites:
-        return spec.reason or "no layer rule"
+    if spec.reason is not None:
+        return spec.reason
+    if not spec.sites and (rule.needs_inputs or rule.needs_outgrads):
+        return "no layer rule"
     if not rule.kronecker_only:
         return None
     if not spec.form.kronecker or spec.form.weight is None:

@@ -37,8 +37,12 @@ class Damping:
         self._step = self._told = 0
 
     def at(self, group: Mapping[str, Any], step: int) -> float:
-        """The damping of a parameter group at a step."""
-        return float(self.schedule(step)) if self.schedule is not None else float(group["damping"])
+        """The damping of a parameter group at a step; under a schedule a group keeps its proportion to the others."""
+        own = float(group["damping"])
+        if self.schedule is None:
+            return own
+        now = float(self.schedule(step))
+        return now if own == self.initial else now * own / self.initial if self.initial else own
 
     def state(self) -> dict[str, Any]:
         """What must survive a restart."""

@@ -170,6 +170,7 @@ class Descent:
         directions = [self._direction(part, waits) for part in parts]
         # Before momentum: an average of former directions may have any sign beside the present gradient.
         factor = self.clip.factor(self.stacks, directions, [p.grad for p in parts], [p.lr for p in parts], waits)
+        self.health.count("clipped_steps", (factor < 1).to(torch.int64) if isinstance(factor, Tensor) else factor < 1)
         if not waits and not self.damping.adaptive:
             for part, D in zip(parts, directions, strict=True):
                 self._finish(part, D, factor)
@@ -203,7 +204,7 @@ class Descent:
         if listed is None or layers is None:
             self._subtract(part, self._momentum(part, unscaled(D).to(stack.shape.dtype), factor))
             return
-        mu = 0.0 if stack.rule is not self.rule and stack.rule.own_momentum else stack.group["momentum"]
+        mu = self._mu(stack)
         finish_(
             *layers,
             listed.directions(D),
@@ -222,12 +223,17 @@ class Descent:
         lr = part.context.lr
         part.stack.subtract(update, lr, part.active, lr * part.stack.group["weight_decay"], part.context.gate)
 
+    def _mu(self, stack: Stack) -> float:
+        """Momentum of the direction: none where the rule takes the option itself, or is a fallback with its own."""
+        own = stack.rule.own_momentum
+        return 0.0 if own == "momentum" or (own and stack.rule is not self.rule) else stack.group["momentum"]
+
     def _momentum(self, part: Part, D: Tensor, factor: float | Tensor) -> Tensor:
         """``μ · buffer + factor · D``, kept; with Nesterov's, one step ahead of it."""
         stack, gate = part.stack, part.context.gate
-        mu = stack.group["momentum"]
+        mu = self._mu(stack)
         D = D if isinstance(factor, float) and factor == 1.0 else D * factor
-        if not mu or (stack.rule is not self.rule and stack.rule.own_momentum):
+        if not mu:
             return D
         old = stack.state.get("momentum")
         buffer = D.clone() if old is None else D + mu * old

@@ -4,8 +4,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from layerwise.foundations.likelihoods import Likelihood
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.engine import Layerwise
+from layerwise.optim.options import LIKELIHOOD, LOSS_AVERAGE, Overrides
 
 
 class EKFAC(Layerwise):
@@ -31,6 +33,9 @@ class EKFAC(Layerwise):
             layers take turns, so that no step is slow, and their inputs and output gradients are kept until then. None:
             1 on a CPU, where the step looks at its own batch; on a GPU as many as there are between statistics.
         clip: bound on the step's predicted change ``η²⟨D, ∇L⟩``; None for the bare formula.
+        likelihood: that of the model's output, for labels drawn from it; see `Layerwise`.
+        loss_average: how the loss in your loop is reduced: over "examples", over "tokens", or None for a sum.
+        overrides: options for layers or parameters by pattern, ``{"*.bias": {"weight_decay": 0.0}}``.
         options: all others of `Layerwise`.
 
     Reference: George, Laurent, Bouthillier, Ballas and Vincent 2018.
@@ -55,6 +60,9 @@ class EKFAC(Layerwise):
         clip: float | tuple[str, float] | None = 1e-3,
         refresh_every: int = 10,
         max_factor: int = 8192,
+        likelihood: str | Likelihood | None = LIKELIHOOD,
+        loss_average: str | None = LOSS_AVERAGE,
+        overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
         rule = CorrectedEigenvalues(
@@ -74,5 +82,8 @@ class EKFAC(Layerwise):
             weight_decay=weight_decay,
             clip=clip,
             refresh_every=refresh_every,
+            likelihood=likelihood,
+            loss_average=loss_average,
+            overrides=overrides,
             **options,
         )

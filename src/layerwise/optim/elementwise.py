@@ -49,7 +49,7 @@ class AdamRule(UpdateRule):
     recordable = True
     formula = "m̂/(√v̂ + ε)"
     matrix_only = False
-    own_momentum = True
+    own_momentum = "betas"
 
     def init(self, shape: Shape) -> State:
         """Both moments and a count of steps."""
@@ -60,9 +60,9 @@ class AdamRule(UpdateRule):
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
     ) -> Float[Tensor, "K O I"]:
         """Adam's direction."""
-        b1, b2 = self.betas
+        b1, b2 = betas = context.option("betas", self.betas)
         if health.gate is not None and grad.dtype == torch.float32:
-            return self._in_one_pass(state, grad, health)
+            return self._in_one_pass(state, grad, betas, health)
         state["steps"] += health.taken(1.0, grad)
         state["m"].lerp_(grad, health.taken(1 - b1, grad))
         average_squares_(state["v"], grad, health.taken(1 - b2, grad))
@@ -70,9 +70,9 @@ class AdamRule(UpdateRule):
         denominator = (state["v"].sqrt() / (1 - b2**t).sqrt()).add_(self.eps)
         return state["m"] / (1 - b1**t) / denominator
 
-    def _in_one_pass(self, state: State, grad: Tensor, health: Health) -> Tensor:
+    def _in_one_pass(self, state: State, grad: Tensor, betas: tuple[float, float], health: Health) -> Tensor:
         """The same, the moments in the gradient's own order in memory."""
-        (b1, b2), transposed = self.betas, not grad.is_contiguous() and grad.mT.is_contiguous()
+        (b1, b2), transposed = betas, not grad.is_contiguous() and grad.mT.is_contiguous()
         for name in ("m", "v"):
             state[name] = laid_out(state[name], transposed)
         m, v, g = (X.mT if transposed else X.contiguous() for X in (state["m"], state["v"], grad))

@@ -3,22 +3,24 @@
 W ← (1 − η·decay) W − η · momentum(clip(graft(P⁻ᵖ ∇L Q⁻ᑫ)))
 """
 
+import warnings
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from layerwise.distributed.processes import Processes
 from layerwise.foundations import likelihoods
 from layerwise.foundations.errors import InputError, LayerwiseError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
-from layerwise.foundations.vectors import unwrap
 from layerwise.layers.calling import in_own_arithmetic
 from layerwise.layers.table import LayerSpec, LayerTable
-from layerwise.optim.capture import Capture, Seen
+from layerwise.optim.capture import Capture
+from layerwise.optim.changes import Watched, owners
 from layerwise.optim.choice import rule_of, why_fallback
 from layerwise.optim.damping import Damping
 from layerwise.optim.descent import Descent, Part
@@ -27,10 +29,24 @@ from layerwise.optim.foreseen import take_up
 from layerwise.optim.graft import Clip, Graft
 from layerwise.optim.loss_scale import LossScale
 from layerwise.optim.observe import Collector, Sums
-from layerwise.optim.options import check_numbers, fallback_rule, known, parameter_groups, positive, switch
+from layerwise.optim.options import (
+    LIKELIHOOD,
+    LOSS_AVERAGE,
+    Overrides,
+    check_number,
+    check_numbers,
+    fallback_rule,
+    known,
+    parameter_groups,
+    positive,
+    rate,
+    show_options,
+    switch,
+)
+from layerwise.optim.parameters import BareParameters, model_of
 from layerwise.optim.recorded import RecordedStep
 from layerwise.optim.refreshes import Refreshes
-from layerwise.optim.report import headline, layer_row, measure, table
+from layerwise.optim.report import group_lines, headline, layer_row, measure, of_group, table, unseen
 from layerwise.optim.rule import Context, Health, UpdateRule
 from layerwise.optim.saving import Saving
 from layerwise.optim.solver import SOLVERS
@@ -38,8 +54,8 @@ from layerwise.optim.spread import Spread
 from layerwise.optim.stack import Stack
 from layerwise.optim.statistics import Statistics, take_all_in
 
-LOOK_EVERY = 100
-"""Steps after which the model's parameters are listed anew."""
+OWN_MOMENTUM = ("momentum", "nesterov", "betas")
+"""Options of the optimizer's own rule, which a fallback that averages by itself does not take."""
 
 
 class Layerwise(Saving):
@@ -56,7 +72,8 @@ class Layerwise(Saving):
     ...     _ = opt.step()
 
     Args:
-        model: the module that is trained, before it is wrapped or compiled.
+        model: the module that is trained, before it is wrapped or compiled; or, where no statistic but "gradient" is
+            asked for, its parameters or parameter groups, as torch's optimizers take them.
         left: statistic of P: "outgrads", "gradient" or "identity".
         right: statistic of Q: "inputs", "gradient" or "identity".
         power: p and q, or one number for both.
@@ -86,7 +103,8 @@ class Layerwise(Saving):
         clip: None, a number κ (the step's predicted change ``η² ⟨D, ∇L⟩`` stays below it), or ("norm", c).
         update_fallback: "adam", "sgd", or a rule, for parameters that the rule does not treat.
         fallback_lr: learning rate of those; by default `lr`.
-        overrides: options for layers by pattern, ``{"head": {"lr": 1e-3}, "embed*": {"update": "fallback"}}``.
+        overrides: options for layers or parameters by pattern, ``{"head": {"lr": 1e-3}, "embed*": {"update":
+            "fallback"}, "*.bias": {"weight_decay": 0.0}}``.
         loss_average: how the loss in your loop is reduced: over "examples", over "tokens", or None for a sum.
         accumulate: k, where the loss is divided by k and gradients are accumulated over k batches.
         grad_scaler: the `torch.amp.GradScaler` of your loop.
@@ -101,9 +119,12 @@ class Layerwise(Saving):
         seed: of sampled labels.
     """
 
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """Options that a member does not leave open."""
+
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | ParamsT,
         left: str = "outgrads",
         right: str = "inputs",
         power: float | tuple[float, float] = 1.0,
@@ -122,15 +143,15 @@ class Layerwise(Saving):
         factor_decay: float = 0.95,
         statistics_over: int | None = None,
         estimator: str | None = None,
-        likelihood: str | Likelihood | None = None,
+        likelihood: str | Likelihood | None = LIKELIHOOD,
         samples: int = 1,
         sharing: str = "expand",
         graft: str | None = None,
         clip: float | tuple[str, float] | None = None,
         update_fallback: str | UpdateRule = "adam",
         fallback_lr: float | None = None,
-        overrides: Mapping[str, Mapping[str, Any]] | None = None,
-        loss_average: str | None = "examples",
+        overrides: Overrides | None = None,
+        loss_average: str | None = LOSS_AVERAGE,
         accumulate: int = 1,
         grad_scaler: Any = None,
         example_axis: int | None = None,
@@ -141,12 +162,11 @@ class Layerwise(Saving):
         record: bool | None = None,
         seed: int | torch.Generator = 0,
     ) -> None:
-        self.model = unwrap(model)
         self.rule = rule or rule_of(left, right, power, basis, damping_split, max_factor)
+        self.model = model_of(model, self.rule, type(self).__name__)
         self.rule.use_solver(known("solver", solver, SOLVERS))
         self.rule.precision = known("precision", precision, ("high", "half"))
         self.fallback = fallback_rule(update_fallback)
-        self.fallback_lr = fallback_lr
         self._damping = Damping(damping, damping_scale)
         self._graft, self._clip = Graft(graft), Clip.read(clip)
         self.factor_every, self.refresh_every = (
@@ -162,6 +182,7 @@ class Layerwise(Saving):
         self.table = self._read_table()
         self._stacks: list[Stack] | None = None
         self._loaded: dict[str, dict[str, Tensor]] = {}
+        self._shared: frozenset[str] | None = None
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -171,17 +192,31 @@ class Layerwise(Saving):
             "factor_decay": factor_decay,
             "update": "rule",
         }
+        if self.rule.own_momentum is not None:  # in the group, where schedulers change it
+            own = (self.rule.own_momentum, "nesterov") if self.rule.own_momentum == "momentum" else ("betas",)
+            defaults |= {name: defaults.get(name) or getattr(self.rule, name) for name in own}
         check_numbers(defaults)
+        defaults["fallback_ratio"] = 1.0 if fallback_lr is None else _fallback_ratio(fallback_lr, float(lr))
         super().__init__(parameter_groups(self.model, self.table, overrides or {}, defaults), defaults)
         self.steps_taken = 0
         self._strangers: list[tuple[str, nn.Parameter]] | None = None
+        self._unseen: set[str] | None = None
+        self._watched, self._owners = Watched(self.model), owners(self.model)
         self.processes = Processes()
         self._collector = self._make_collector()
         self._capture = self._make_capture(example_axis, seed_of(seed))
+        self.param_groups[0]["engine"] = self._engine()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__init__" in vars(cls):
+            show_options(cls.__init__, Layerwise.__init__, ("rule", *cls.fixed))
 
     # --- construction ------------------------------------------------------------------------------------
 
     def _read_table(self) -> LayerTable:
+        if isinstance(self.model, BareParameters):
+            return self.model.table()
         separate = (nn.Module,) if self.separate_bias else ()
         return LayerTable.from_model(self.model, separate_bias=separate)
 
@@ -224,6 +259,15 @@ class Layerwise(Saving):
             self.model, self.table, estimator, law, self._settings["samples"], seed, self._scale, example_axis
         )
         found.observe, found.observe_rows = self._collector.add, self._collector.add_rows
+        weakref.finalize(self, found.remove).atexit = False
+        optimizer = weakref.ref(self)
+
+        def before_a_forward() -> None:
+            owner = optimizer()
+            if owner is not None:
+                owner.follow_model()
+
+        found.before_a_forward = before_a_forward
         return found
 
     # --- stacks ------------------------------------------------------------------------------------------
@@ -242,14 +286,18 @@ class Layerwise(Saving):
             rule = self.rule_for(spec, group)
             form, first = spec.form, params[spec.parameters[0]]
             size = (form.outputs, form.inputs, form.one_hot, form.taps if rule.sua else 1)
-            key = (id(rule), id(group), *size, first.dtype, first.device)
+            groups = tuple(id(group_of.get(id(params[name]))) for name in spec.parameters)
+            key = (id(rule), groups, *size, first.dtype, first.device)
             found.setdefault(key, []).append(spec)
         stacks = []
         for specs in found.values():
             group = group_of[id(params[specs[0].parameters[0]])]
             names = [name for spec in specs for name in spec.parameters]
             stack = Stack(self.rule_for(specs[0], group), tuple(specs), group, {k: params[k] for k in names})
-            stack.ensure_state(self._loaded)
+            stack.fallback = stack.rule is self.fallback and stack.rule is not self.rule
+            own = {k: group_of.get(id(params[k]), group) for k in names}
+            stack.own_groups = {k: other for k, other in own.items() if other is not group}
+            stack.ensure_state(self._loaded, None if stack.fallback else self._shared)
             recall(stack, self._loaded)
             take_up(stack, self._loaded)
             stacks.append(stack)
@@ -317,14 +365,17 @@ class Layerwise(Saving):
     def _step(self) -> None:
         self._requireknown()
         device = self.param_groups[0]["params"][0].device
-        seen = self._collector.take_all(self._observed_specs(), self.processes, device)
         counts = None if self._capture is None else self._capture.collect()
+        seen = self._collector.take_all(self._observed_specs(), self.processes, device)
         if self._stacks is None:
             if self._capture is not None and self._capture.notes is None and self._broken():
                 self._health.steps, self._health.skipped_steps = self._health.steps + 1, self._health.skipped_steps + 1
                 return
             self._require_forward(counts)
             self._stacks = self._build()
+            self._unseen = None
+        if self._capture is not None and self._capture.due and counts is not None and counts.examples:
+            self._say_unseen(seen)
         self.steps_taken += 1
         self._health.steps += 1
         self._damping.check(self.steps_taken)
@@ -338,6 +389,22 @@ class Layerwise(Saving):
         self._health.gate = None
         if self._capture is not None:
             self._capture.due = self.steps_taken % self.factor_every == 0
+
+    def _say_unseen(self, seen: Collection[str]) -> None:
+        """Warn of layers that have a gradient and never had statistics: they get the plain gradient's step."""
+        own = [
+            (spec, on)
+            for stack in self._stacks or []
+            for spec, on in zip(stack.specs, stack.active(), strict=True)
+            if stack.rule is self.rule
+        ]
+        if self._unseen is None:
+            self._unseen = {spec.name for spec, _ in own}
+        self._unseen -= {*seen}
+        missing = [spec.name for spec, on in own if on and spec.name in self._unseen]
+        if missing:
+            self._unseen -= {*missing}  # said once
+            warnings.warn(unseen(missing, len(own)), UserWarning, stacklevel=2)
 
     def _advance(self, contexts: list[Context], seen: dict[str, Sums], scale: float) -> None:
         """Gradients, what is learnt of them, and the step."""
@@ -364,14 +431,15 @@ class Layerwise(Saving):
         super().zero_grad(set_to_none)
         self._collector.take()
         if self._capture is not None:
-            self._capture.seen = Seen()
+            self._capture.forget()
 
     def _observed_specs(self) -> tuple[LayerSpec, ...]:
         return () if self._capture is None else self._capture.table.layers
 
     def _requireknown(self) -> None:
         """A parameter with a gradient that no group holds would silently stay as it is."""
-        if self._strangers is None or self.steps_taken % LOOK_EVERY == 0:
+        self.follow_model()
+        if self._strangers is None:
             known = {id(p) for group in self.param_groups for p in group["params"]}
             self._strangers = [(name, p) for name, p in self.model.named_parameters() if id(p) not in known]
         for name, p in self._strangers:
@@ -400,20 +468,14 @@ class Layerwise(Saving):
         """Whether the host may ask whether gradients are finite. On a GPU it would wait for the whole backward."""
         return self.param_groups[0]["params"][0].device.type == "cpu"
 
-    def _lr(self, stack: Stack) -> float:
-        if stack.rule is self.fallback and self.fallback_lr is not None and stack.rule is not self.rule:
-            base = float(self.defaults["lr"])
-            return self.fallback_lr * (float(stack.group["lr"]) / base if base else 1.0)
-        return float(stack.group["lr"])
-
     def _context(self, stack: Stack, examples: int) -> Context:
         damping = self._damping.at(stack.group, max(self.steps_taken, 1))
         return Context(
             self.steps_taken,
-            self._lr(stack),
+            rate(stack.group, stack.fallback),
             damping,
             self._damping.relative,
-            stack.group,
+            {k: v for k, v in stack.group.items() if k not in OWN_MOMENTUM} if stack.fallback else stack.group,
             examples=examples,
             observes=(self.steps_taken - 1) % self.factor_every == 0,
             batches=1 + (self.steps_taken - 1) // self.factor_every,
@@ -425,6 +487,7 @@ class Layerwise(Saving):
 
     def __repr__(self) -> str:
         """What every parameter gets, and why."""
+        self.follow_model()
         rows = []
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         params = dict(self.model.named_parameters())
@@ -435,13 +498,13 @@ class Layerwise(Saving):
             rule = self.rule_for(spec, group)
             shape = Stack(rule, (spec,), group, {k: params[k] for k in spec.parameters}).shape
             rows.append(layer_row(spec, rule.describe(shape), self._reason(spec, group)))
-        return table(self._headline(), rows)
+        return table("\n".join([self._headline(), *group_lines(self.param_groups)]), rows)
 
     def _headline(self) -> str:
         options = self.param_groups[0]
         relative = "relative" if self._damping.relative else "absolute"
         settings = {
-            **{name: options[name] for name in ("lr", "momentum", "weight_decay")},
+            **of_group(options),
             "clip": self._clip.describe(),
             "damping": f"{options['damping']:g} {relative}",
             "estimator": self._settings["estimator"] if self.rule.needs_outgrads else None,
@@ -461,6 +524,15 @@ class Layerwise(Saving):
         for stack in self._stacks or []:
             measure(stack, self._context(stack, 1), self._health)
         return self._health
+
+
+def _fallback_ratio(fallback_lr: float, lr: float) -> float:
+    """Its proportion to the learning rate, which it keeps under schedules."""
+    check_number("fallback_lr", fallback_lr)
+    if not lr:
+        expected = "a learning rate above 0, to which fallback_lr keeps its proportion"
+        raise InputError(describe("fallback_lr with lr=0", expected, 'use overrides={"*": {"lr": 0.0}} instead'))
+    return fallback_lr / lr
 
 
 def _number(loss: Any) -> float:

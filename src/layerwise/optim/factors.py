@@ -118,6 +118,13 @@ class Factors(UpdateRule):
         self.needs_inputs = self.right == "inputs"
         self.needs_outgrads = self.left == "outgrads"
 
+    def statistics(self) -> dict[str, str]:
+        """What P and Q are moments of, and the powers of the roots beside them."""
+        how, sides = "sum of " if self.accumulate else "", {"P": self.left, "Q": self.right}
+        return {k: how + of for k, of in sides.items() if of != "identity"} | {
+            "power": "{:g}, {:g}".format(*self.power)
+        }
+
     @property
     def is_curvature(self) -> bool:
         """Whether ``P ⊗ Q`` approximates a curvature matrix."""

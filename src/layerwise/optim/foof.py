@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from layerwise.optim import stored, symmetric
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.factors import Factors
+from layerwise.optim.options import LOSS_AVERAGE, Overrides
 from layerwise.optim.roots import guarded_root
 from layerwise.optim.rule import Context, Health, State
 from layerwise.optim.solver import Plan
@@ -27,6 +28,8 @@ class FOOF(Layerwise):
         weight_decay: decoupled.
         sua: convolutions take activations at different kernel offsets to be uncorrelated: Q is that of the channels,
             alike at each offset, the bias a block of its own. Cheaper; layers with one offset are unchanged.
+        loss_average: how the loss in your loop is reduced: over "examples", over "tokens", or None for a sum.
+        overrides: options for layers or parameters by pattern, ``{"*.bias": {"weight_decay": 0.0}}``.
         options: all others of `Layerwise`.
 
     Reference: Benzing 2022.
@@ -46,6 +49,8 @@ class FOOF(Layerwise):
         sua: bool = False,
         refresh_every: int = 10,
         max_factor: int = 8192,
+        loss_average: str | None = LOSS_AVERAGE,
+        overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
         rule = Factors("identity", "inputs", (1.0, 1.0), max_factor=max_factor, sua=sua)
@@ -57,6 +62,8 @@ class FOOF(Layerwise):
             momentum=momentum,
             weight_decay=weight_decay,
             refresh_every=refresh_every,
+            loss_average=loss_average,
+            overrides=overrides,
             **options,
         )
 
@@ -110,6 +117,8 @@ class LocoProp(Layerwise):
         weight_decay: float = 0.0,
         *,
         max_factor: int = 8192,
+        loss_average: str | None = LOSS_AVERAGE,
+        overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
         super().__init__(
@@ -118,5 +127,7 @@ class LocoProp(Layerwise):
             lr=lr,
             momentum=momentum,
             weight_decay=weight_decay,
+            loss_average=loss_average,
+            overrides=overrides,
             **options,
         )

@@ -4,9 +4,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from layerwise.foundations.likelihoods import Likelihood
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.factors import Factors
+from layerwise.optim.options import LIKELIHOOD, LOSS_AVERAGE, Overrides
 
 
 class KFAC(Layerwise):
@@ -25,6 +27,9 @@ class KFAC(Layerwise):
         sua: convolutions take activations at different kernel offsets to be uncorrelated: Q is that of the channels,
             alike at each offset, the bias a block of its own. Cheaper; layers with one offset are unchanged.
         clip: bound on the step's predicted change ``η²⟨D, ∇L⟩``; None for the bare formula.
+        likelihood: that of the model's output, for labels drawn from it; see `Layerwise`.
+        loss_average: how the loss in your loop is reduced: over "examples", over "tokens", or None for a sum.
+        overrides: options for layers or parameters by pattern, ``{"*.bias": {"weight_decay": 0.0}}``.
         options: all others of `Layerwise`.
 
     Reference: Martens and Grosse 2015; Grosse and Martens 2016 for convolutions.
@@ -47,6 +52,9 @@ class KFAC(Layerwise):
         clip: float | tuple[str, float] | None = 1e-3,
         refresh_every: int = 10,
         max_factor: int = 8192,
+        likelihood: str | Likelihood | None = LIKELIHOOD,
+        loss_average: str | None = LOSS_AVERAGE,
+        overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
         if damping_split == "exact":
@@ -62,5 +70,8 @@ class KFAC(Layerwise):
             weight_decay=weight_decay,
             clip=clip,
             refresh_every=refresh_every,
+            likelihood=likelihood,
+            loss_average=loss_average,
+            overrides=overrides,
             **options,
         )

@@ -3,9 +3,12 @@
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.likelihoods import Likelihood
 from layerwise.optim.engine import Layerwise
+from layerwise.optim.options import LIKELIHOOD, LOSS_AVERAGE, Overrides
 from layerwise.optim.spectral import COEFFICIENTS, InducedMahalanobis, Orthogonalized
 
 
@@ -15,13 +18,15 @@ class Muon(Layerwise):
     Convolutions are matrices of output channels × the rest; vectors and embeddings get the fallback.
 
     Args:
-        model: the module that is trained.
+        model: the module that is trained, or parameters (or groups of them) as torch's optimizers take them: among
+            these an embedding looks like a matrix; give it a group with ``"update": "fallback"``.
         lr: η.
         momentum: of the gradient, as an average.
         nesterov: look ahead.
         weight_decay: decoupled.
         orthogonalize: "newton_schulz" (five steps in bfloat16), or "polar" (exact, by singular values).
         adjust: c: "original" (``√max(1, O/I)``) or "match_rms_adamw" (``0.2 √max(O, I)``).
+        overrides: options for layers or parameters by pattern, ``{"*.bias": {"weight_decay": 0.0}}``.
         options: all others of `Layerwise`.
 
     Reference: Jordan et al. 2024.
@@ -30,9 +35,11 @@ class Muon(Layerwise):
     >>> opt = lw.optim.Muon(torch.nn.Linear(4, 3), lr=0.02)
     """
 
+    fixed = ("separate_bias",)
+
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | ParamsT,
         lr: float | Tensor = 1e-3,
         momentum: float = 0.95,
         nesterov: bool = True,
@@ -43,6 +50,7 @@ class Muon(Layerwise):
         coefficients: tuple[float, float, float] = COEFFICIENTS,
         eps: float = 1e-7,
         adjust: str = "original",
+        overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
         for name, value, known in (
@@ -53,7 +61,9 @@ class Muon(Layerwise):
                 expected = " or ".join(f'"{k}"' for k in known)
                 raise InputError(describe(f"{name}={value!r}", expected, "choose one of them"))
         rule = Orthogonalized(momentum, nesterov, orthogonalize, steps, coefficients, eps, adjust)
-        super().__init__(model, rule=rule, lr=lr, weight_decay=weight_decay, separate_bias=True, **options)
+        super().__init__(
+            model, rule=rule, lr=lr, weight_decay=weight_decay, separate_bias=True, overrides=overrides, **options
+        )
 
 
 class MahalanobisSpectral(Layerwise):
@@ -62,13 +72,16 @@ class MahalanobisSpectral(Layerwise):
     ``W ← W − η tr(S) P^-½ U Vᵀ Q^-½`` with ``U S Vᵀ = P^-½ ∇L Q^-½``.
 
     Args:
-        model: the module that is trained.
+        model: the module that is trained; or its parameters, where left and right are both "gradient".
         lr: η.
         damping: added to each factor.
         ideal: scale the step by ``tr S``.
         left: statistic of P.
         right: statistic of Q.
         clip: bound on the step's predicted change ``η²⟨D, ∇L⟩``; None for the bare formula.
+        likelihood: that of the model's output, for labels drawn from it; see `Layerwise`.
+        loss_average: how the loss in your loop is reduced: over "examples", over "tokens", or None for a sum.
+        overrides: options for layers or parameters by pattern, ``{"*.bias": {"weight_decay": 0.0}}``.
         options: all others of `Layerwise`.
 
     >>> import torch, layerwise as lw
@@ -77,7 +90,7 @@ class MahalanobisSpectral(Layerwise):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | ParamsT,
         lr: float | Tensor = 1e-2,
         damping: Any = 1e-1,
         momentum: float = 0.0,
@@ -89,6 +102,9 @@ class MahalanobisSpectral(Layerwise):
         right: str = "inputs",
         refresh_every: int = 10,
         max_factor: int = 8192,
+        likelihood: str | Likelihood | None = LIKELIHOOD,
+        loss_average: str | None = LOSS_AVERAGE,
+        overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
         rule = InducedMahalanobis(left, right, max_factor=max_factor, ideal=ideal)
@@ -101,5 +117,8 @@ class MahalanobisSpectral(Layerwise):
             weight_decay=weight_decay,
             clip=clip,
             refresh_every=refresh_every,
+            likelihood=likelihood,
+            loss_average=loss_average,
+            overrides=overrides,
             **options,
         )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from layerwise.distributed.processes import Processes
 from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.linalg import conjugate_gradient, guarded_cholesky
 from layerwise.kernel.contraction import contract, rows_of
 from layerwise.layers.one_hot import OneHot
@@ -22,6 +23,7 @@ from layerwise.layers.standard import Standard
 from layerwise.optim.descent import Part
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.observe import Sums
+from layerwise.optim.options import LIKELIHOOD, LOSS_AVERAGE, Overrides
 from layerwise.optim.rule import Context, Health, Recorded, Shape, State, UpdateRule
 
 METHODS = ("auto", "dense", "woodbury", "cg")
@@ -165,6 +167,9 @@ class NGD(Layerwise):
         tol: relative residual at which "cg" stops.
         max_iterations: of "cg".
         clip: bound on the step's predicted change ``η²⟨D, ∇L⟩``; None for the bare formula.
+        likelihood: that of the model's output, for labels drawn from it; see `Layerwise`.
+        loss_average: how the loss in your loop is reduced: over "examples", over "tokens", or None for a sum.
+        overrides: options for layers or parameters by pattern, ``{"*.bias": {"weight_decay": 0.0}}``.
         options: all others of `Layerwise`.
 
     Reference: Amari 1998.
@@ -185,6 +190,9 @@ class NGD(Layerwise):
         method: str = "auto",
         tol: float = 1e-8,
         max_iterations: int = 250,
+        likelihood: str | Likelihood | None = LIKELIHOOD,
+        loss_average: str | None = LOSS_AVERAGE,
+        overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
         if method not in METHODS:
@@ -202,6 +210,9 @@ class NGD(Layerwise):
             momentum=momentum,
             weight_decay=weight_decay,
             clip=clip,
+            likelihood=likelihood,
+            loss_average=loss_average,
+            overrides=overrides,
             **options,
         )
 

@@ -1,32 +1,48 @@
 """Options of the optimizer: checked, and cut into parameter groups."""
 
+import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.vectors import trainable
-from layerwise.layers.table import LayerSpec, LayerTable, matches
+from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.elementwise import AdamRule, GradientDescent
+from layerwise.optim.parameters import BareParameters
 from layerwise.optim.rule import UpdateRule
 
-GROUP_OPTIONS = ("lr", "momentum", "nesterov", "weight_decay", "damping", "factor_decay")
+GROUP_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "damping", "factor_decay", "betas", "update")
+"""What a parameter group may have of its own; the first two also a part of a layer."""
+LIKELIHOOD: str | Likelihood | None = None
+LOSS_AVERAGE: str | None = "examples"
+"""What members take where nobody says otherwise."""
+Overrides = Mapping[str, Mapping[str, Any]]
 FALLBACKS: Mapping[str, Callable[[], UpdateRule]] = {"adam": AdamRule, "sgd": GradientDescent}
-BOUNDS = {"lr": math.inf, "momentum": 1.0, "weight_decay": math.inf, "factor_decay": 1.0}
+BOUNDS = {"lr": math.inf, "momentum": 1.0, "weight_decay": math.inf, "damping": math.inf, "factor_decay": 1.0}
 """Numbers from 0 to below this."""
 
 
 def parameter_groups(
     model: nn.Module, table: LayerTable, overrides: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """One parameter group for every pattern of `overrides`, and one for the rest."""
-    params, taken = trainable(model), set[str]()
+    """One parameter group for every pattern of `overrides`, and one for the rest; or the groups that were given."""
+    if isinstance(model, BareParameters) and (len(model.groups) > 1 or len(model.groups[0]) > 1):
+        if overrides:
+            raise InputError(describe("overrides beside parameter groups", "one of them", "put options in the groups"))
+        for group in model.groups:
+            check_numbers({**defaults, **group})
+        return [with_own_rate(group) for group in model.groups]
+    params, taken = dict(model.named_parameters()), set[str]()
+    if not isinstance(model, BareParameters):  # parameters that are given take part when they are unfrozen, as in torch
+        params = trainable(model)
     groups = []
     for pattern, options in overrides.items():
-        _check_names(pattern, options)
+        _check_names(pattern, options, defaults)
         names = [name for name in _parameters_of(table, pattern) if name not in taken]
         if not names:
             raise InputError(
@@ -38,13 +54,46 @@ def parameter_groups(
             )
         check_numbers({**defaults, **options})
         taken.update(names)
-        groups.append({"params": [(name, params[name]) for name in names], **options})
+        groups.append(with_own_rate({"params": [(name, params[name]) for name in names], **options}))
     rest = [(name, p) for name, p in params.items() if name not in taken]
-    return [*([{"params": rest}] if rest else []), *groups]
+    found = [*([{"params": rest}] if rest else []), *groups]
+    _check_columns(table, {name: {**defaults, **group} for group in found for name, _ in group["params"]})
+    return found
 
 
-def _check_names(pattern: str, options: Mapping[str, Any]) -> None:
-    allowed = (*GROUP_OPTIONS, "update")
+def with_own_rate(group: dict[str, Any]) -> dict[str, Any]:
+    """A group that says its learning rate means it, whatever `fallback_lr` is."""
+    return {"fallback_ratio": 1.0, **group} if "lr" in group else group
+
+
+def rate(group: Mapping[str, Any], fallback: bool) -> float:
+    """A group's learning rate now: of the rule, or of the fallback, whose proportion to it stays under a schedule."""
+    return float(group["lr"]) * (float(group.get("fallback_ratio", 1.0)) if fallback else 1.0)
+
+
+def _check_columns(table: LayerTable, options: Mapping[str, Mapping[str, Any]]) -> None:
+    """A bias that is a column of its layer's matrix may have its own rate and decay, and nothing else."""
+    for spec in table.layers:
+        first, *others = (options[name] for name in spec.parameters)
+        shared = GROUP_OPTIONS[2:] if spec.form.kronecker else ("momentum", "nesterov")
+        for other in others:
+            differing = [name for name in shared if first.get(name) != other.get(name)]
+            if differing:
+                raise InputError(
+                    describe(
+                        f"overrides that give {differing[0]!r} to a part of layer {spec.name!r}",
+                        f"one value for {' and '.join(spec.parameters)}, which are one matrix (lr and weight_decay may "
+                        "differ)",
+                        f"name the layer, {spec.name!r}, or pass separate_bias=True",
+                    )
+                )
+
+
+def _check_names(pattern: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    if not isinstance(options, Mapping):
+        expected = 'a dictionary, such as {"lr": 1e-3}'
+        raise InputError(describe(f"overrides={{{pattern!r}: {options!r}}}", expected, "pass one"))
+    allowed = [name for name in GROUP_OPTIONS if name in defaults]
     unknown = [key for key in options if key not in allowed]
     if unknown:
         raise InputError(
@@ -57,12 +106,25 @@ def _check_names(pattern: str, options: Mapping[str, Any]) -> None:
 
 
 def _parameters_of(table: LayerTable, pattern: str) -> list[str]:
-    """Parameters of the layers that a pattern names, without repeats."""
+    """All parameters of layers that a pattern names, and those that it names themselves, without repeats."""
 
-    def named(spec: LayerSpec) -> bool:
-        return matches(spec, pattern) or fnmatchcase(spec.parameters[0].rpartition(".")[0], pattern)
+    def named(spec: LayerSpec) -> list[str]:
+        if any(fnmatchcase(name, pattern) for name in (spec.name, spec.parameters[0].rpartition(".")[0])):
+            return list(spec.parameters)
+        return [name for name in spec.parameters if fnmatchcase(name, pattern)]
 
-    return list(dict.fromkeys(name for spec in table.layers if named(spec) for name in spec.parameters))
+    return list(dict.fromkeys(name for spec in table.layers for name in named(spec)))
+
+
+def show_options(member: Callable[..., Any], engine: Callable[..., Any], hidden: Collection[str]) -> None:
+    """Show in a member's signature what its ``**options`` pass on, for `help`, notebooks and `inspect.signature`."""
+    own = inspect.signature(member)
+    shown = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    known = {*own.parameters, *hidden}
+    if len(shown) < len(own.parameters):
+        passed = inspect.signature(engine).parameters.values()
+        shown += [p for p in passed if p.kind is p.KEYWORD_ONLY and p.name not in known]
+        member.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
 
 
 def fallback_rule(given: str | UpdateRule) -> UpdateRule:
@@ -96,10 +158,21 @@ def switch(name: str, value: bool | None) -> bool | None:
 
 
 def check_numbers(options: Mapping[str, Any]) -> None:
-    """Learning rates and decays within their bounds."""
+    """Learning rates, decays and the like within their bounds."""
     known("update", options["update"], ("rule", "fallback"))
+    if not isinstance(options["nesterov"], bool):
+        raise InputError(describe(f"nesterov={options['nesterov']!r}", "True or False", "choose one of them"))
     for name, below in BOUNDS.items():
-        value = float(options[name])
-        if not 0 <= value < below:
-            limit = "≥ 0" if below == math.inf else f"from 0 to below {below:g}"
-            raise InputError(describe(f"{name}={value}", f"a number {limit}", "choose another"))
+        check_number(name, options[name], below)
+    for beta in options.get("betas", ()):
+        check_number("betas", beta, 1.0)
+
+
+def check_number(name: str, given: Any, below: float = math.inf) -> float:
+    """A number from 0 to below a bound; a tensor of one number is one."""
+    number = isinstance(given, int | float | Tensor) and not isinstance(given, bool)
+    if not number or not 0 <= float(given) < below:
+        limit = "≥ 0" if below == math.inf else f"from 0 to below {below:g}"
+        shown = float(given) if number else repr(given)
+        raise InputError(describe(f"{name}={shown}", f"a finite number {limit}", "choose another"))
+    return float(given)

@@ -3,9 +3,11 @@
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from layerwise.optim.elementwise import AdamRule, GradientDescent, SignDescent
 from layerwise.optim.engine import Layerwise
+from layerwise.optim.options import Overrides
 
 
 class SGD(Layerwise):
@@ -17,13 +19,23 @@ class SGD(Layerwise):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | ParamsT,
         lr: float | Tensor = 1e-2,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
+        *,
+        overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(model, rule=GradientDescent(), lr=lr, momentum=momentum, weight_decay=weight_decay, **options)
+        super().__init__(
+            model,
+            rule=GradientDescent(),
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            overrides=overrides,
+            **options,
+        )
 
 
 class Adam(Layerwise):
@@ -35,14 +47,18 @@ class Adam(Layerwise):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        *,
+        overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(model, rule=AdamRule(betas, eps), lr=lr, weight_decay=weight_decay, **options)
+        super().__init__(
+            model, rule=AdamRule(betas, eps), lr=lr, weight_decay=weight_decay, overrides=overrides, **options
+        )
 
 
 class Sign(Layerwise):
@@ -54,12 +70,21 @@ class Sign(Layerwise):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | ParamsT,
         lr: float | Tensor = 1e-3,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         *,
         ideal: bool = False,
+        overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(model, rule=SignDescent(ideal), lr=lr, momentum=momentum, weight_decay=weight_decay, **options)
+        super().__init__(
+            model,
+            rule=SignDescent(ideal),
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            overrides=overrides,
+            **options,
+        )

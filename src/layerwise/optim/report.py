@@ -29,6 +29,38 @@ def headline(name: str, settings: Mapping[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={value}' for key, value in settings.items() if value is not None)})"
 
 
+def of_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter group's rate, decay and momentum: that of its rule, which may be a pair of betas."""
+    names = ("lr", "betas", "momentum", "nesterov", "weight_decay")
+    found = {name: group[name] for name in names if name in group}
+    hidden = [name for name in ("nesterov",) if not found[name]]
+    hidden += ["momentum"] if "betas" in found and not found["momentum"] else []
+    return {name: f"{value:g}" if name == "lr" else value for name, value in found.items() if name not in hidden}
+
+
+def group_lines(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line a parameter group, where there are several."""
+    if len(groups) == 1:
+        return []
+    shown = []
+    for number, group in enumerate(groups):
+        names = [*group["param_names"][:3], *(["…"] if len(group["param_names"]) > 3 else [])]
+        own = {**of_group(group), "damping": group["damping"], "update": group["update"]}
+        shown.append(f"  group {number}: {headline('', own)[1:-1]}; {', '.join(names)}")
+    return shown
+
+
+def unseen(layers: Sequence[str], total: int) -> str:
+    """What is said of layers that are trained without statistics."""
+    named = ", ".join([*layers[:4], *(["…"] if len(layers) > 4 else [])])
+    return (
+        f"{len(layers)} of {total} layers have a gradient but no statistics, and take the step of the plain gradient: "
+        f"{named}. The model's forward did not call them with gradients on. With torch.utils.checkpoint, pass "
+        "use_reentrant=False; call the model itself, not its parts; or give these layers the fallback's update: "
+        f'overrides={{"{layers[0]}": {{"update": "fallback"}}}}.'
+    )
+
+
 def measure(stack: Stack, context: Context, health: Health) -> None:
     """Condition numbers and damping of a stack's layers, as they are now."""
     found = stack.rule.conditions(stack.state, context) if stack.state else None

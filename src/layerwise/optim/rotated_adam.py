@@ -67,6 +67,7 @@ class RotatedAdam(EigenFactors):
     skip_first: bool = True
     name = "soap"
     recordable = True
+    own_momentum = "betas"
     formula = "U_P[M′/(√V + ε)]U_Qᵀ"
 
     def init(self, shape: Shape) -> State:
@@ -92,7 +93,7 @@ class RotatedAdam(EigenFactors):
             self._begin(state, grad, context, health)
             if self.skip_first:
                 return None
-        b1, b2 = self.betas
+        b1, b2 = context.option("betas", self.betas)
         rotated = self.turned(state, grad, context)
         if health.gate is not None and grad.dtype == torch.float32:
             return self._fused_step(state, rotated, grad, context, health)
@@ -103,7 +104,11 @@ class RotatedAdam(EigenFactors):
         t = state["steps"].clamp_min(1)
         floor, t = self.floor(state, 1 - b2**t, context), t.view(-1, 1, 1)
         step = (state["M"] / state["V"].sqrt().add_(self.eps)).mul_((1 - b2**t).sqrt() / (1 - b1**t))
-        return step if floor is None else step.mul_(above(state["V"], floor))
+        if floor is None:
+            return step
+        kept = above(state["V"], floor)
+        health.count("floored_layers", (kept == 0).flatten(1).any(1).sum())
+        return step.mul_(kept)
 
     def floor(self, state: State, correction: Float[Tensor, "K"], context: Context) -> Float[Tensor, "K"] | None:
         """Up to this V is rounding, and no step is taken; None: nothing is rotated, and every entry is exact.
@@ -119,7 +124,9 @@ class RotatedAdam(EigenFactors):
             return None
         O, I = state["V"].shape[-2:] if context.shape is None else (context.shape.own_outputs, context.shape.own_inputs)
         share = torch.finfo(state["V"].dtype).eps ** (2 * NO_SIGNAL) / max(1, min(O, I))
-        squares = symmetric.diagonal(state[side]).sum(-1) / (1 - self.betas[1] ** state[f"{side}_count"].clamp_min(1))
+        squares = symmetric.diagonal(state[side]).sum(-1) / (
+            1 - context.option("betas", self.betas)[1] ** state[f"{side}_count"].clamp_min(1)
+        )
         return share * squares * correction
 
     def _fused_step(
@@ -131,7 +138,7 @@ class RotatedAdam(EigenFactors):
         bounded. Its rounding is below 1e-3 unless its entries are of the order 1e-6: with gradients that are a million
         times smaller than ε.
         """
-        b1, b2 = self.betas
+        b1, b2 = context.option("betas", self.betas)
         c1, c2 = corrections_(state["steps"], b1, b2, health.gate)
         halves = in_halves(state)
         scale = bound_scale(ROOM * step_bound(b1, b2)) if halves else 1.0
@@ -185,7 +192,7 @@ class RotatedAdam(EigenFactors):
 
     def _take_gradient(self, state: State, grad: Tensor, context: Context, health: Health) -> None:
         """Plain averages from zero, as in the paper: no bias correction, which the basis does not feel."""
-        decay = self.betas[1]
+        decay = context.option("betas", self.betas)[1]
         sides = [side for side in ("P", "Q") if side in state]
         for side, new in gradient_moments(grad, sides, context.largest_of(grad)):
             good = finite_moments(new)

@@ -137,6 +137,10 @@ class Context:
         """Of the statistics, in batches: the n-th weighs 1/n in a running mean that is young."""
         return self.step if self.batches is None else self.batches
 
+    def option(self, name: str, default: Any) -> Any:
+        """What the parameter group says, where it does; a fallback has options of its own."""
+        return self.options.get(name, default)
+
     def largest_of(self, X: Tensor) -> Tensor | None:
         """`largest`, if this is the step's gradient and not another tensor."""
         return self.largest if X is self.gradient else None
@@ -166,6 +170,11 @@ class Health:
     """Steps left out because a gradient was not finite."""
     skipped_statistics: int = 0
     """Observations left out because they were not finite, or written over while they waited (`statistics`)."""
+    clipped_steps: int = 0
+    """Steps that were made shorter by `clip`: where these are most of them, it and not `lr` sets the step's size."""
+    floored_layers: int = 0
+    """Layers, counted at every step, of which some directions had no step because their second moments were rounding
+    (SOAP; fused kernels of a GPU do not count)."""
     refreshes: int = 0
     fallbacks: int = 0
     """Decompositions that failed and kept the last good one."""
@@ -239,8 +248,13 @@ class UpdateRule(ABC):
     recordable: bool = False
     """Whether steps may be recorded as CUDA graphs: statistics of the gradient and the direction then change state in
     place, ask the device for nothing, and do the same whenever state has the same form. Not inherited."""
-    own_momentum: bool = False
-    """Whether the direction is an average over steps already: as a fallback it gets no momentum on top."""
+    own_momentum: str | None = None
+    """The option, "momentum" or "betas", whose average the direction is already: as a fallback it gets no momentum on
+    top. The optimizer's own rule reads it from the parameter group, where schedulers change it (`Context.option`)."""
+
+    def statistics(self) -> dict[str, str]:
+        """What its factors P and Q are second moments of; another member's that say the same can be taken over."""
+        return {}
 
     def accepts(self, shape: Shape) -> str | None:
         """Why a stack of this shape cannot be treated, or None."""

@@ -1,19 +1,24 @@
 """`Saving`: an optimizer's state in checkpoints, in pickles, and where parameters are added to it."""
 
 from abc import abstractmethod
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from layerwise.foundations.errors import InputError, describe
 from layerwise.layers.table import LayerTable
 from layerwise.optim.capture import Capture
+from layerwise.optim.changes import Watched, follow, owners, renamed_layers
 from layerwise.optim.damping import Damping
 from layerwise.optim.descent import Descent
 from layerwise.optim.followed import followed
 from layerwise.optim.foreseen import foreseen
+from layerwise.optim.loading import check_shapes, engine_of, renamed_state, shared_factors
 from layerwise.optim.observe import Collector
+from layerwise.optim.options import with_own_rate
+from layerwise.optim.parameters import BareParameters
 from layerwise.optim.rule import Health, UpdateRule
 from layerwise.optim.stack import Stack
 from layerwise.optim.statistics import take_all_in
@@ -32,7 +37,14 @@ class Saving(torch.optim.Optimizer):
     _stacks: list[Stack] | None
     _loaded: dict[str, dict[str, Tensor]]
     """State of layers until there are stacks."""
+    _shared: frozenset[str] | None
+    """Of another member's state, the factors that mean the same; None: it is this one's own."""
+    _packing: dict[Tensor, Any] | None = None
+    """What is being saved, while it is."""
     _strangers: list[tuple[str, nn.Parameter]] | None
+    _watched: Watched
+    """The model as it was when it was last looked at."""
+    _owners: dict[int, int]
     _descent: Descent
     _collector: Collector
     _capture: Capture | None
@@ -49,25 +61,61 @@ class Saving(torch.optim.Optimizer):
     def _make_capture(self, example_axis: int | None, seed: int) -> Capture | None:
         """Hooks on the model, if its rule wants to see anything."""
 
+    # --- state ---------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """By parameter and layer, as it is now: ``opt.state[p][layer]["P"]``. A layer's is its first parameter's.
+
+        On a CPU these are the tensors that steps read and write; what a GPU keeps packed is unpacked to be looked at.
+        """
+        if self._packing is not None:
+            return self._packing
+        if self._stacks is None:
+            return self._by_parameter(self._loaded)
+        return self._by_parameter({k: v for stack in self._stacks for k, v in stack.portable().items()})
+
+    @state.setter
+    def state(self, given: Any) -> None:
+        """Torch's constructor begins with an empty one: there is nothing to set."""
+
+    def _by_parameter(
+        self, of_layers: Mapping[str, Mapping[str, Tensor]]
+    ) -> dict[Tensor, dict[str, dict[str, Tensor]]]:
+        """An entry for every parameter and layer, so that it shows what there will be before the first step."""
+        found: dict[Tensor, Any] = defaultdict(dict, {p: {} for group in self.param_groups for p in group["params"]})
+        params = self._parameters_by_name()
+        for spec in self.table.layers:
+            if spec.parameters[0] in params:
+                found[params[spec.parameters[0]]][spec.name] = dict(of_layers.get(spec.name, {}))
+        return found
+
     def state_dict(self) -> dict[str, Any]:
-        """State keyed by parameter, layer by layer, as plain tensors; loads with ``weights_only=True``."""
-        params = dict(self.model.named_parameters())
-        specs = {spec.name: spec for spec in self.table.layers}
-        self.state.clear()
-        for layer, saved in self._saved().items():
-            if layer in specs:
-                self.state[params[specs[layer].parameters[0]]][layer] = saved
+        """State keyed by parameter, layer by layer, as plain tensors; loads with ``weights_only=True``.
+
+        What is no parameter's ("engine": steps taken, adaptive damping) is also in the first group, where
+        `torch.distributed.checkpoint` keeps it.
+        """
+        self.follow_model()
+        self.param_groups[0]["engine"] = self._engine()
+        self._packing = self._by_parameter(self._saved())
         try:
             found = super().state_dict()
         finally:
-            self.state.clear()
-        found["engine"] = {
+            self._packing = None
+        return {**found, "engine": self.param_groups[0]["engine"]}
+
+    def _engine(self) -> dict[str, Any]:
+        params = self._parameters_by_name()
+        return {
+            "member": type(self).__name__,
             "rule": self.rule.name,
+            "statistics": self.rule.statistics(),
+            "shapes": {name: tuple(p.shape) for name, p in params.items()},
             "steps": self.steps_taken,
             "forwards": 0 if self._capture is None else self._capture.forwards,
             "damping": self._damping.state(),
         }
-        return found
 
     def _saved(self) -> dict[str, dict[str, Tensor]]:
         if self._stacks is None:
@@ -82,45 +130,102 @@ class Saving(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inverse of `state_dict`; another member's statistics are taken where they mean the same."""
-        for key in ("state", "param_groups", "engine"):
-            if key not in state_dict:
-                raise InputError(
-                    describe(
-                        f"a state without {key!r}",
-                        "what state_dict() of an optimizer of lw.optim returns",
-                        "a torch optimizer's state cannot be loaded here",
-                    )
-                )
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        layers = [of_layer for of_param in state_dict["state"].values() for of_layer in of_param.items()]
-        self._loaded = {name: {k: t.clone() for k, t in saved.items()} for name, saved in layers}
+        """The inverse of `state_dict`. Of another member's state the factors are taken that mean the same; where none
+        does, it is refused.
+        """
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self.follow_model()
+        engine = engine_of(state_dict)
+        shared = shared_factors(engine, self.rule, type(self).__name__)
+        params = self._parameters_by_name()
+        check_shapes(engine, params)
+        loaded = renamed_state(state_dict, self.param_groups, self._by_parameter({}))
+        self._load_groups(state_dict["param_groups"])
+        self._loaded, self._shared = loaded, shared
         for stack in self._stacks or []:
             stack.memory.clear()  # rows and examples of the run that is left
         self._stacks = None
         self._collector.forget()
-        engine = state_dict["engine"]
         self.steps_taken = int(engine["steps"])
         self._damping.load_state(engine["damping"])
         if self._capture is not None:
             self._capture.ask_again()
             self._capture.forwards = int(engine["forwards"])
             self._capture.due = self.steps_taken % self.factor_every == 0
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _load_groups(self, saved: list[dict[str, Any]]) -> None:
+        """As torch does it, but for hooks, which have their turn before and after all; names stay the model's."""
+        names = [group["param_names"] for group in self.param_groups]
+        hooks = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
+        self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks = (
+            OrderedDict(),
+            OrderedDict(),
+        )
+        try:
+            super().load_state_dict({"state": {}, "param_groups": saved})
+        finally:
+            self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks = hooks
+        for group, own in zip(self.param_groups, names, strict=True):
+            group["param_names"] = own
+            group.update({"betas": tuple(group["betas"])} if "betas" in group else {})
+
+    # --- parameters ----------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Parameters that take part from now on, such as layers that were frozen before."""
-        super().add_param_group(self._named(param_group))
+        super().add_param_group(with_own_rate(self._named(param_group)))
         if "_stacks" not in self.__dict__ or "steps_taken" not in self.__dict__:  # the constructor's own
             return
-        self._loaded = self._saved()
+        self._rebuild()
+
+    def follow_model(self) -> None:
+        """Where the model has changed since the last look, go on with the model that there is.
+
+        A parameter that was replaced has its successor in its group, without its state unless the module is the same.
+        """
+        if not self._watched.changed():
+            return
+        self._strangers = None
+        params, before = dict(self.model.named_parameters()), self._parameters_by_name()
+        successors = follow(self.param_groups, params)
+        owner, self._owners = self._owners, owners(self.model)
+        unfrozen = {name for group in self.param_groups for name in group["param_names"]} - {*self.table.shapes}
+        if successors is None and not any(name in params and params[name].requires_grad for name in unfrozen):
+            return
+        for (
+            name,
+            p,
+        ) in before.items():  # the same module with another tensor, as `load_state_dict(assign=True)` leaves it
+            successor = (successors or {}).get(id(p))
+            if successor is not None and successor.shape == p.shape and owner[id(p)] == self._owners[id(successor)]:
+                before[name] = successor
+        self._rebuild(before)
+
+    def _parameters_by_name(self) -> dict[str, nn.Parameter]:
+        groups = self.param_groups
+        return {k: p for group in groups for k, p in zip(group["param_names"], group["params"], strict=True)}
+
+    def _rebuild(self, before: dict[str, nn.Parameter] | None = None) -> None:
+        """Read the model anew; layers whose parameters (by their names `before`) are the same keep their state."""
+        saved, table, self._shared = self._saved(), self.table, None if self._stacks else self._shared
         self._stacks = self._strangers = None
         self._collector.forget()
         self.table = self._read_table()
+        params = dict(self.model.named_parameters())
+        names = renamed_layers(table, before or params, self.table, params)
+        self._loaded = {names[layer]: state for layer, state in saved.items() if layer in names}
         if self._capture is not None:
             self._capture.look_again(self.table)
 
     def _named(self, group: dict[str, Any]) -> dict[str, Any]:
         """The same group with the names its parameters have in the model."""
+        if isinstance(self.model, BareParameters):
+            return {**group, "params": self.model.named(group["params"])}
         given = group["params"]
         params = [given] if isinstance(given, Tensor) else list(given)
         names = {id(p): name for name, p in self.model.named_parameters()}
@@ -135,18 +240,22 @@ class Saving(torch.optim.Optimizer):
             for k, v in self.__dict__.items()
             if k not in ("_capture", "_stacks", "_collector", "_descent", "_recorded")
         }
+        if self._stacks is not None:
+            kept["_shared"] = None
         kept["_loaded"], kept["_stacks"], kept["_strangers"] = self._saved(), None, None
+        del kept["_watched"], kept["_owners"]  # a copy has parameters of its own
         capture = self._capture
         kept["_capture"] = None if capture is None else (capture.example_axis, capture.seed, capture.forwards)
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_capture" not in state:  # torch's load_state_dict hands over state and parameter groups alone
-            super().__setstate__(state)
+            self.__dict__["param_groups"] = state["param_groups"]
             return
         recorded = state["_capture"]
         super().__setstate__({k: v for k, v in state.items() if k != "_capture"})
         self._collector = self._make_collector()
+        self._watched, self._owners = Watched(self.model), owners(self.model)
         self._capture = None
         if recorded is not None:
             self._capture = self._make_capture(recorded[0], recorded[1])

@@ -3,9 +3,11 @@
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.factors import Factors
+from layerwise.optim.options import Overrides
 from layerwise.optim.rotated_adam import RotatedAdam
 
 
@@ -16,7 +18,8 @@ class Shampoo(Layerwise):
     of output channels × the rest; biases and other vectors get the fallback.
 
     Args:
-        model: the module that is trained.
+        model: the module that is trained, or parameters (or groups of them) as torch's optimizers take them: among
+            these an embedding looks like a matrix; give it a group with ``"update": "fallback"``.
         lr: η.
         power: p of both sides, or one for each; ``(0.5, 0)`` is one-sided.
         damping: added to each factor.
@@ -24,6 +27,7 @@ class Shampoo(Layerwise):
         weight_decay: decoupled.
         factor_decay: ρ of the averages.
         accumulate_factors: sum instead of averaging, as in the first paper.
+        overrides: options for layers or parameters by pattern, ``{"*.bias": {"weight_decay": 0.0}}``.
         options: all others of `Layerwise`.
 
     Reference: Gupta, Koren and Singer 2018; Shi et al. 2023.
@@ -32,9 +36,11 @@ class Shampoo(Layerwise):
     >>> opt = lw.optim.Shampoo(torch.nn.Linear(4, 3), lr=1e-2, graft="adam")
     """
 
+    fixed = ("separate_bias",)
+
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | ParamsT,
         lr: float | Tensor = 1e-2,
         power: float | tuple[float, float] = 0.25,
         damping: Any = 1e-4,
@@ -45,6 +51,7 @@ class Shampoo(Layerwise):
         accumulate_factors: bool = False,
         refresh_every: int = 10,
         max_factor: int = 8192,
+        overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
         p, q = power if isinstance(power, tuple) else (power, power)
@@ -65,6 +72,7 @@ class Shampoo(Layerwise):
             factor_decay=factor_decay,
             refresh_every=refresh_every,
             separate_bias=True,
+            overrides=overrides,
             **options,
         )
 
@@ -76,12 +84,14 @@ class SOAP(Layerwise):
     one orthogonal iteration.
 
     Args:
-        model: the module that is trained.
+        model: the module that is trained, or parameters (or groups of them) as torch's optimizers take them: among
+            these an embedding looks like a matrix; give it a group with ``"update": "fallback"``.
         lr: η.
         betas: of the momentum, and of V and the factors.
         eps: ε.
         weight_decay: decoupled.
         skip_first: the first step only sets the basis, as in the authors' code.
+        overrides: options for layers or parameters by pattern, ``{"*.bias": {"weight_decay": 0.0}}``.
         options: all others of `Layerwise`.
 
     Reference: Vyas et al. 2024.
@@ -90,9 +100,11 @@ class SOAP(Layerwise):
     >>> opt = lw.optim.SOAP(torch.nn.Linear(4, 3), lr=3e-3)
     """
 
+    fixed = ("separate_bias",)
+
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | ParamsT,
         lr: float | Tensor = 3e-3,
         betas: tuple[float, float] = (0.95, 0.95),
         eps: float = 1e-8,
@@ -101,6 +113,7 @@ class SOAP(Layerwise):
         skip_first: bool = True,
         refresh_every: int = 10,
         max_factor: int = 8192,
+        overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
         rule = RotatedAdam(max_factor=max_factor, betas=betas, eps=eps, skip_first=skip_first)
@@ -111,5 +124,6 @@ class SOAP(Layerwise):
             weight_decay=weight_decay,
             refresh_every=refresh_every,
             separate_bias=True,
+            overrides=overrides,
             **options,
         )

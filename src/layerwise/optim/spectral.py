@@ -113,6 +113,7 @@ class Orthogonalized(UpdateRule):
     eps: float = 1e-7
     adjust: str = "original"
     name = "muon"
+    own_momentum = "momentum"
     formula = "orth(momentum)"
 
     @property
@@ -128,12 +129,13 @@ class Orthogonalized(UpdateRule):
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
     ) -> Float[Tensor, "K O I"]:
         """``c · U Vᵀ``."""
+        momentum, nesterov = context.option("momentum", self.momentum), context.option("nesterov", self.nesterov)
         by_kernel = self.orthogonalize == "newton_schulz" and grad.device.type == "cuda"
         if health.gate is not None and grad.dtype == torch.float32 and by_kernel:
-            half, squares = momentum_half_(state["M"], grad, self.momentum, self.nesterov, health.gate)
+            half, squares = momentum_half_(state["M"], grad, momentum, nesterov, health.gate)
             return self._iterated(half, squares)
-        state["M"].lerp_(grad, health.taken(1 - self.momentum, grad))
-        update = grad.lerp(state["M"], self.momentum) if self.nesterov else state["M"]
+        state["M"].lerp_(grad, health.taken(1 - momentum, grad))
+        update = grad.lerp(state["M"], momentum) if nesterov else state["M"]
         if self.orthogonalize == "polar":
             return self._ratio(grad) * polar(update)
         return self._ratio(grad) * newton_schulz(update, self.steps, self.coefficients, self.eps)

@@ -1,6 +1,6 @@
 """`Stack`: all layers of one shape and one parameter group, as one tensor ``[K, O, I]``."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from layerwise.foundations.types import statistics_dtype
 from layerwise.layers.table import LayerSpec
 from layerwise.optim import stored
 from layerwise.optim.listed import Listed
+from layerwise.optim.options import rate
 from layerwise.optim.rule import Shape, State, UpdateRule
 
 PAD_TO = {"cuda": 16}
@@ -30,11 +31,15 @@ class Stack:
     rule: UpdateRule
     specs: tuple[LayerSpec, ...]
     group: dict[str, Any]
-    """The parameter group of all of them."""
+    """The parameter group of all of them; of their weights, where biases have another."""
     params: Mapping[str, nn.Parameter]
     state: State = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     """What the host remembers from step to step; never saved."""
+    fallback: bool = False
+    """Whether its rule is the fallback, which may have a rate of its own."""
+    own_groups: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """Of parameters that are in another group than `group`: rate and decay are theirs."""
 
     def __post_init__(self) -> None:
         if self.rule.sua and len({spec.form.taps for spec in self.specs}) > 1:
@@ -77,8 +82,8 @@ class Stack:
 
     @cached_property
     def listed(self) -> Listed | None:
-        """The layers as lists, if they can be taken so."""
-        return Listed.of(self.specs, self.params, self.shape)
+        """The layers as lists, if they can be taken so: with one rate and decay for all."""
+        return None if self.own_groups else Listed.of(self.specs, self.params, self.shape)
 
     @cached_property
     def splits_gradient(self) -> bool:
@@ -143,19 +148,28 @@ class Stack:
         self, D: Float[Tensor, "K O I"], scale: float, active: Iterable[bool], decay: float, gate: Tensor | None = None
     ) -> None:
         """``W ← (1 − decay) W − scale · D`` for the layers that are active; nothing where the gate is shut."""
-        targets, pieces = [], []
+        targets, pieces, rates = [], [], list[tuple[float, float]]()
         for (spec, groups), on in zip(self.slices(), active, strict=True):
             if on:
                 for part, piece in spec.form.split(self.own(D[groups])):
                     targets.append(part.of(self.params))
                     pieces.append(piece)
+                    rates.append(self._rates(part.name, scale, decay))
         if gate is None:
-            for target, piece in zip(targets, pieces, strict=True):
+            for target, piece, (scale, decay) in zip(targets, pieces, rates, strict=True):
                 if decay:
                     target.mul_(1 - decay)
                 target.add_(piece.to(target.dtype), alpha=-scale)
-        elif targets:
-            _subtract_gated(targets, pieces, scale, decay, gate.to(D))
+            return
+        for own in set(rates):
+            places = [place for place, of_place in enumerate(rates) if of_place == own]
+            _subtract_gated([targets[i] for i in places], [pieces[i] for i in places], *own, gate.to(D))
+
+    def _rates(self, name: str, scale: float, decay: float) -> tuple[float, float]:
+        """η and η·decay of a parameter."""
+        group = self.own_groups.get(name)
+        lr = scale if group is None else rate(group, self.fallback)
+        return (scale, decay) if group is None else (lr, lr * group["weight_decay"])
 
     def own(self, X: Float[Tensor, "k O I"]) -> Tensor:
         """Without padding."""
@@ -163,22 +177,31 @@ class Stack:
 
     # --- state, layer by layer ---------------------------------------------------------------------------
 
-    def ensure_state(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def ensure_state(self, saved: Mapping[str, Mapping[str, Tensor]], shared: Collection[str] | None = None) -> None:
         """State from what was saved for each layer, else as at the start.
 
-        What another member saved is taken where it means the same (statistics P and Q of the same size);
-        decompositions that are missing are made at the next step.
+        Of another member's state the factors are taken that mean the same (`shared`: "P", "Q"), decompositions are
+        made at the next step. What a rule keeps beside factors (moments and their count) is taken whole or not at all.
         """
         if self.state:
             return
         self.state = self.rule.init(self.shape)
         sizes = stored.saved_sizes(self.state, self.shape)
         needed = set(sizes)
+        beside = {name for name in needed if stored.side_of(name) is None}
         for spec, groups in self.slices():
             found = _fitting(saved.get(spec.name, {}), sizes)
+            if shared is not None:
+                found = {k: t for k, t in found.items() if self._means_the_same(k, shared)}
+            if not beside <= set(found):
+                found = {k: t for k, t in found.items() if k not in beside}
             names = needed | ({*ENGINE_STATE} if needed - {*self.rule.refreshed} <= set(found) else set())
             for name in names & set(found) - (set() if needed <= set(found) else {"fresh"}):
                 self._put(name, groups, found[name])
+
+    def _means_the_same(self, name: str, shared: Collection[str]) -> bool:
+        """In another member's state."""
+        return (stored.side_of(name) in shared and name not in self.rule.refreshed) or name.startswith("graft_")
 
     def _put(self, name: str, groups: slice, value: Tensor) -> None:
         shape = self.shape
@@ -187,13 +210,19 @@ class Stack:
             self.state[name] = shape.zeros(*((shape.outputs, shape.inputs) if own else value.shape[1:]))
         stored.load(self.state, name, groups, value)
 
-    def saved(self) -> dict[str, dict[str, Tensor]]:
-        """The state of each layer alone, in a form that does not depend on the device."""
+    def portable(self) -> dict[str, dict[str, Tensor]]:
+        """The state of each layer alone, in a form that does not depend on the device; views where that is possible."""
+        names = stored.saved_names(self.state)
         return {
-            spec.name: {
-                name: stored.portable(self.state, name, self.shape, groups).clone()
-                for name in stored.saved_names(self.state)
-            }
+            spec.name: {name: stored.portable(self.state, name, self.shape, groups) for name in names}
+            for spec, groups in self.slices()
+        }
+
+    def saved(self) -> dict[str, dict[str, Tensor]]:
+        """The same as it is now: copies."""
+        names = stored.saved_names(self.state)
+        return {
+            spec.name: {name: stored.portable(self.state, name, self.shape, groups).clone() for name in names}
             for spec, groups in self.slices()
         }
 

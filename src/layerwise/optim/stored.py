@@ -199,12 +199,18 @@ def saved_names(state: State) -> list[str]:
     return [name for name in state if not (name.endswith("_scale") and is_halved(state, name.removesuffix("_scale")))]
 
 
+def side_of(name: str) -> str | None:
+    """Which of the factors P and Q a state belongs to, if to one."""
+    found = re.search(r"(?:^|_)([PQ])(?:_|$)", name)
+    return None if found is None else found[1]
+
+
 def own(name: str, X: Tensor, shape: Shape) -> Tensor:
     """A state's tensor, or some groups of it, without padding."""
     rest = tuple(X.shape[1:])
-    side = re.search(r"(?:^|_)([PQ])(?:_|$)", name)
+    side = side_of(name)
     if side is not None:
-        padded, own = (shape.outputs, shape.own_outputs) if side[1] == "P" else (shape.inputs, shape.own_inputs)
+        padded, own = (shape.outputs, shape.own_outputs) if side == "P" else (shape.inputs, shape.own_inputs)
         rest = tuple(own if size == padded else size for size in rest)
     elif rest == (shape.outputs, shape.inputs):
         rest = shape.own_outputs, shape.own_inputs
