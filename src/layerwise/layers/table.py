@@ -240,11 +240,17 @@ class LayerTable:
         layers.sort(key=lambda spec: min(order[p] for p in spec.parameters))
         return replace(self, layers=tuple(layers))
 
-    def with_matrices(self) -> "LayerTable":
-        """The same table with parameters that fall back as matrices, for what needs nothing but the gradient."""
+    def with_matrices(self, model: nn.Module) -> "LayerTable":
+        """The same table with parameters that fall back as matrices, for what needs nothing but the gradient.
+
+        Tables of embeddings (tied to a head, say) stay as they are.
+        """
+        looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+        others = {name for name, p in model.named_parameters() if id(p) not in looked_up}
         layers = []
         for spec in self.layers:
-            form = None if spec.sites or len(spec.form.parts) != 1 else matrix_form(spec.form.parts[0])
+            bare = not spec.sites and len(spec.form.parts) == 1 and spec.parameters[0] in others
+            form = matrix_form(spec.form.parts[0]) if bare else None
             layers.append(spec if form is None else _cut(replace(spec, form=form, reason=None), self.matrices))
         return replace(self, layers=tuple(layers))
 

@@ -18,6 +18,7 @@ from layerwise.foundations.errors import InputError, LayerwiseError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
 from layerwise.layers.calling import in_own_arithmetic
+from layerwise.layers.matrices import Matrices
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.capture import Capture
 from layerwise.optim.changes import Watched, owners
@@ -110,6 +111,9 @@ class Layerwise(Saving):
         grad_scaler: the `torch.amp.GradScaler` of your loop.
         example_axis: axis of the examples in the input, where it is not the first.
         max_factor: a side longer than this has no factor.
+        matrices: parameters that hold several matrices, each with factors or a direction of its own, by pattern:
+            ``{"*.qkv": lw.split(3, heads=12)}``. Of gradients alone (Muon, Shampoo, SOAP), every parameter of two axes is
+            a matrix and every one of three a stack, whatever module has it; tables of embeddings are not.
         solver: how inverses, roots and bases are found: "auto", "eigh", "cholesky" or "newton" (products alone,
             warm-started and tested); see `layerwise.optim.solver`.
         precision: of products where factors are treated by "newton": "high" (pairs of float16, 22 bits), or "half" (11
@@ -157,6 +161,7 @@ class Layerwise(Saving):
         example_axis: int | None = None,
         max_factor: int = 8192,
         separate_bias: bool = False,
+        matrices: Matrices | None = None,
         solver: str = "auto",
         precision: str = "high",
         record: bool | None = None,
@@ -178,7 +183,7 @@ class Layerwise(Saving):
         self._health = Health()
         self._scale = LossScale(loss_average, accumulate, grad_scaler)
         self._settings = {"estimator": estimator, "likelihood": likelihood, "samples": samples}
-        self.separate_bias, self._record = separate_bias, switch("record", record)
+        self.separate_bias, self._record, self._matrices = separate_bias, switch("record", record), matrices
         self.table = self._read_table()
         self._stacks: list[Stack] | None = None
         self._loaded: dict[str, dict[str, Tensor]] = {}
@@ -218,7 +223,9 @@ class Layerwise(Saving):
         if isinstance(self.model, BareParameters):
             return self.model.table()
         separate = (nn.Module,) if self.separate_bias else ()
-        return LayerTable.from_model(self.model, separate_bias=separate)
+        found, rule = LayerTable.from_model(self.model, separate_bias=separate, matrices=self._matrices), self.rule
+        only_gradients = rule.matrix_only and not (rule.needs_inputs or rule.needs_outgrads)
+        return found.with_matrices(self.model) if only_gradients else found
 
     def _make_collector(self) -> Collector:
         found, taken = Collector(self.rule, self.sharing), dict[str, bool]()
