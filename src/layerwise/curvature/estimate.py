@@ -15,6 +15,7 @@ from layerwise.curvature.low_rank import LowRank
 from layerwise.curvature.matrix import ParamMatrix
 from layerwise.foundations.asked import Checks
 from layerwise.foundations.errors import InputError, NameLookupError, NumericalError, describe, unknown
+from layerwise.foundations.kronecker import Kronecker
 from layerwise.foundations.linalg.checks import require_finite
 from layerwise.foundations.memory import require
 from layerwise.foundations.operators import Block, BlockOperator, Diagonal
@@ -200,12 +201,19 @@ def _require_finite(operators: Mapping[str, BlockOperator], checks: Checks) -> N
     What is still to be checked of the batches comes first: it is the likely cause.
     """
     kept = {(name, key): tensor for name, op in operators.items() for key, tensor in op.tensors().items()}
-    sizes = [tensor for tensor in kept.values() if tensor.numel()]
+    # |M_ij|² ≤ M_ii M_jj: where the diagonal of a second moment is finite, all of it is.
+    looked_at = [_diagonal(t) if isinstance(operators[name], Kronecker) else t for (name, _), t in kept.items()]
+    sizes = [tensor for tensor in looked_at if tensor.numel()]
     if sizes:
         largest = torch._foreach_norm(sizes, torch.inf)  # pyright: ignore[reportPrivateImportUsage]
         bad = ~torch.isfinite(torch.stack(largest)).all()
         checks.add(bad, lambda: _not_finite(kept))
     checks.settle()
+
+
+def _diagonal(factor: Tensor) -> Tensor:
+    """Of ``[K, d, d]``; the factor of one-hot inputs is one already."""
+    return factor.diagonal(dim1=-2, dim2=-1) if factor.ndim > 2 else factor
 
 
 def _not_finite(kept: Mapping[tuple[str, str], Tensor]) -> Exception:

@@ -8,6 +8,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from layerwise.foundations.linalg import gram
+from layerwise.foundations.linalg.symmetric_product import accumulate_gram, mirror_
+from layerwise.foundations.types import statistics_dtype
 from layerwise.layers.standard import HALF
 
 
@@ -34,14 +36,17 @@ def linear_moment(x: Float[Tensor, "*lead I"], bias: bool) -> tuple[Float[Tensor
              [ 5.,  2.]]]), 2)
     """
     X = x.reshape(-1, x.shape[-1])
-    total = gram(X)
     if not bias:
-        return total.unsqueeze(0), len(X)
+        return gram(X).unsqueeze(0), len(X)
     n, w = X.shape[1], X.shape[1] + 1
-    whole = total.new_empty(1, w, w)
-    row = whole.as_strided((n,), (1,), n * w)  # one view each: slices of slices cost the host more than the device
-    whole.as_strided((n, n), (w, 1)).copy_(total)
-    torch.sum(X, 0, dtype=total.dtype, out=row)
+    whole = torch.empty(1, w, w, dtype=statistics_dtype(X.dtype), device=X.device)
+    inner = whole.as_strided((n, n), (w, 1))  # one view each: slices of slices cost the host more than the device
+    row = whole.as_strided((n,), (1,), n * w)
+    if X.device.type == "cpu":
+        mirror_(accumulate_gram(inner, X, beta=0.0))  # where it belongs at once: a copy is a tenth of the product
+    else:
+        inner.copy_(gram(X))
+    torch.sum(X, 0, dtype=whole.dtype, out=row)
     whole.as_strided((n,), (w,), n).copy_(row)
     whole.as_strided((1,), (1,), n * w + n).fill_(len(X))
     return whole, len(X)

@@ -2,8 +2,8 @@
 
     rows [*lead, I] · W → [*lead, O],   or of K matrices at once   [*lead, K, I] → [*lead, K, O]
 
-`linear`, `matmul` and ``@``, `mm`, `bmm`, `addmm`, `baddbmm` and `einsum` of two tensors; `grouped_mm` as one product for
-each of its groups of rows.
+`linear`, `matmul` and ``@``, `mm`, `bmm`, `addmm`, `baddbmm` and `einsum` of two tensors; `grouped_mm` as one product
+for each of its groups of rows.
 """
 
 import itertools

@@ -112,8 +112,8 @@ class Layerwise(Saving):
         example_axis: axis of the examples in the input, where it is not the first.
         max_factor: a side longer than this has no factor.
         matrices: parameters that hold several matrices, each with factors or a direction of its own, by pattern:
-            ``{"*.qkv": lw.split(3, heads=12)}``. Of gradients alone (Muon, Shampoo, SOAP), every parameter of two axes is
-            a matrix and every one of three a stack, whatever module has it; tables of embeddings are not.
+            ``{"*.qkv": lw.split(3, heads=12)}``. For members of gradients alone (Muon, Shampoo, SOAP) every parameter
+            of two axes is a matrix and every one of three a stack, but for tables of embeddings.
         solver: how inverses, roots and bases are found: "auto", "eigh", "cholesky" or "newton" (products alone,
             warm-started and tested); see `layerwise.optim.solver`.
         precision: of products where factors are treated by "newton": "high" (pairs of float16, 22 bits), or "half" (11

@@ -13,6 +13,7 @@ from layerwise.foundations.errors import InputError, describe
 
 PANEL_ROWS = 128
 PLAIN_COLUMNS = 256
+FEW_ROWS = 1024  # so few rows are multiplied as fast as panels are started, up to twice as many columns
 CAST_ENTRIES = 1 << 22  # half-precision input is cast by chunks of rows of at most this many entries
 
 
@@ -92,7 +93,8 @@ def _add_product(total: Tensor, X: Tensor, alpha: float, beta: float) -> None:
         return
     if X.ndim == 2:
         n = X.shape[-1]
-        rows = PANEL_ROWS if X.device.type == "cpu" and n > PLAIN_COLUMNS else max(n, 1)
+        plain = n <= (PLAIN_COLUMNS if len(X) > FEW_ROWS else 2 * PLAIN_COLUMNS)
+        rows = PANEL_ROWS if X.device.type == "cpu" and not plain else max(n, 1)
         for i in range(0, n, rows):
             j = min(n, i + rows)
             total[i:j, i:].addmm_(X[:, i:j].T, X[:, i:], alpha=alpha, beta=beta)
