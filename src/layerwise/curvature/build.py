@@ -203,7 +203,7 @@ def hessian(
     check_structure(structure, HESSIAN_STRUCTURES, "the Hessian")
     model = unwrap(model)
     table = LayerTable.from_model(model, select)
-    source = Source(data, resolve(progress))
+    source = Source(data, resolve(progress), model)
     source.require_passes(2, "the Hessian")
     recorder = Recorder(model, table, example_axis, seed=seed_of(seed))
     per_batch = batch_loss(_loss(loss, likelihood, likelihood_options), recorder)
@@ -382,7 +382,7 @@ def _sweep(
     table = LayerTable.from_model(model, select, on_unsupported, separate, matrices)
     recorder = Recorder(model, table, example_axis, seed=seed, check=check)
     allowed = budget(memory, _device(model))
-    return Sweep(recorder, Source(data, resolve(progress)), law, cotangent, allowed, normalize)
+    return Sweep(recorder, Source(data, resolve(progress), model), law, cotangent, allowed, normalize)
 
 
 __all__ = ["LAYER_STRUCTURES", "fisher", "ggn", "gradient_moment", "hessian"]

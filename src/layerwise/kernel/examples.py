@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.types import map_leaves
@@ -42,7 +42,7 @@ class Block:
     batch: Batch
 
 
-def read_inputs(x: Any) -> list[Batch]:
+def read_inputs(x: Any, model: nn.Module | None = None) -> list[Batch]:
     """One batch as the model takes it (a tensor, a tuple, a mapping), or a list or loader of batches."""
     if isinstance(x, Tensor | Mapping | tuple):
         return [Batch(map_leaves(usable, x), None, None, 0)]
@@ -54,7 +54,7 @@ def read_inputs(x: Any) -> list[Batch]:
                 "pass the model's input",
             )
         )
-    found = [as_batch(map_leaves(usable, item), number) for number, item in enumerate(x)]
+    found = [as_batch(map_leaves(usable, item), number, model) for number, item in enumerate(x)]
     if not found:
         raise InputError(describe("inputs without a single batch", "at least one batch", "check the loader"))
     return [Batch(batch.x, None, None, batch.number) for batch in found]
@@ -65,7 +65,7 @@ class Examples:
 
     def __init__(self, x: Any, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.batches = [self._checked(batch) for batch in read_inputs(x)]
+        self.batches = [self._checked(batch) for batch in read_inputs(x, recorder.model)]
         self.counts = [recorder.examples(batch) for batch in self.batches]
         for count in self.counts:
             refuse_empty(count)

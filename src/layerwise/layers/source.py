@@ -4,11 +4,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.progress import Progress, Silent
 from layerwise.foundations.types import leaves, map_leaves
+from layerwise.layers.labelled import inputs_and_targets
 from layerwise.layers.recorder import Batch
 
 _LABEL_KEYS = ("labels", "label", "y", "target", "targets")
@@ -25,14 +26,20 @@ def is_batch(data: Any) -> bool:
     return bool(has_input) and all(r is None or isinstance(r, Tensor) for r in rest)
 
 
-def as_batch(item: Any, number: int) -> Batch:
-    """One batch: ``(x, y)``, ``(x, y, mask)``, ``[x]``, a tensor, or a mapping with its labels among the keys."""
+def as_batch(item: Any, number: int, model: nn.Module | None = None) -> Batch:
+    """One batch: ``(x, y)``, ``(x, y, mask)``, ``[x]``, a tensor, or a mapping with its labels among the keys.
+
+    Labels among the keys are read as the loss of `model` reads them.
+    """
     if isinstance(item, Tensor):
         return Batch(item, None, None, number)
     if isinstance(item, Mapping):
         key = next((k for k in _LABEL_KEYS if k in item), None)
         inputs = {k: v for k, v in item.items() if k != key}
-        return Batch(inputs, None if key is None else item[key], None, number)
+        labels = None if key is None else item[key]
+        if key == "labels" and model is not None:
+            inputs, labels = inputs_and_targets(model, inputs, labels)
+        return Batch(inputs, labels, None, number)
     if isinstance(item, tuple | list) and 1 <= len(item) <= 3:
         x, y, mask = (*item, None, None)[:3]
         if next(leaves(x), None) is not None:
@@ -49,7 +56,8 @@ def as_batch(item: Any, number: int) -> Batch:
 class Source:
     """The data, iterated as often as a structure needs; later passes must see the same batches."""
 
-    def __init__(self, data: Any, progress: Progress | None = None) -> None:
+    def __init__(self, data: Any, progress: Progress | None = None, model: nn.Module | None = None) -> None:
+        self.model = model
         if data is None:
             raise InputError(describe("data=None", "a batch (x, y) or an iterable of batches", "give the data"))
         self.single = is_batch(data)
@@ -103,7 +111,7 @@ class Source:
         number = -1
         shown = self.data if self.single else self.progress.track(self.data, description, total)
         for number, item in enumerate(shown):
-            batch = as_batch(map_leaves(usable, item), number)
+            batch = as_batch(map_leaves(usable, item), number, self.model)
             self._check_same(batch)
             yield batch
         if number < 0:
