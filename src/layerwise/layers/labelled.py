@@ -1,4 +1,4 @@
-"""Labels that come among a model's keyword arguments, as Hugging Face's collators give them, as its own loss reads them."""
+"""Labels among a model's keyword arguments, as Hugging Face's collators give them, read as its own loss reads them."""
 
 from collections.abc import Mapping
 from typing import Any
