@@ -245,9 +245,8 @@ def main() -> int:
     print_table(found)
     held = aims(found)
     for aim in held:
-        print(
-            f"aim: {aim['aim']}: {'held' if aim['held'] else 'NOT HELD'}  {', '.join(aim.get('not') or aim.get('ahead') or ())}"
-        )
+        said, named = "held" if aim["held"] else "NOT HELD", ", ".join(aim.get("not") or aim.get("ahead") or ())
+        print(f"aim: {aim['aim']}: {said}  {named}")
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     record = {"benchmark": "defaults", "torch": torch.__version__, "cores": os.cpu_count(), **settings}
     line = json.dumps({**record, "runs": [asdict(r) for r in runs], "rows": [asdict(r) for r in found], "aims": held})

@@ -20,7 +20,7 @@ from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
 from layerwise.layers.calling import in_own_arithmetic
 from layerwise.layers.table import LayerSpec, LayerTable
-from layerwise.optim.capture import Capture
+from layerwise.optim.capture import Capture, Seen
 from layerwise.optim.changes import Watched, owners
 from layerwise.optim.choice import rule_of, why_fallback
 from layerwise.optim.damping import Damping
