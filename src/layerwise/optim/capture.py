@@ -6,6 +6,7 @@ result is *pending* until the user's backward from that output runs. Forwards wi
 whose output is never differentiated leave nothing.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from layerwise.distributed.processes import Processes
 from layerwise.foundations.cotangents import Cotangent, HessianRoot, SampledLabels
-from layerwise.foundations.errors import InteractionError
+from layerwise.foundations.errors import InteractionError, UnsupportedError
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.types import Tree, leaves
 from layerwise.foundations.vectors import unwrap
@@ -42,7 +43,7 @@ from layerwise.layers.tape import Tape, explained
 from layerwise.layers.verify import NO_AXIS
 from layerwise.optim.backwards import Arrivals, Watch, graph_is_kept
 from layerwise.optim.loss_scale import LossScale, tokens_of, with_class_axis
-from layerwise.optim.output_reading import OutputReader
+from layerwise.optim.output_reading import EMPIRICAL, OutputReader
 from layerwise.optim.root_hooks import RootHook, inputs_of, within_call
 from layerwise.optim.rule import Recorded
 
@@ -184,7 +185,7 @@ class Capture:
         self.forwards += 1
         self._labelled = self._labelled or 0
         if tape is not None and self.estimator in ("sampled", "exact"):
-            self._pull_own(forward, f)
+            self._draw(forward, f)
         elif tape is not None:
             self._listen(forward)
         shown = f.detach() if self.reader is not None and self.reader.wants else None
@@ -225,6 +226,17 @@ class Capture:
             return take is not None and take(spec, x, g, examples, factor, batch)
 
         forward.arrivals = Arrivals(tape, forward.watch, keep, keep_rows)
+
+    def _draw(self, forward: Forward, f: Tensor) -> None:
+        """Labels; where nobody asked for them and they cannot be pulled back, statistics are the loss's from now on."""
+        try:
+            self._pull_own(forward, f)
+        except UnsupportedError as why:
+            if self.reader is None or not self.reader.asks:
+                raise
+            self.estimator, self.likelihood = "empirical", None
+            forward.let_go()
+            warnings.warn(f"{EMPIRICAL}: labels cannot be drawn, because of {why}", stacklevel=2)
 
     def _pull_own(self, forward: Forward, f: Tensor) -> None:
         """The extra backward of sampled or exact labels; kept aside until the user's backward comes."""

@@ -166,7 +166,7 @@ class Layerwise(Saving):
         grad_scaler: Any = None,
         example_axis: int | None = None,
         max_factor: int = 8192,
-        separate_bias: bool = False,
+        separate_bias: bool | None = None,
         solver: str = "auto",
         precision: str = "high",
         record: bool | None = None,
@@ -191,7 +191,8 @@ class Layerwise(Saving):
         self._health = Health()
         self._scale = LossScale(loss_average, accumulate, grad_scaler)
         self._settings = {"estimator": estimator, "likelihood": likelihood, "samples": samples, "recognised": None}
-        self.separate_bias, self._record = separate_bias, switch("record", record)
+        self.separate_bias = scale == "adam" if separate_bias is None else separate_bias
+        self._record = switch("record", record)
         self.table = self._read_table()
         self._stacks: list[Stack] | None = None
         self._loaded: dict[str, dict[str, Tensor]] = {}
@@ -306,6 +307,8 @@ class Layerwise(Saving):
         capture = self._capture
         assert capture is not None
         reader, empirical, factor = capture.reader, capture.estimator == "empirical", None
+        if empirical and self._settings["recognised"] in ("categorical", "bernoulli"):  # labels could not be drawn
+            self._settings |= {"recognised": "empirical", "estimator": "empirical"}
         if reader is not None:
             reader.check()
             if reader.asks and self._settings["recognised"] is None:

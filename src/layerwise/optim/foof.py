@@ -68,7 +68,7 @@ class FOOF(Layerwise):
             refresh_every=refresh_every,
             loss_average=loss_average,
             overrides=overrides,
-            **{"separate_bias": scale == "adam", **options},
+            **options,
         )
 
 

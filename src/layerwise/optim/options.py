@@ -149,11 +149,9 @@ def clip_by_scale(scale: str, given: Any) -> Any:
 
 
 def statistics_options(scale: str, likelihood: str | Likelihood | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Of a member with output gradients: under AdamW's size biases are apart, and the likelihood is recognised."""
-    if scale != "adam":
-        return {"likelihood": likelihood, **options}
-    auto = likelihood is None and options.get("estimator") is None
-    return {"separate_bias": True, "likelihood": "auto" if auto else likelihood, **options}
+    """Of a member with output gradients: under AdamW's size the likelihood is recognised, unless something is said."""
+    auto = scale == "adam" and likelihood is None and options.get("estimator") is None
+    return {"likelihood": "auto" if auto else likelihood, **options}
 
 
 def positive(name: str, value: int) -> int:

@@ -21,6 +21,7 @@ LOOKS = 10
 """Steps after which an output that could not be told apart counts as unknown."""
 SPREAD = 0.05
 """Of the outputs: while they are all alike, a square loss looks like a Bernoulli one."""
+EMPIRICAL = "statistics are those of the loss's own gradients (the empirical Fisher matrix)"
 LAWS = ("categorical", "bernoulli", "empirical")
 SHARE = 0.2
 """Of entries that must be those of a target of exactly 0 or 1."""
@@ -172,9 +173,8 @@ class OutputReader:
         if law != "empirical":
             return law
         warnings.warn(
-            f"{name} takes its statistics from the loss's own gradients (the empirical Fisher matrix): the gradient at "
-            "the model's output is not that of a cross-entropy, from which labels could be drawn. Pass "
-            'likelihood="gaussian" for a square loss, or estimator="empirical" to choose this.',
+            f"{name}: {EMPIRICAL}. The gradient at the model's output is not that of a cross-entropy, whose labels "
+            'could be drawn. Pass likelihood="gaussian" for a square loss, or estimator="empirical" to choose this.',
             stacklevel=2,
         )
         return law
