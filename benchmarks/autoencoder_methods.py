@@ -52,7 +52,7 @@ class Method:
 
     def build(self, model: nn.Module, setting: Mapping[str, Any], estimator: str) -> lw.optim.Layerwise:
         """With labels drawn from the model, where that is asked for and the method has output gradients."""
-        options = {**self.fixed, **setting}
+        options = {"scale": "formula", **self.fixed, **setting}
         if estimator == "sampled" and self.member in (lw.optim.KFAC, lw.optim.EKFAC):
             options |= {"estimator": "sampled", "likelihood": "bernoulli"}
         return self.member(model, **options)

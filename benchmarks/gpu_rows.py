@@ -70,8 +70,8 @@ def _member(member: str, lr: float | None = None, **options: Any) -> Callable[[n
     rate = lr or (NATURAL if member in ("KFAC", "EKFAC") else SMALL)
 
     def make(model: nn.Module) -> Made:
-        scale = {"lr": rate, "weight_decay": DECAY, "loss_average": "tokens", "overrides": REST}
-        return Made([getattr(lw.optim, member)(model, **scale, **options)])
+        usual = {"lr": rate, "weight_decay": DECAY, "loss_average": "tokens", "overrides": REST, "scale": "formula"}
+        return Made([getattr(lw.optim, member)(model, **usual, **options)])
 
     return make
 

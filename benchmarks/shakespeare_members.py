@@ -39,7 +39,12 @@ def _torch_muon(model: nn.Module, lr: float) -> Optimizers:
 
 def _own(member: str, **options: Any) -> Callable[[nn.Module, float], Optimizers]:
     def make(model: nn.Module, lr: float) -> Optimizers:
-        rest = {"fallback_lr": ADAMW_RATE, "update_fallback": AdamRule(ADAMW_BETAS), "overrides": REST}
+        rest = {
+            "fallback_lr": ADAMW_RATE,
+            "update_fallback": AdamRule(ADAMW_BETAS),
+            "overrides": REST,
+            "scale": "formula",
+        }
         return [getattr(lw.optim, member)(model, lr=lr, weight_decay=0.1, loss_average="tokens", **rest, **options)]
 
     return make

@@ -42,14 +42,14 @@ def _average(p: Problem) -> str:
 
 def _hooked(member: type[lw.optim.Layerwise], factor_every: int = EVERY, **options) -> Make:
     def make(p: Problem, model: nn.Module) -> torch.optim.Optimizer:
-        scale = {"loss_average": _average(p), "factor_every": factor_every, "refresh_every": EVERY}
-        return member(model, lr=SMALL, **scale, **options)
+        every = {"factor_every": factor_every, "refresh_every": EVERY}
+        return member(model, lr=SMALL, scale="formula", loss_average=_average(p), **every, **options)
 
     return make
 
 
 def _plain(member: type[lw.optim.Layerwise], **options) -> Make:
-    return lambda p, model: member(model, **options)
+    return lambda p, model: member(model, scale="formula", **options)
 
 
 # --- peers -------------------------------------------------------------------------------------------------

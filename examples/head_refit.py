@@ -84,6 +84,7 @@ def learn(x: Tensor, y: Tensor, epochs: int, seed: int) -> nn.Sequential:
         damping_scale="absolute",  # steps shrink as the network becomes sure; with relative damping they do not
         likelihood="categorical",
         overrides={"1": {"update": "fallback"}},
+        scale="formula",
     )
     fit(model, opt, x, y, F.cross_entropy, epochs, seed)
     return features
@@ -94,7 +95,7 @@ def refit(features: nn.Module, width: int, x: Tensor, targets: Tensor) -> nn.Seq
     model = nn.Sequential(features.requires_grad_(False), nn.Linear(width, targets.shape[1]))
     nn.init.zeros_(model[1].weight)
     nn.init.zeros_(model[1].bias)
-    opt = lw.optim.FOOF(model, lr=1.0, momentum=0.0, damping=RIDGE)
+    opt = lw.optim.FOOF(model, lr=1.0, momentum=0.0, damping=RIDGE, scale="formula")
     square(model(x), targets).backward()
     opt.step()
     with torch.no_grad():

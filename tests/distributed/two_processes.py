@@ -16,23 +16,25 @@ import layerwise as lw
 
 EXACT = {"likelihood": "categorical", "estimator": "exact"}
 RUNS = {
-    "KFAC": lambda m: lw.optim.KFAC(m, 0.02, refresh_every=3),
-    "KFAC exact": lambda m: lw.optim.KFAC(m, 0.02, refresh_every=3, **EXACT),
-    "KFAC sampled": lambda m: lw.optim.KFAC(m, 0.02, refresh_every=3, likelihood="categorical"),
-    "KFAC conv": lambda m: lw.optim.KFAC(m, 0.02, refresh_every=2),
-    "KFAC conv SUA": lambda m: lw.optim.KFAC(m, 0.02, refresh_every=2, sua=True),
+    "KFAC": lambda m: lw.optim.KFAC(m, 0.02, refresh_every=3, scale="formula"),
+    "KFAC exact": lambda m: lw.optim.KFAC(m, 0.02, refresh_every=3, **EXACT, scale="formula"),
+    "KFAC sampled": lambda m: lw.optim.KFAC(m, 0.02, refresh_every=3, likelihood="categorical", scale="formula"),
+    "KFAC conv": lambda m: lw.optim.KFAC(m, 0.02, refresh_every=2, scale="formula"),
+    "KFAC conv SUA": lambda m: lw.optim.KFAC(m, 0.02, refresh_every=2, sua=True, scale="formula"),
     # A basis of every step: an old one of the head's singular Q (17 inputs, 12 examples) is not unique.
-    "EKFAC conv SUA": lambda m: lw.optim.EKFAC(m, 0.005, refresh_every=1, sua=True),
-    "EKFAC batch": lambda m: lw.optim.EKFAC(m, 0.005, refresh_every=3),
-    "EKFAC batch exact": lambda m: lw.optim.EKFAC(m, 0.005, refresh_every=3, **EXACT),
-    "EKFAC running": lambda m: lw.optim.EKFAC(m, 0.005, refresh_every=3, scaling="running"),
-    "EKFAC running exact": lambda m: lw.optim.EKFAC(m, 0.005, refresh_every=3, scaling="running", **EXACT),
-    "FOOF": lambda m: lw.optim.FOOF(m, 0.02, refresh_every=3),
+    "EKFAC conv SUA": lambda m: lw.optim.EKFAC(m, 0.005, refresh_every=1, sua=True, scale="formula"),
+    "EKFAC batch": lambda m: lw.optim.EKFAC(m, 0.005, refresh_every=3, scale="formula"),
+    "EKFAC batch exact": lambda m: lw.optim.EKFAC(m, 0.005, refresh_every=3, **EXACT, scale="formula"),
+    "EKFAC running": lambda m: lw.optim.EKFAC(m, 0.005, refresh_every=3, scaling="running", scale="formula"),
+    "EKFAC running exact": lambda m: lw.optim.EKFAC(
+        m, 0.005, refresh_every=3, scaling="running", **EXACT, scale="formula"
+    ),
+    "FOOF": lambda m: lw.optim.FOOF(m, 0.02, refresh_every=3, scale="formula"),
     "NGD": lambda m: lw.optim.NGD(m, 0.05, method="cg", tol=1e-10, max_iterations=200),
     "NGD exact": lambda m: lw.optim.NGD(m, 0.05, method="cg", tol=1e-10, max_iterations=200, **EXACT),
-    "Shampoo": lambda m: lw.optim.Shampoo(m, 0.01, refresh_every=3),
-    "SOAP": lambda m: lw.optim.SOAP(m, 0.01, refresh_every=3),
-    "Muon": lambda m: lw.optim.Muon(m, 0.01, orthogonalize="polar"),
+    "Shampoo": lambda m: lw.optim.Shampoo(m, 0.01, refresh_every=3, scale="formula"),
+    "SOAP": lambda m: lw.optim.SOAP(m, 0.01, refresh_every=3, scale="formula"),
+    "Muon": lambda m: lw.optim.Muon(m, 0.01, orthogonalize="polar", scale="formula"),
     "Adam": lambda m: lw.optim.Adam(m, 0.01),
 }
 

@@ -289,7 +289,7 @@ def statistics_of(
     for module in model.modules():  # statistics are those of training forwards
         module.train(not isinstance(module, nn.modules.batchnorm._BatchNorm))
     model.training = True
-    opt = lw.optim.KFAC(model, lr=0.0, factor_decay=0.0)
+    opt = lw.optim.KFAC(model, lr=0.0, factor_decay=0.0, scale="formula")
     for step in steps:
         if not isinstance(step, int):
             step(case)

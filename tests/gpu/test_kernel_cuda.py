@@ -135,7 +135,7 @@ def test_optimizers_take_the_same_steps_as_on_the_cpu(name: str):
     ends = []
     for device in ("cpu", "cuda"):
         net = copy.deepcopy(model).to(device)
-        opt = getattr(lw.optim, name)(net, **options)
+        opt = getattr(lw.optim, name)(net, **options, scale="formula")
         steps = 1 if name == "SOAP" else 8  # later its basis is a matter of rounding
         for _ in range(steps):
             opt.zero_grad()

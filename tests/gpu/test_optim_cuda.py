@@ -19,17 +19,19 @@ pytestmark = [
 CLASSES, WIDTH, LENGTH, HEADS = 32, 64, 16, 4
 Make = Callable[..., torch.optim.Optimizer]
 MEMBERS: dict[str, Make] = {
-    "KFAC": lambda m, **k: lw.optim.KFAC(m, lr=0.01, loss_average="tokens", **k),
+    "KFAC": lambda m, **k: lw.optim.KFAC(m, lr=0.01, loss_average="tokens", **k, scale="formula"),
     "KFAC sampled": lambda m, **k: lw.optim.KFAC(
-        m, lr=0.01, loss_average="tokens", likelihood="categorical", factor_every=2, **k
+        m, lr=0.01, loss_average="tokens", likelihood="categorical", factor_every=2, **k, scale="formula"
     ),
-    "EKFAC": lambda m, **k: lw.optim.EKFAC(m, lr=0.01, loss_average="tokens", **k),
-    "EKFAC running": lambda m, **k: lw.optim.EKFAC(m, lr=0.01, scaling="running", loss_average="tokens", **k),
-    "FOOF": lambda m, **k: lw.optim.FOOF(m, lr=0.01, clip=("norm", 10.0), loss_average="tokens", **k),
-    "Shampoo": lambda m, **k: lw.optim.Shampoo(m, lr=3e-3, graft="adam", weight_decay=0.01, **k),
-    "SOAP": lambda m, **k: lw.optim.SOAP(m, lr=3e-3, **k),
-    "Muon": lambda m, **k: lw.optim.Muon(m, lr=0.01, fallback_lr=3e-3, **k),
-    "Muon, clipped": lambda m, **k: lw.optim.Muon(m, lr=0.01, fallback_lr=3e-3, clip=0.1, **k),
+    "EKFAC": lambda m, **k: lw.optim.EKFAC(m, lr=0.01, loss_average="tokens", **k, scale="formula"),
+    "EKFAC running": lambda m, **k: lw.optim.EKFAC(
+        m, lr=0.01, scaling="running", loss_average="tokens", **k, scale="formula"
+    ),
+    "FOOF": lambda m, **k: lw.optim.FOOF(m, lr=0.01, clip=("norm", 10.0), loss_average="tokens", **k, scale="formula"),
+    "Shampoo": lambda m, **k: lw.optim.Shampoo(m, lr=3e-3, graft="adam", weight_decay=0.01, **k, scale="formula"),
+    "SOAP": lambda m, **k: lw.optim.SOAP(m, lr=3e-3, **k, scale="formula"),
+    "Muon": lambda m, **k: lw.optim.Muon(m, lr=0.01, fallback_lr=3e-3, **k, scale="formula"),
+    "Muon, clipped": lambda m, **k: lw.optim.Muon(m, lr=0.01, fallback_lr=3e-3, clip=0.1, **k, scale="formula"),
     "Adam": lambda m, **k: lw.optim.Adam(m, lr=3e-3, **k),
     "SGD": lambda m, **k: lw.optim.SGD(m, lr=0.1, momentum=0.9, nesterov=True, **k),
 }

@@ -22,12 +22,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),  # torch, at the first product of a thread
 ]
 MEMBERS: dict[str, Callable[[nn.Module], lw.optim.Layerwise]] = {
-    "KFAC": lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=2),
-    "EKFAC": lambda m: lw.optim.EKFAC(m, lr=0.01, scaling="running", refresh_every=2),
-    "FOOF": lambda m: lw.optim.FOOF(m, lr=0.01, refresh_every=2),
+    "KFAC": lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=2, scale="formula"),
+    "EKFAC": lambda m: lw.optim.EKFAC(m, lr=0.01, scaling="running", refresh_every=2, scale="formula"),
+    "FOOF": lambda m: lw.optim.FOOF(m, lr=0.01, refresh_every=2, scale="formula"),
     "LocoProp": lambda m: lw.optim.LocoProp(m, lr=0.01, refresh_every=2),
-    "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.01, refresh_every=2),
-    "SOAP": lambda m: lw.optim.SOAP(m, lr=0.01, refresh_every=2),
+    "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.01, refresh_every=2, scale="formula"),
+    "SOAP": lambda m: lw.optim.SOAP(m, lr=0.01, refresh_every=2, scale="formula"),
 }
 
 

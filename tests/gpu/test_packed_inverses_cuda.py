@@ -23,9 +23,9 @@ pytestmark = [
 ]
 Make = Callable[[nn.Module], lw.optim.Layerwise]
 MEMBERS: dict[str, Make] = {
-    "KFAC": lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=2),
-    "every step": lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=1),
-    "half": lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=2, precision="half"),
+    "KFAC": lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=2, scale="formula"),
+    "every step": lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=1, scale="formula"),
+    "half": lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=2, precision="half", scale="formula"),
 }
 STEPS = 24
 """More than are exact, and than it takes until steps and refreshes are replayed."""
@@ -184,7 +184,7 @@ def test_state_of_square_layers(whole: bool, packing: Callable[[bool], None]):
     packing(not whole)
     n, K = 768, 2
     model = nn.Sequential(*(nn.Linear(n, n, bias=False) for _ in range(K))).cuda()
-    opt = lw.optim.KFAC(model, lr=0.01)
+    opt = lw.optim.KFAC(model, lr=0.01, scale="formula")
     model(torch.randn(64, n, device="cuda")).square().mean().backward()
     opt.step()
     held = sum(X.untyped_storage().nbytes() for s in opt._stacks or [] for X in s.state.values())

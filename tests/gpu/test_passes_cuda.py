@@ -124,11 +124,13 @@ class Words(nn.Module):
 
 REST = {"words": {"update": "fallback"}}
 MEMBERS: dict[str, Any] = {
-    "KFAC": lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=1, overrides=REST, weight_decay=0.1),
-    "KFAC half": lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=1, overrides=REST, precision="half", clip=None),
-    "FOOF": lambda m: lw.optim.FOOF(m, lr=0.01, refresh_every=1, overrides=REST),
-    "SOAP": lambda m: lw.optim.SOAP(m, lr=0.003, refresh_every=1),
-    "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.01, refresh_every=1),
+    "KFAC": lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=1, overrides=REST, weight_decay=0.1, scale="formula"),
+    "KFAC half": lambda m: lw.optim.KFAC(
+        m, lr=0.01, refresh_every=1, overrides=REST, precision="half", clip=None, scale="formula"
+    ),
+    "FOOF": lambda m: lw.optim.FOOF(m, lr=0.01, refresh_every=1, overrides=REST, scale="formula"),
+    "SOAP": lambda m: lw.optim.SOAP(m, lr=0.003, refresh_every=1, scale="formula"),
+    "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.01, refresh_every=1, scale="formula"),
 }
 
 

@@ -40,7 +40,9 @@ def net() -> nn.Sequential:
 def trained(name: str, record: bool, steps: int = 24, broken: int | None = None) -> tuple[nn.Module, Layerwise]:
     member, options = MEMBERS[name]
     model, generator = net(), torch.Generator("cuda").manual_seed(1)
-    opt = getattr(lw.optim, member)(model, lr=1e-3, weight_decay=0.1, record=record, loss_average="tokens", **options)
+    opt = getattr(lw.optim, member)(
+        model, lr=1e-3, weight_decay=0.1, record=record, loss_average="tokens", **options, scale="formula"
+    )
     x = torch.randint(11, (16, 8), device="cuda", generator=generator)
     y = torch.randint(7, (16, 8), device="cuda", generator=generator)
     for step in range(steps):

@@ -37,7 +37,7 @@ def begun(name: str, device: str = "cuda", **options: Any) -> tuple[nn.Module, L
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 48)).to(device)
     member, given, _ = MEMBERS[name]
-    return model, getattr(lw.optim, member)(model, lr=0.01, refresh_every=EVERY, **given, **options)
+    return model, getattr(lw.optim, member)(model, lr=0.01, refresh_every=EVERY, **given, **options, scale="formula")
 
 
 def train(opt: Layerwise, model: nn.Module, start: int, stop: int) -> None:
@@ -107,7 +107,7 @@ def test_the_size_of_a_state():
     """
     torch.manual_seed(0)
     model = Block().cuda()
-    opt = lw.optim.EKFAC(model, scaling="running", record=False)
+    opt = lw.optim.EKFAC(model, scaling="running", record=False, scale="formula")
     for _ in range(2):
         opt.zero_grad()
         model(torch.randn(32, 768, device="cuda")).square().mean().backward()

@@ -44,7 +44,7 @@ def flat(model: nn.Module) -> Tensor:
 def test_a_state_is_saved_layer_by_layer(name: str):
     """Beside what is saved there is room for a few matrices of one layer; of all ten it would be 170 MB and more."""
     model = net(1024, 10)
-    opt = getattr(lw.optim, name)(model, lr=1e-3, record=False)
+    opt = getattr(lw.optim, name)(model, lr=1e-3, record=False, scale="formula")
     train(opt, model, 0, 2)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -60,11 +60,11 @@ def test_a_resumed_run_takes_the_same_steps(record: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(refreshes, "LAUNCHES", 0.0)  # turns as of large layers
     options = {"lr": 0.01, "factor_every": EVERY, "refresh_every": EVERY, "record": record}
     model = net(64, 6)
-    opt = lw.optim.EKFAC(model, **options)
+    opt = lw.optim.EKFAC(model, **options, scale="formula")
     train(opt, model, 0, EVERY + 1)
     assert any(stack.memory.get(WAITING) for stack in opt._stacks or [])
     other_model, start = copy.deepcopy(model), flat(model)
-    other = lw.optim.EKFAC(other_model, **options)
+    other = lw.optim.EKFAC(other_model, **options, scale="formula")
     other.load_state_dict(copy.deepcopy(opt.state_dict()))
     for each, its in ((opt, model), (other, other_model)):
         train(each, its, EVERY + 1, 3 * EVERY)

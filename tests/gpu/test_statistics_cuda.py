@@ -25,7 +25,7 @@ def run(member: str, record: bool, **options) -> tuple[list[Tensor], int]:
     hidden = [part for _ in range(LAYERS) for part in (nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     model = nn.Sequential(nn.Linear(32, WIDTH), *hidden, nn.Linear(WIDTH, 16)).cuda()
     options = {"factor_every": EVERY, "refresh_every": EVERY, "likelihood": "categorical"} | options
-    opt = getattr(lw.optim, member)(model, lr=0.02, record=record, **options)
+    opt = getattr(lw.optim, member)(model, lr=0.02, record=record, **options, scale="formula")
     for step in range(3 * EVERY + 2):
         g = torch.Generator("cuda").manual_seed(step)
         x, y = torch.randn(64, 32, device="cuda", generator=g), torch.arange(64, device="cuda") % 16

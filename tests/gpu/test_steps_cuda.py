@@ -13,8 +13,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; run `make test-gpu` on one"),
 ]
 MEMBERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "Shampoo": lambda m, **k: lw.optim.Shampoo(m, lr=3e-3, graft="adam", weight_decay=0.01, **k),
-    "SOAP": lambda m, **k: lw.optim.SOAP(m, lr=3e-3, **k),
+    "Shampoo": lambda m, **k: lw.optim.Shampoo(m, lr=3e-3, graft="adam", weight_decay=0.01, **k, scale="formula"),
+    "SOAP": lambda m, **k: lw.optim.SOAP(m, lr=3e-3, **k, scale="formula"),
 }
 
 

@@ -285,22 +285,28 @@ MEMBERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda m, **k: lw.optim.SGD(m, **{"lr": 0.05, "momentum": 0.9, **k}),
     "Adam": lambda m, **k: lw.optim.Adam(m, **{"lr": 0.01, **k}),
     "Sign": lambda m, **k: lw.optim.Sign(m, **{"lr": 0.01, **k}),
-    "KFAC": lambda m, **k: lw.optim.KFAC(m, **{"lr": 0.05, "refresh_every": 3, **k}),
+    "KFAC": lambda m, **k: lw.optim.KFAC(m, **{"lr": 0.05, "refresh_every": 3, **k}, scale="formula"),
     "KFAC exact split": lambda m, **k: lw.optim.KFAC(
-        m, **{"lr": 0.05, "refresh_every": 3, "damping_split": "exact", **k}
+        m, **{"lr": 0.05, "refresh_every": 3, "damping_split": "exact", **k}, scale="formula"
     ),
     "KFAC sampled": lambda m, **k: lw.optim.KFAC(
-        m, **{"lr": 0.05, "refresh_every": 3, "likelihood": "categorical", "factor_every": 2, **k}
+        m, **{"lr": 0.05, "refresh_every": 3, "likelihood": "categorical", "factor_every": 2, **k}, scale="formula"
     ),
-    "EKFAC": lambda m, **k: lw.optim.EKFAC(m, **{"lr": 0.05, "refresh_every": 3, **k}),
-    "EKFAC running": lambda m, **k: lw.optim.EKFAC(m, **{"lr": 0.05, "refresh_every": 3, "scaling": "running", **k}),
-    "FOOF": lambda m, **k: lw.optim.FOOF(m, **{"lr": 0.05, "refresh_every": 3, **k}),
+    "EKFAC": lambda m, **k: lw.optim.EKFAC(m, **{"lr": 0.05, "refresh_every": 3, **k}, scale="formula"),
+    "EKFAC running": lambda m, **k: lw.optim.EKFAC(
+        m, **{"lr": 0.05, "refresh_every": 3, "scaling": "running", **k}, scale="formula"
+    ),
+    "FOOF": lambda m, **k: lw.optim.FOOF(m, **{"lr": 0.05, "refresh_every": 3, **k}, scale="formula"),
     "LocoProp": lambda m, **k: lw.optim.LocoProp(m, **{"lr": 0.5, **k}),
     "NGD": lambda m, **k: lw.optim.NGD(m, **{"lr": 0.1, "momentum": 0.5, **k}),
-    "Shampoo": lambda m, **k: lw.optim.Shampoo(m, **{"lr": 0.01, "refresh_every": 3, "graft": "adam", **k}),
-    "SOAP": lambda m, **k: lw.optim.SOAP(m, **{"lr": 0.01, "refresh_every": 3, **k}),
-    "Muon": lambda m, **k: lw.optim.Muon(m, **{"lr": 0.01, "orthogonalize": "polar", **k}),
-    "MahalanobisSpectral": lambda m, **k: lw.optim.MahalanobisSpectral(m, **{"lr": 0.01, "refresh_every": 3, **k}),
+    "Shampoo": lambda m, **k: lw.optim.Shampoo(
+        m, **{"lr": 0.01, "refresh_every": 3, "graft": "adam", **k}, scale="formula"
+    ),
+    "SOAP": lambda m, **k: lw.optim.SOAP(m, **{"lr": 0.01, "refresh_every": 3, **k}, scale="formula"),
+    "Muon": lambda m, **k: lw.optim.Muon(m, **{"lr": 0.01, "orthogonalize": "polar", **k}, scale="formula"),
+    "MahalanobisSpectral": lambda m, **k: lw.optim.MahalanobisSpectral(
+        m, **{"lr": 0.01, "refresh_every": 3, **k}, scale="formula"
+    ),
     "Layerwise": lambda m, **k: lw.optim.Layerwise(
         m, **{"left": "gradient", "right": "inputs", "power": (0.5, 1.0), "lr": 0.01, **k}
     ),

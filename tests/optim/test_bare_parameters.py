@@ -123,6 +123,7 @@ def test_a_group_may_have_the_fallback():
     opt = lw.optim.Muon(
         [{"params": matrices[:-1]}, {"params": [matrices[-1], *rest], "update": "fallback", "weight_decay": 0.0}],
         lr=0.01,
+        scale="formula",
     )
     adam = torch.optim.Adam([other[4].weight], lr=0.01)
     train_step(model, opt, DATA[0], cross_entropy)

@@ -27,14 +27,14 @@ def one_step(model: nn.Module, opt: lw.optim.Layerwise, x: Tensor) -> None:
 def test_the_first_basis_of_soap_is_counted_once(monkeypatch: pytest.MonkeyPatch, waits: bool):
     monkeypatch.setattr(Layerwise, "_waits", property(lambda self: waits))
     model = nn.Sequential(nn.Linear(5, 5))
-    opt = lw.optim.SOAP(model, lr=0.01)
+    opt = lw.optim.SOAP(model, lr=0.01, scale="formula")
     one_step(model, opt, randn(6, 5))
     assert opt.health().refreshes == 1
 
 
 def test_nothing_to_refresh_is_not_counted():
     model = nn.Sequential(nn.Linear(5, 5))
-    opt = lw.optim.KFAC(model, lr=0.01, max_factor=2)
+    opt = lw.optim.KFAC(model, lr=0.01, max_factor=2, scale="formula")
     one_step(model, opt, randn(6, 5))
     assert opt.health().refreshes == 0
 
@@ -46,7 +46,7 @@ def test_a_loaded_group_may_change_who_is_observed():
     def built(update: str) -> tuple[nn.Module, lw.optim.Layerwise]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
-        return model, lw.optim.KFAC(model, lr=0.01, overrides={"2": {"update": update}})
+        return model, lw.optim.KFAC(model, lr=0.01, overrides={"2": {"update": update}}, scale="formula")
 
     model, opt = built("fallback")
     one_step(model, opt, randn(6, 5))
@@ -72,7 +72,7 @@ def test_a_leaf_that_is_written_over_between_backward_and_step(monkeypatch: pyte
     for moved in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
-        opt = lw.optim.KFAC(model, lr=0.01)
+        opt = lw.optim.KFAC(model, lr=0.01, scale="formula")
         for step in range(3):
             x = randn(1, 6, 16, seed=step).requires_grad_()
             opt.zero_grad()
@@ -122,7 +122,7 @@ def test_what_a_graph_leaves_is_not_kept(monkeypatch: pytest.MonkeyPatch):
     for graphed in (False, True):
         torch.manual_seed(0)
         model = AfterGraph(graphed)
-        opt = lw.optim.KFAC(model, lr=0.01, factor_every=3, refresh_every=3, statistics_over=3)
+        opt = lw.optim.KFAC(model, lr=0.01, factor_every=3, refresh_every=3, statistics_over=3, scale="formula")
         for step in range(8):
             opt.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
@@ -140,7 +140,7 @@ def test_ekfac_with_one_buffer_for_all_batches(scaling: str):
     for shared in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-        opt = lw.optim.EKFAC(model, lr=0.01, accumulate=2, scaling=scaling)
+        opt = lw.optim.EKFAC(model, lr=0.01, accumulate=2, scaling=scaling, scale="formula")
         buffer = torch.empty(6, 8)
         for step in range(3):
             opt.zero_grad()

@@ -40,7 +40,7 @@ def test_a_model_compiled_after_the_optimizer_was_built(name: str, backend: str)
 def test_a_compiled_model_is_not_compiled_anew_at_every_step():
     """Hooks that are new objects each time would be guarded on, traced again, and given up on after some tries."""
     model = mlp()
-    opt = lw.optim.KFAC(model, lr=0.01, factor_every=1)
+    opt = lw.optim.KFAC(model, lr=0.01, factor_every=1, scale="formula")
     compiled = torch.compile(model, backend="eager")
     frames = []
     for batch in batches(12, 5):
@@ -82,7 +82,7 @@ def test_statistics_at_some_steps_of_a_compiled_model(name: str):
 def test_an_optimizer_of_the_compiled_module():
     a, b = mlp(), mlp()
     compiled = torch.compile(a, backend="eager")
-    one, two = lw.optim.KFAC(compiled, lr=0.01), lw.optim.KFAC(b, lr=0.01)
+    one, two = lw.optim.KFAC(compiled, lr=0.01, scale="formula"), lw.optim.KFAC(b, lr=0.01, scale="formula")
     for batch in DATA:
         train_step(compiled, one, batch, cross_entropy)
         train_step(b, two, batch, cross_entropy)
@@ -93,7 +93,7 @@ def test_an_optimizer_built_after_the_first_compiled_call_works_or_says_so():
     a, b = mlp(), mlp()
     compiled = torch.compile(a, backend="eager")
     cross_entropy(compiled(DATA[0][0]), DATA[0][1]).backward()
-    one, two = lw.optim.KFAC(a, lr=0.01), lw.optim.KFAC(b, lr=0.01)
+    one, two = lw.optim.KFAC(a, lr=0.01, scale="formula"), lw.optim.KFAC(b, lr=0.01, scale="formula")
     try:
         for batch in DATA:
             train_step(compiled, one, batch, cross_entropy)
@@ -107,7 +107,7 @@ def test_an_optimizer_built_after_the_first_compiled_call_works_or_says_so():
 def test_a_whole_graph_is_refused_with_the_reason():
     """The compiler raises its own error; what is in it is ours."""
     model = mlp()
-    opt = lw.optim.KFAC(model, lr=0.01)
+    opt = lw.optim.KFAC(model, lr=0.01, scale="formula")
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="leave fullgraph=True out"):
         train_step(compiled, opt, DATA[0], cross_entropy)
@@ -115,7 +115,7 @@ def test_a_whole_graph_is_refused_with_the_reason():
 
 def test_a_whole_graph_is_no_obstacle_to_members_without_statistics():
     a, b = mlp(), mlp()
-    one, two = lw.optim.Shampoo(a, lr=0.01), lw.optim.Shampoo(b, lr=0.01)
+    one, two = lw.optim.Shampoo(a, lr=0.01, scale="formula"), lw.optim.Shampoo(b, lr=0.01, scale="formula")
     compiled = torch.compile(a, backend="eager", fullgraph=True)
     for batch in DATA:
         train_step(compiled, one, batch, cross_entropy)
@@ -163,7 +163,7 @@ def test_a_checkpointed_attention_layer():
     a = Mixed(True).double()
     b = copy.deepcopy(a)
     b.on = False
-    one, two = lw.optim.KFAC(a, lr=0.01), lw.optim.KFAC(b, lr=0.01)
+    one, two = lw.optim.KFAC(a, lr=0.01, scale="formula"), lw.optim.KFAC(b, lr=0.01, scale="formula")
     for batch in batches(3, 5, 4, positions=(5,)):
         train_step(a, one, batch, cross_entropy)
         train_step(b, two, batch, cross_entropy)
@@ -199,7 +199,7 @@ class Stages(nn.Module):
 def test_parts_that_are_compiled(whole: bool):
     """A hook that is traced with a part either fails there or makes it be compiled anew at every step."""
     a, b = Stages(), Stages()
-    one, two = (lw.optim.KFAC(model, lr=0.01, factor_every=2) for model in (a, b))
+    one, two = (lw.optim.KFAC(model, lr=0.01, factor_every=2, scale="formula") for model in (a, b))
     if whole:
         a.forward = torch.compile(a.forward, backend="aot_eager")
     else:
@@ -224,7 +224,7 @@ def test_hooks_of_the_user_on_a_compiled_model_act_once(kind: str):
             model.register_forward_pre_hook(lambda _, args: (2 * args[0],))
         if kind == "earlier":
             model.register_forward_hook(lambda _, args, out: 2 * out)
-        optimizers.append(lw.optim.KFAC(model, lr=0.01, factor_every=2))
+        optimizers.append(lw.optim.KFAC(model, lr=0.01, factor_every=2, scale="formula"))
         if kind == "later":
             model.register_forward_hook(lambda _, args, out: 2 * out)
     compiled = torch.compile(models[0], backend="aot_eager")
@@ -243,7 +243,7 @@ def test_a_forward_that_is_interrupted_leaves_nothing_open():
             raise KeyboardInterrupt
 
     model[4].register_forward_hook(stop)
-    opt = lw.optim.KFAC(model, lr=0.01)
+    opt = lw.optim.KFAC(model, lr=0.01, scale="formula")
     x, y = DATA[0]
     torch.compile(lambda x: x + 1, backend="eager")(x)  # the compiler is there
     train_step(model, opt, (x, y), cross_entropy)
@@ -285,7 +285,7 @@ def test_a_model_without_compiled_parts_leaves_the_compiler_alone():
     """Its stance is everybody's: a forward that is interrupted, and never followed by a step, would change it."""
     model, stances = mlp(), []
     model[2].register_forward_hook(lambda *_: stances.append(torch._dynamo.eval_frame._stance.stance))
-    opt = lw.optim.KFAC(model, lr=0.01)
+    opt = lw.optim.KFAC(model, lr=0.01, scale="formula")
     x, y = DATA[0]
     torch.compile(lambda x: x + 1, backend="eager")(x)  # the compiler is there
     train_step(model, opt, (x, y), cross_entropy)

@@ -164,9 +164,9 @@ def test_a_state_of_torch_is_refused():
 
 
 def test_a_state_for_other_groups_is_refused():
-    opt = lw.optim.KFAC(mlp(), overrides={"4": {"lr": 1.0}})
+    opt = lw.optim.KFAC(mlp(), overrides={"4": {"lr": 1.0}}, scale="formula")
     with pytest.raises(ValueError, match="different number of parameter groups"):
-        lw.optim.KFAC(mlp()).load_state_dict(opt.state_dict())
+        lw.optim.KFAC(mlp(), scale="formula").load_state_dict(opt.state_dict())
 
 
 # --- copies -----------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_overrides_make_parameter_groups(name: str):
 
 def test_an_override_may_choose_the_fallback():
     model, other = mlp(), mlp()
-    opt = lw.optim.KFAC(model, lr=0.02, momentum=0.0, overrides={"4": {"update": "fallback"}})
+    opt = lw.optim.KFAC(model, lr=0.02, momentum=0.0, overrides={"4": {"update": "fallback"}}, scale="formula")
     adam = torch.optim.Adam(other[4].parameters(), lr=0.02)
     train_step(model, opt, DATA[0], cross_entropy)
     cross_entropy(other(DATA[0][0]), DATA[0][1]).backward()
@@ -381,7 +381,7 @@ def test_it_trains(name: str):
 def test_only_the_models_own_optimizer_is_fed():
     """Two optimizers on one model, as in an ablation: each sees the same statistics."""
     model, alone = mlp(), mlp()
-    lw.optim.FOOF(model)
+    lw.optim.FOOF(model, scale="formula")
     opt, other = member("KFAC", model), member("KFAC", alone)
     assert torch.equal(run(model, opt, 0, 4), run(alone, other, 0, 4))
 

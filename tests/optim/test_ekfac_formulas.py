@@ -74,7 +74,7 @@ def check(shape: str, scaling: str, split: str = "exact", relative: bool = True,
 
     opt = lw.optim.EKFAC(
         model, LR, DAMPING, 0.9, scaling=scaling, damping_split=split, refresh_every=1,
-        damping_scale="relative" if relative else "absolute", **options, clip=None,
+        damping_scale="relative" if relative else "absolute", **options, clip=None, scale="formula",
     )  # fmt: skip
     assert_same_steps(opt, model, Reference(model, direction, cross_entropy, LR, momentum=0.9), data, 1e-7)
 
@@ -114,14 +114,23 @@ def test_scalings_follow_in_an_old_basis(scaling: str):
         return found
 
     opt = lw.optim.EKFAC(
-        model, LR, DAMPING, 0.0, scaling=scaling, scaling_decay=0.5, damping_split="exact", refresh_every=6, clip=None
+        model,
+        LR,
+        DAMPING,
+        0.0,
+        scaling=scaling,
+        scaling_decay=0.5,
+        damping_split="exact",
+        refresh_every=6,
+        clip=None,
+        scale="formula",
     )
     assert_same_steps(opt, model, Reference(model, direction, cross_entropy, LR), data)
 
 
 def test_the_engine_gives_ekfac_by_its_basis():
     a, b = mlp(), mlp()
-    one = lw.optim.EKFAC(a, LR, DAMPING, 0.0, damping_split="exact", refresh_every=2, clip=None)
+    one = lw.optim.EKFAC(a, LR, DAMPING, 0.0, damping_split="exact", refresh_every=2, clip=None, scale="formula")
     other = lw.optim.Layerwise(b, "outgrads", "inputs", 1.0, "eigen", lr=LR, damping=DAMPING, refresh_every=2)
     for x, y in batches(5, 5):
         for model, opt in ((a, one), (b, other)):

@@ -143,7 +143,7 @@ def test_examples_in_half_precision_train_alike(positions: tuple[int, ...], monk
     for by_halves in (False, True):
         monkeypatch.setattr(CorrectedEigenvalues, "_by_halves", lambda rule, device, calls, on=by_halves: on)
         model = mlp(5, 6, 6, 3)
-        opt = lw.optim.EKFAC(model, 0.01, 0.1, 0.0, refresh_every=1, clip=None)
+        opt = lw.optim.EKFAC(model, 0.01, 0.1, 0.0, refresh_every=1, clip=None, scale="formula")
         for x, y in batches(3, *positions, 5, positions=positions):
             opt.zero_grad()
             cross_entropy(model(x), y).backward()

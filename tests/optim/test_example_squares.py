@@ -28,7 +28,7 @@ def observed(
         found.append((self, state, seen, context))
 
     monkeypatch.setattr(CorrectedEigenvalues, "_rescale_by_examples", kept)
-    opt = lw.optim.EKFAC(model, lr=1e-3, scaling="batch")
+    opt = lw.optim.EKFAC(model, lr=1e-3, scaling="batch", scale="formula")
     with torch.autocast("cpu", torch.bfloat16):
         f = model(torch.randn(4, positions, width))
     f.float().square().sum().backward()
@@ -89,7 +89,7 @@ def test_a_step_takes_them_at_once(monkeypatch: pytest.MonkeyPatch):
     def scalings(at_once: bool) -> torch.Tensor:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
-        opt = lw.optim.EKFAC(model, lr=1e-3, scaling="batch")
+        opt = lw.optim.EKFAC(model, lr=1e-3, scaling="batch", scale="formula")
         allowed = lambda self, state, seen: at_once and alike(seen.recorded)  # noqa: E731
         monkeypatch.setattr(CorrectedEigenvalues, "_at_once", allowed)
         with torch.autocast("cpu", torch.bfloat16):

@@ -40,7 +40,7 @@ class Run:
         patch.setattr(Spread, "_shares", noting)
         self.model = mlp(5, 6, 6, 6, 3)
         options = {"refresh_every": EVERY, "factor_every": EVERY, "examples_over": over, "momentum": 0.5} | options
-        self.opt = lw.optim.EKFAC(self.model, 0.01, 0.1, **options)
+        self.opt = lw.optim.EKFAC(self.model, 0.01, 0.1, **options, scale="formula")
         self.taken = 0
 
     def steps(self, count: int, spoil: bool = False) -> None:
@@ -267,7 +267,7 @@ def test_when_they_are_spread(monkeypatch: pytest.MonkeyPatch):
         assert run.opt._descent.spread.over == 1  # a CPU
         assert not run.noted
     with pytest.raises(InputError, match="examples_over=0"):
-        lw.optim.EKFAC(nn.Linear(2, 2), examples_over=0)
+        lw.optim.EKFAC(nn.Linear(2, 2), examples_over=0, scale="formula")
 
 
 @pytest.mark.usefixtures("untyped")

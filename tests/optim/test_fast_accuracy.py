@@ -196,7 +196,7 @@ def captured(request: pytest.FixtureRequest) -> list[tuple[str, list[Pair]]]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(request.param)
         model = Transformer()
-    opt = lw.optim.KFAC(model, lr=0.01, solver="cholesky", loss_average="tokens")
+    opt = lw.optim.KFAC(model, lr=0.01, solver="cholesky", loss_average="tokens", scale="formula")
     found: dict[str, list[Pair]] = {}
     for step in range(30):
         x = torch.randint(CLASSES, (96, LENGTH), generator=generator(step + 100 * request.param))

@@ -53,7 +53,7 @@ def test_foof(shape: str, relative: bool):
 
     opt = lw.optim.FOOF(
         model, LR, DAMPING, 0.9, 0.1, nesterov=True, factor_decay=0.9, refresh_every=1,
-        damping_scale="relative" if relative else "absolute",
+        damping_scale="relative" if relative else "absolute", scale="formula",
     )  # fmt: skip
     options = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
     assert_same_steps(opt, model, Reference(model, direction, cross_entropy, LR, **options), data)
@@ -79,7 +79,9 @@ def test_locoprop_is_foof_with_a_step_of_one_and_a_damping_of_one_over_eta():
     eta = 0.7
     a, b = mlp(), mlp()
     one = lw.optim.LocoProp(a, lr=eta)
-    other = lw.optim.FOOF(b, lr=1.0, damping=1 / eta, momentum=0.0, damping_scale="absolute", refresh_every=1)
+    other = lw.optim.FOOF(
+        b, lr=1.0, damping=1 / eta, momentum=0.0, damping_scale="absolute", refresh_every=1, scale="formula"
+    )
     for batch in batches(20, 5):
         train_step(a, one, batch, cross_entropy)
         train_step(b, other, batch, cross_entropy)
@@ -111,7 +113,7 @@ def test_a_step_of_the_head_is_a_least_squares_fit(eta: float):
     body.requires_grad_(False)
     x, y = gaussian(30, 5), gaussian(30, 3, seed=1)
     before = model[2].weight.detach().clone()
-    opt = lw.optim.FOOF(model, lr=eta, damping=0.0, momentum=0.0, damping_scale="absolute")
+    opt = lw.optim.FOOF(model, lr=eta, damping=0.0, momentum=0.0, damping_scale="absolute", scale="formula")
     train_step(model, opt, (x, y), half_squares)
     z = body(x).tanh()
     fit = y.T @ z @ torch.linalg.inv(z.T @ z)

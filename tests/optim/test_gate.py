@@ -169,7 +169,7 @@ def test_a_layer_without_gradient(name: str, dtype: torch.dtype, monkeypatch: py
 def test_adaptive_damping(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     def ran() -> tuple[Tensor, float]:
         model = net(dtype)
-        opt = lw.optim.KFAC(model, lr=0.05, damping="adaptive", refresh_every=1)
+        opt = lw.optim.KFAC(model, lr=0.05, damping="adaptive", refresh_every=1, scale="formula")
         for x, y in DATA[:7]:
 
             def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
@@ -383,17 +383,25 @@ def nobody_asks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 STEADY: dict[str, Callable[[nn.Sequential], Layerwise]] = {
-    "KFAC": lambda model: lw.optim.KFAC(model, solver="newton"),
-    "KFAC sampled": lambda model: lw.optim.KFAC(model, solver="newton", likelihood="categorical", factor_every=2),
-    "KFAC, all options": lambda model: lw.optim.KFAC(
-        model, solver="newton", weight_decay=0.1, nesterov=True, graft="adam", overrides={"2": {"lr": 0.01}}
+    "KFAC": lambda model: lw.optim.KFAC(model, solver="newton", scale="formula"),
+    "KFAC sampled": lambda model: lw.optim.KFAC(
+        model, solver="newton", likelihood="categorical", factor_every=2, scale="formula"
     ),
-    "EKFAC": lambda model: lw.optim.EKFAC(model, solver="newton"),
-    "EKFAC running": lambda model: lw.optim.EKFAC(model, solver="newton", scaling="running"),
-    "FOOF": lambda model: lw.optim.FOOF(model, solver="newton", clip=("norm", 1.0)),
-    "Shampoo": lambda model: lw.optim.Shampoo(model, solver="newton", graft="adam"),
-    "SOAP": lambda model: lw.optim.SOAP(model, solver="newton"),
-    "Muon": lambda model: lw.optim.Muon(model, solver="newton"),
+    "KFAC, all options": lambda model: lw.optim.KFAC(
+        model,
+        solver="newton",
+        weight_decay=0.1,
+        nesterov=True,
+        graft="adam",
+        overrides={"2": {"lr": 0.01}},
+        scale="formula",
+    ),
+    "EKFAC": lambda model: lw.optim.EKFAC(model, solver="newton", scale="formula"),
+    "EKFAC running": lambda model: lw.optim.EKFAC(model, solver="newton", scaling="running", scale="formula"),
+    "FOOF": lambda model: lw.optim.FOOF(model, solver="newton", clip=("norm", 1.0), scale="formula"),
+    "Shampoo": lambda model: lw.optim.Shampoo(model, solver="newton", graft="adam", scale="formula"),
+    "SOAP": lambda model: lw.optim.SOAP(model, solver="newton", scale="formula"),
+    "Muon": lambda model: lw.optim.Muon(model, solver="newton", scale="formula"),
     "Adam": lambda model: lw.optim.Adam(model),
 }
 
@@ -440,7 +448,7 @@ def test_a_step_without_any_gradient_moves_nothing(unwaiting: None):
 def test_a_layer_that_is_unfrozen_has_statistics_from_then_on():
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     model[0].requires_grad_(False)
-    opt = lw.optim.KFAC(model, lr=0.01)
+    opt = lw.optim.KFAC(model, lr=0.01, scale="formula")
     x, y = torch.randn(8, 4), torch.randn(8, 3)
     (model(x) - y).square().mean().backward()
     opt.step()
@@ -456,7 +464,7 @@ def test_a_layer_that_is_unfrozen_has_statistics_from_then_on():
 
 def test_an_optimizer_that_is_let_go_is_gone_at_once():
     model = nn.Sequential(nn.Linear(4, 3))
-    opt = lw.optim.KFAC(model, lr=0.01)
+    opt = lw.optim.KFAC(model, lr=0.01, scale="formula")
     model(torch.randn(8, 4)).square().mean().backward()
     opt.step()
     reference = weakref.ref(opt)

@@ -66,7 +66,9 @@ def kfac_direction(
 
 
 def check(model: nn.Module, data, options: dict, tol: float = 1e-9, cotangents=None, **reference) -> None:
-    opt = lw.optim.KFAC(model, lr=0.005, momentum=0.9, damping=DAMPING, **{"refresh_every": 1, **options}, clip=None)
+    opt = lw.optim.KFAC(
+        model, lr=0.005, momentum=0.9, damping=DAMPING, **{"refresh_every": 1, **options}, clip=None, scale="formula"
+    )
     own = Reference(model, kfac_direction(**reference), cross_entropy, 0.005, momentum=0.9, cotangents=cotangents)
     assert_same_steps(opt, model, own, data, tol)
 
@@ -150,7 +152,9 @@ def test_sampled_factors_are_the_exact_ones_in_the_mean():
     found = {}
     for estimator, samples in (("exact", 1), ("sampled", 300)):
         model = mlp(4, 4, 3)
-        opt = lw.optim.KFAC(model, lr=0.0, likelihood="categorical", estimator=estimator, samples=samples, clip=None)
+        opt = lw.optim.KFAC(
+            model, lr=0.0, likelihood="categorical", estimator=estimator, samples=samples, clip=None, scale="formula"
+        )
         x, y = batches(1, 4)[0]
         cross_entropy(model(x), y).backward()
         opt.step()
@@ -175,7 +179,9 @@ def test_statistics_are_taken_every_few_steps():
         return found
 
     model = mlp()
-    opt = lw.optim.KFAC(model, lr=0.05, momentum=0.0, damping=DAMPING, factor_every=3, refresh_every=1, clip=None)
+    opt = lw.optim.KFAC(
+        model, lr=0.05, momentum=0.0, damping=DAMPING, factor_every=3, refresh_every=1, clip=None, scale="formula"
+    )
     assert_same_steps(opt, model, Reference(model, direction, cross_entropy, 0.05), batches(24, 5))
 
 
@@ -205,7 +211,7 @@ def test_decompositions_are_renewed_in_turns(every: int):
         return found
 
     model = mlp()
-    opt = lw.optim.KFAC(model, lr=0.01, momentum=0.0, damping=DAMPING, refresh_every=every, clip=None)
+    opt = lw.optim.KFAC(model, lr=0.01, momentum=0.0, damping=DAMPING, refresh_every=every, clip=None, scale="formula")
     assert_same_steps(opt, model, Reference(model, direction, cross_entropy, 0.01), batches(24, 5))
     assert opt.health().refreshes == len(refreshed)
 
@@ -222,7 +228,9 @@ def test_a_damping_schedule():
             found[name] = damped_solve("trace", True, 1.0 / t, P, Q, G)
         return found
 
-    opt = lw.optim.KFAC(model, lr=0.05, momentum=0.0, damping=lambda step: 1.0 / step, refresh_every=1, clip=None)
+    opt = lw.optim.KFAC(
+        model, lr=0.05, momentum=0.0, damping=lambda step: 1.0 / step, refresh_every=1, clip=None, scale="formula"
+    )
     assert_same_steps(opt, model, Reference(model, direction, cross_entropy, 0.05), batches(STEPS, 5))
 
 
@@ -247,7 +255,7 @@ def test_kfac_on_two_linear_layers_is_the_stylised_update(damping: float):
     model, x, y = _two_layers(0)
     opt = lw.optim.KFAC(
         model, 0.1, damping, 0.0, likelihood="gaussian", estimator="exact", damping_scale="absolute",
-        damping_split="equal", factor_decay=0.0, refresh_every=1, clip=None,
+        damping_split="equal", factor_decay=0.0, refresh_every=1, clip=None, scale="formula",
     )  # fmt: skip
     root = damping**0.5
     for _ in range(20):

@@ -35,7 +35,7 @@ def one_step(model: nn.Module, opt: lw.optim.Layerwise, x: Tensor) -> None:
 def test_a_layer_that_is_never_called_holds_no_other_up(monkeypatch: pytest.MonkeyPatch, waits: bool, solver: str):
     monkeypatch.setattr(Layerwise, "_waits", property(lambda self: waits))
     model = Routed()
-    opt = lw.optim.KFAC(model, lr=0.01, refresh_every=1, solver=solver)
+    opt = lw.optim.KFAC(model, lr=0.01, refresh_every=1, solver=solver, scale="formula")
     for step in range(4):
         one_step(model, opt, randn(6, 5, seed=step))
     assert opt.health().refreshes > 0
@@ -46,12 +46,12 @@ def test_a_layer_that_is_never_called_holds_no_other_up(monkeypatch: pytest.Monk
 def test_soap_goes_on_where_it_was_saved(monkeypatch: pytest.MonkeyPatch, waits: bool, solver: str):
     monkeypatch.setattr(Layerwise, "_waits", property(lambda self: waits))
     model = Routed()
-    opt = lw.optim.SOAP(model, lr=0.01, solver=solver, refresh_every=5)
+    opt = lw.optim.SOAP(model, lr=0.01, solver=solver, refresh_every=5, scale="formula")
     for step in range(4):
         model.both = step > 0  # the second layer joins at the second step
         one_step(model, opt, randn(6, 5, seed=step))
     other = copy.deepcopy(model)
-    again = lw.optim.SOAP(other, lr=0.01, solver=solver, refresh_every=5)
+    again = lw.optim.SOAP(other, lr=0.01, solver=solver, refresh_every=5, scale="formula")
     again.load_state_dict(opt.state_dict())
     for m, o in ((model, opt), (other, again)):
         one_step(m, o, randn(6, 5, seed=9))
@@ -66,7 +66,7 @@ def test_a_layer_that_joins_late(monkeypatch: pytest.MonkeyPatch, name: str):
     for waits in (True, False):
         monkeypatch.setattr(Layerwise, "_waits", property(lambda self, waits=waits: waits))
         model = Routed()
-        opt = getattr(lw.optim, name)(model, lr=0.01, refresh_every=10, solver="newton")
+        opt = getattr(lw.optim, name)(model, lr=0.01, refresh_every=10, solver="newton", scale="formula")
         for step in range(5):
             model.both = step > 3
             before = model.b.weight.detach().clone()

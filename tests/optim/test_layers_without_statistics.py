@@ -39,7 +39,7 @@ def checkpointed(reentrant: bool) -> Checkpointed:
 @pytest.mark.parametrize("member", [lw.optim.KFAC, lw.optim.EKFAC, lw.optim.FOOF])
 def test_reentrant_checkpoints_are_said_once(member):
     model = checkpointed(reentrant=True)
-    opt = member(model, lr=1e-3)
+    opt = member(model, lr=1e-3, estimator="empirical")
     with pytest.warns(UserWarning, match=r"3 of 5 layers have a gradient but no statistics.*use_reentrant=False"):
         train_step(model, opt, DATA[0], cross_entropy)
     with warnings.catch_warnings():
@@ -57,7 +57,8 @@ def test_what_it_says_to_do_helps():
         warnings.simplefilter("error")
         for batch in DATA[:3]:
             train_step(model, opt, batch, cross_entropy)
-    counts = [t["P_count"] for of_param in opt.state_dict()["state"].values() for t in of_param.values()]
+    layers = [t for of_param in opt.state_dict()["state"].values() for t in of_param.values()]
+    counts = [t["P_count"] for t in layers if "P_count" in t]
     assert [int(count[0]) for count in counts] == [3] * 5
 
 
@@ -66,6 +67,22 @@ def test_labels_cannot_be_drawn_through_reentrant_checkpoints():
     opt = lw.optim.KFAC(model, likelihood="categorical")
     with pytest.raises(UnsupportedError, match="pass use_reentrant=False"):
         train_step(model, opt, DATA[0], cross_entropy)
+
+
+def test_labels_that_nobody_asked_for_are_left_out_there():
+    """The likelihood is recognised, and labels cannot be drawn: a warning, and the loss's own statistics."""
+    model = checkpointed(reentrant=True)
+    opt = lw.optim.KFAC(model, lr=1e-3)
+    with pytest.warns(UserWarning, match="no statistics"):
+        train_step(model, opt, DATA[0], cross_entropy)
+    with pytest.warns(UserWarning, match=r"the empirical Fisher matrix\): labels cannot be drawn.*use_reentrant=True"):
+        train_step(model, opt, DATA[1], cross_entropy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in DATA[1:4]:
+            train_step(model, opt, batch, cross_entropy)
+    assert "likelihood=auto (empirical)" in repr(opt)
+    assert torch.isfinite(flat(model)).all()
 
 
 def test_a_part_that_is_called_on_its_own():
@@ -80,7 +97,7 @@ def test_a_part_that_is_called_on_its_own():
             return self.body(x)
 
     model = Apart()
-    opt = lw.optim.KFAC(model, lr=1e-3)
+    opt = lw.optim.KFAC(model, lr=1e-3, estimator="empirical")
     opt.zero_grad()
     cross_entropy(model.head(model(DATA[0][0]).tanh()), DATA[0][1]).backward()
     with pytest.warns(

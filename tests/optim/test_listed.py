@@ -22,12 +22,16 @@ pytestmark = pytest.mark.usefixtures("untyped")
 Make = Callable[[nn.Module], Layerwise]
 ALL = {"*": {"update": "fallback"}}
 MEMBERS: dict[str, Make] = {
-    "KFAC": lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=1, weight_decay=0.1),
-    "KFAC by products": lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=1, solver="newton", clip=1e-5),
-    "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.01, refresh_every=1, nesterov=True),
+    "KFAC": lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=1, weight_decay=0.1, scale="formula"),
+    "KFAC by products": lambda m: lw.optim.KFAC(
+        m, lr=0.01, refresh_every=1, solver="newton", clip=1e-5, scale="formula"
+    ),
+    "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.01, refresh_every=1, nesterov=True, scale="formula"),
     "Adam": lambda m: lw.optim.Adam(m, lr=0.01, weight_decay=0.1),
     "SGD with momentum": lambda m: lw.optim.SGD(m, lr=0.01, momentum=0.9, nesterov=True),
-    "fallback sgd": lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=1, update_fallback="sgd", overrides=ALL),
+    "fallback sgd": lambda m: lw.optim.KFAC(
+        m, lr=0.01, refresh_every=1, update_fallback="sgd", overrides=ALL, scale="formula"
+    ),
 }
 
 
@@ -231,7 +235,7 @@ def test_between_divides_last(sides: str, halves: int):
 def test_a_member_with_a_direction_of_its_own_has_that():
     """`MahalanobisSpectral` whitens twice; what it returns is divided."""
     model = nn.Sequential(nn.Linear(4, 3))
-    opt = lw.optim.MahalanobisSpectral(model, lr=0.01)
+    opt = lw.optim.MahalanobisSpectral(model, lr=0.01, scale="formula")
     model(torch.randn(8, 4)).square().mean().backward()
     opt.step()
     stack = (opt._stacks or [])[0]

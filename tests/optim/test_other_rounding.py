@@ -55,11 +55,11 @@ PROBLEMS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor,
     "wide kernels": (patches, images),
 }
 MEMBERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "SOAP": lambda m: lw.optim.SOAP(m, lr=0.01, refresh_every=2),
-    "SOAP from the first step": lambda m: lw.optim.SOAP(m, lr=0.01, refresh_every=2, skip_first=False),
-    "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.01, refresh_every=2),
-    "EKFAC": lambda m: lw.optim.EKFAC(m, lr=0.01, refresh_every=2),
-    "EKFAC running": lambda m: lw.optim.EKFAC(m, lr=0.01, refresh_every=2, scaling="running"),
+    "SOAP": lambda m: lw.optim.SOAP(m, lr=0.01, refresh_every=2, scale="formula"),
+    "SOAP from the first step": lambda m: lw.optim.SOAP(m, lr=0.01, refresh_every=2, skip_first=False, scale="formula"),
+    "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.01, refresh_every=2, scale="formula"),
+    "EKFAC": lambda m: lw.optim.EKFAC(m, lr=0.01, refresh_every=2, scale="formula"),
+    "EKFAC running": lambda m: lw.optim.EKFAC(m, lr=0.01, refresh_every=2, scaling="running", scale="formula"),
 }
 
 
@@ -107,7 +107,7 @@ def test_no_step_where_there_is_no_gradient():
     """Gradients ``L C Rᵀ`` with fixed L and R of rank 4, in float32, where products leave some 1e-7 outside of both."""
     model, g = nn.Linear(9, 6, bias=False), torch.Generator().manual_seed(0)
     L, R = (torch.linalg.qr(torch.randn(n, n, generator=g))[0] for n in (6, 9))
-    opt = lw.optim.SOAP(model, lr=0.01, refresh_every=2)
+    opt = lw.optim.SOAP(model, lr=0.01, refresh_every=2, scale="formula")
     start = model.weight.detach().clone()
     for _ in range(6):
         C = torch.randn(4, 4, generator=g) + 4 * torch.eye(4)

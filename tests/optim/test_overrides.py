@@ -81,8 +81,8 @@ def test_parts_of_a_layer_resume_bit_for_bit():
 @pytest.mark.parametrize("options", [{"momentum": 0.5}, {"update": "fallback"}, {"damping": 1.0}])
 def test_what_a_column_cannot_have_alone(options: dict[str, Any]):
     with pytest.raises(InputError, match=r"part of layer '0'.*separate_bias=True"):
-        lw.optim.KFAC(mlp(), overrides={"*.bias": options})
-    lw.optim.KFAC(mlp(), separate_bias=True, overrides={"*.bias": options})
+        lw.optim.KFAC(mlp(), separate_bias=False, overrides={"*.bias": options})
+    lw.optim.KFAC(mlp(), overrides={"*.bias": options})
 
 
 def test_norm_layers_may_have_the_fallback_in_part():
@@ -164,7 +164,7 @@ def test_an_override_of_a_rate_is_that_rate():
     """Also for a layer that the fallback updates."""
     model, other = mlp(), mlp()
     options = {"4": {"lr": 0.02, "update": "fallback"}}
-    opt = lw.optim.KFAC(model, lr=0.5, fallback_lr=0.1, clip=None, overrides=options)
+    opt = lw.optim.KFAC(model, lr=0.5, fallback_lr=0.1, clip=None, overrides=options, scale="formula")
     adam = torch.optim.Adam(other[4].parameters(), lr=0.02)
     train_step(model, opt, DATA[0], cross_entropy)
     cross_entropy(other(DATA[0][0]), DATA[0][1]).backward()

@@ -14,9 +14,9 @@ from layerwise.optim.engine import Layerwise
 pytestmark = pytest.mark.usefixtures("untyped")
 Make = Callable[[nn.Module], Layerwise]
 MEMBERS: dict[str, Make] = {
-    "KFAC": lambda m: lw.optim.KFAC(m, lr=0.05, solver="newton", refresh_every=2),
-    "half": lambda m: lw.optim.KFAC(m, lr=0.05, solver="newton", refresh_every=2, precision="half"),
-    "FOOF": lambda m: lw.optim.FOOF(m, lr=0.05, solver="newton", refresh_every=1),
+    "KFAC": lambda m: lw.optim.KFAC(m, lr=0.05, solver="newton", refresh_every=2, scale="formula"),
+    "half": lambda m: lw.optim.KFAC(m, lr=0.05, solver="newton", refresh_every=2, precision="half", scale="formula"),
+    "FOOF": lambda m: lw.optim.FOOF(m, lr=0.05, solver="newton", refresh_every=1, scale="formula"),
 }
 STEPS = 12
 """More than those whose inverses are exact."""

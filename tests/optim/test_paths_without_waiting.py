@@ -99,7 +99,7 @@ def test_a_direction_of_one_s_own_over_an_eigenbasis(rule: Any, monkeypatch: pyt
 
 @pytest.mark.parametrize("options", [{"clip": 1e-5}, {"graft": "gradient"}, {}])
 def test_soap_without_any_factor(options: Any, monkeypatch: pytest.MonkeyPatch):
-    both(lambda m: lw.optim.SOAP(m, lr=0.01, max_factor=1, refresh_every=1, **options), monkeypatch)
+    both(lambda m: lw.optim.SOAP(m, lr=0.01, max_factor=1, refresh_every=1, **options, scale="formula"), monkeypatch)
 
 
 class Empty(nn.Module):
@@ -114,7 +114,7 @@ class Empty(nn.Module):
 @pytest.mark.parametrize("member", ["SGD", "Adam", "KFAC"])
 def test_an_empty_parameter(member: str, monkeypatch: pytest.MonkeyPatch):
     both(
-        lambda m: getattr(lw.optim, member)(m, lr=0.01, momentum=0.0), monkeypatch, Empty
+        lambda m: getattr(lw.optim, member)(m, lr=0.01, momentum=0.0, scale="formula"), monkeypatch, Empty
     ) if member != "Adam" else both(lambda m: lw.optim.Adam(m, lr=0.01), monkeypatch, Empty)
 
 
@@ -134,8 +134,8 @@ class Tied(nn.Module):
 def test_tied(member: str, monkeypatch: pytest.MonkeyPatch):
     def make(m):
         if member == "newton":
-            return lw.optim.KFAC(m, lr=0.01, solver="newton", refresh_every=1)
-        return getattr(lw.optim, member)(m, lr=0.01, weight_decay=0.1)
+            return lw.optim.KFAC(m, lr=0.01, solver="newton", refresh_every=1, scale="formula")
+        return getattr(lw.optim, member)(m, lr=0.01, weight_decay=0.1, scale="formula")
 
     both(make, monkeypatch, Tied, lambda g: torch.randint(6, (8,), generator=g))
 
@@ -155,12 +155,12 @@ def conv():
 def test_channels_last(member: str, monkeypatch: pytest.MonkeyPatch):
     def make(m):
         if member == "newton":
-            return lw.optim.KFAC(m, lr=0.01, solver="newton", refresh_every=1)
+            return lw.optim.KFAC(m, lr=0.01, solver="newton", refresh_every=1, scale="formula")
         if member == "Adam":
             return lw.optim.Adam(m, lr=0.01, weight_decay=0.1)
         if member == "SGD":
             return lw.optim.SGD(m, lr=0.01, weight_decay=0.1, momentum=0.9, nesterov=True)
-        return getattr(lw.optim, member)(m, lr=0.01, weight_decay=0.1, refresh_every=1)
+        return getattr(lw.optim, member)(m, lr=0.01, weight_decay=0.1, refresh_every=1, scale="formula")
 
     both(make, monkeypatch, conv, lambda g: torch.randn(4, 4, 3, 3, generator=g).to(memory_format=torch.channels_last))
 
@@ -218,8 +218,8 @@ def test_rules_of_one_s_own(rule: Any, momentum: float, monkeypatch: pytest.Monk
 def test_sparse(member: str, monkeypatch: pytest.MonkeyPatch):
     def make(m):
         if member == "newton":
-            return lw.optim.KFAC(m, lr=0.01, solver="newton", refresh_every=1)
-        return getattr(lw.optim, member)(m, lr=0.01, weight_decay=0.1)
+            return lw.optim.KFAC(m, lr=0.01, solver="newton", refresh_every=1, scale="formula")
+        return getattr(lw.optim, member)(m, lr=0.01, weight_decay=0.1, scale="formula")
 
     both(
         make,
@@ -235,7 +235,7 @@ def test_gradients_that_overflow_when_scaled(monkeypatch: pytest.MonkeyPatch):
         if unwait:
             unwaiting(monkeypatch)
         model = nn.Sequential(nn.Linear(4, 2))
-        opt = lw.optim.KFAC(model, lr=0.01, refresh_every=1, accumulate=1, loss_average="examples")
+        opt = lw.optim.KFAC(model, lr=0.01, refresh_every=1, accumulate=1, loss_average="examples", scale="formula")
         train(opt, model, range(1))
         before = flat(model)
         opt.zero_grad()
@@ -277,7 +277,9 @@ def test_transposed_convolutions(member: str, options: Any, monkeypatch: pytest.
         pytest.skip("SOAP divides rounding by rounding, where gradients have no full rank")
     extra = {} if member == "SOAP" else {"momentum": 0.9, "nesterov": True}
     both(
-        lambda m: getattr(lw.optim, member)(m, lr=0.01, refresh_every=1, weight_decay=0.1, **extra, **options),
+        lambda m: getattr(lw.optim, member)(
+            m, lr=0.01, refresh_every=1, weight_decay=0.1, **extra, **options, scale="formula"
+        ),
         monkeypatch,
         Up,
         lambda g: torch.randn(8, 4, 5, generator=g),
@@ -293,7 +295,7 @@ def test_transposed_convolutions(member: str, options: Any, monkeypatch: pytest.
 def test_tiny_gradients_by_products(size: float, monkeypatch: pytest.MonkeyPatch):
     unwaiting(monkeypatch)
     model = net()
-    opt = lw.optim.KFAC(model, lr=0.01, refresh_every=1, solver="newton", clip=None)
+    opt = lw.optim.KFAC(model, lr=0.01, refresh_every=1, solver="newton", clip=None, scale="formula")
     for step in range(3):
         g = torch.Generator().manual_seed(step)
         opt.zero_grad()
@@ -304,7 +306,7 @@ def test_tiny_gradients_by_products(size: float, monkeypatch: pytest.MonkeyPatch
 
 def test_float16_parameters(monkeypatch: pytest.MonkeyPatch):
     both(
-        lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=1, solver="newton"),
+        lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=1, solver="newton", scale="formula"),
         monkeypatch,
         lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).half(),
         lambda g: torch.randn(8, 4, generator=g).half(),

@@ -83,7 +83,7 @@ def test_shampoo(sizes: tuple[int, ...]):
     assert_agree(
         lambda: mlp(*sizes, bias=False),
         lambda m: lw.optim.Shampoo(
-            m, LR, 0.25, eps, 0.0, accumulate_factors=True, damping_scale="absolute", refresh_every=1
+            m, LR, 0.25, eps, 0.0, accumulate_factors=True, damping_scale="absolute", refresh_every=1, scale="formula"
         ),
         lambda m: [peers.Shampoo(m.parameters(), lr=LR, momentum=0.0, matrix_eps=eps)],
         batches(STEPS, sizes[0]),
@@ -124,7 +124,7 @@ def test_scalable_shampoo(sides: str):
         lambda: mlp(5, 6, 4, bias=False),
         lambda m: lw.optim.Shampoo(
             m, LR, SIDES[sides], lambda t: beta**t * eps / (1 - beta**t), 0.0, factor_decay=beta,
-            damping_scale="absolute", refresh_every=1,
+            damping_scale="absolute", refresh_every=1, scale="formula",
         ),
         lambda m: [scalable(m, beta, sides, "NONE", eps, nesterov=False)],
         batches(STEPS, 5),
@@ -145,7 +145,7 @@ def test_scalable_shampoo_with_graft_momentum_decay_and_biases(nesterov: bool):
         lambda: mlp(5, 6, 4),
         lambda m: lw.optim.Shampoo(
             m, LR, 0.25, lambda t: beta**t * eps / (1 - beta**t), 0.9, 0.1, factor_decay=beta, nesterov=nesterov,
-            damping_scale="absolute", refresh_every=1, graft="gradient", update_fallback="sgd",
+            damping_scale="absolute", refresh_every=1, graft="gradient", update_fallback="sgd", scale="formula",
         ),
         lambda m: [
             scalable(
@@ -187,7 +187,7 @@ def test_soap(betas: tuple[float, float], as_shipped: bool):
     SOAP = peers.SOAP if as_shipped else soap_without_cast()
     assert_agree(
         lambda: mlp(5, 5, 5, 5, bias=False),
-        lambda m: lw.optim.SOAP(m, LR, betas, 1e-8, refresh_every=1),
+        lambda m: lw.optim.SOAP(m, LR, betas, 1e-8, refresh_every=1, scale="formula"),
         lambda m: [SOAP(m.parameters(), lr=LR, betas=betas, eps=1e-8, weight_decay=0.0, precondition_frequency=1)],
         batches(STEPS, 5),
         1e-6 if as_shipped else 1e-10,
@@ -218,7 +218,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 def test_muon_of_torch(nesterov: bool, adjust: str):
     assert_agree(
         lambda: mlp(4, 7, 7, 3),
-        lambda m: lw.optim.Muon(m, LR, 0.9, nesterov, 0.1, adjust=adjust),
+        lambda m: lw.optim.Muon(m, LR, 0.9, nesterov, 0.1, adjust=adjust, scale="formula"),
         lambda m: [torch.optim.Muon(matrices(m), LR, 0.1, 0.9, nesterov, adjust_lr_fn=adjust), adam(m)],
         batches(STEPS, 4),
         LR * ROUNDING,
@@ -248,7 +248,7 @@ def test_muon(nesterov: bool, adjust: str, dtype: torch.dtype, monkeypatch: pyte
             monkeypatch.setattr(module, name, partial(getattr(module, name), dtype=dtype))
     assert_agree(
         lambda: mlp(4, 7, 7, 3),
-        lambda m: lw.optim.Muon(m, LR, 0.9, nesterov, 0.1, adjust=adjust),
+        lambda m: lw.optim.Muon(m, LR, 0.9, nesterov, 0.1, adjust=adjust, scale="formula"),
         lambda m: their_muon(m, nesterov, adjust),
         batches(STEPS, 4),
         1e-10 if exact else LR * ROUNDING,

@@ -74,7 +74,7 @@ def test_a_broken_first_batch(name: str):
 def test_a_scaled_gradient_that_overflows_is_no_statistics():
     """Statistics alone that are not finite: the last good factor stays, and is counted."""
     model = mlp()
-    opt = lw.optim.KFAC(model, lr=0.01, refresh_every=1)
+    opt = lw.optim.KFAC(model, lr=0.01, refresh_every=1, scale="formula")
     for batch in DATA[:3]:
         train_step(model, opt, batch, cross_entropy)
     state = tensors(opt)
@@ -175,7 +175,7 @@ def test_singular_factors(name: str, data: str):
 def test_a_side_that_is_too_long_has_no_factor():
     """One-sided, and the print says so."""
     model = mlp(5, 40, 3)
-    opt = lw.optim.KFAC(model, lr=0.01, max_factor=16)
+    opt = lw.optim.KFAC(model, lr=0.01, max_factor=16, scale="formula")
     for batch in DATA[:3]:
         train_step(model, opt, batch, cross_entropy)
     assert sane(model)
@@ -266,7 +266,7 @@ def test_odd_layers(name: str, kind: str):
 def test_batch_norm_statistics_are_moved_by_the_users_forwards_alone():
     a, data = odd("batch norm")
     b = copy.deepcopy(a)
-    opt = lw.optim.KFAC(a, lr=0.0, likelihood="categorical")
+    opt = lw.optim.KFAC(a, lr=0.0, likelihood="categorical", scale="formula")
     for x, y in data[:3]:
         train_step(a, opt, (x, y), cross_entropy)
         b(x)
@@ -370,7 +370,7 @@ def _does_not_grow(name: str, steps: int) -> None:
 )
 def test_options_that_are_wrong(options: dict[str, Any], message: str):
     with pytest.raises(InputError, match=message):
-        lw.optim.KFAC(mlp(), **options)
+        lw.optim.KFAC(mlp(), **options, scale="formula")
 
 
 @pytest.mark.parametrize(
@@ -379,9 +379,9 @@ def test_options_that_are_wrong(options: dict[str, Any], message: str):
         (lambda m: lw.optim.Layerwise(m, left="inputs"), "left='inputs'"),
         (lambda m: lw.optim.Layerwise(m, right="outgrads"), "right='outgrads'"),
         (lambda m: lw.optim.Layerwise(m, basis="polar"), "basis='polar'"),
-        (lambda m: lw.optim.EKFAC(m, scaling="none of these"), "scaling"),
-        (lambda m: lw.optim.Muon(m, orthogonalize="qr"), "orthogonalize='qr'"),
-        (lambda m: lw.optim.Muon(m, adjust="rms"), "adjust='rms'"),
+        (lambda m: lw.optim.EKFAC(m, scaling="none of these", scale="formula"), "scaling"),
+        (lambda m: lw.optim.Muon(m, orthogonalize="qr", scale="formula"), "orthogonalize='qr'"),
+        (lambda m: lw.optim.Muon(m, adjust="rms", scale="formula"), "adjust='rms'"),
         (lambda m: lw.optim.NGD(m, method="lu"), "method='lu'"),
         (lambda m: lw.optim.NGD(m, factor_every=2), "factor_every"),
     ],
@@ -393,7 +393,7 @@ def test_members_that_are_wrong(make, message: str):
 
 def test_an_unknown_option_is_a_type_error():
     with pytest.raises(TypeError, match="learning_rate"):
-        lw.optim.KFAC(mlp(), learning_rate=0.1)
+        lw.optim.KFAC(mlp(), learning_rate=0.1, scale="formula")
 
 
 @pytest.mark.parametrize("name", OBSERVERS)
@@ -409,7 +409,7 @@ def test_a_step_before_any_forward(name: str):
 def test_a_model_without_trainable_parameters():
     model = mlp().requires_grad_(False)
     with pytest.raises(ValueError, match="without trainable parameters"):
-        lw.optim.KFAC(model)
+        lw.optim.KFAC(model, scale="formula")
 
 
 # --- adaptive damping -------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ def test_a_model_without_trainable_parameters():
 
 def test_adaptive_damping_that_is_told_nothing_is_an_error_by_the_second_step():
     model = mlp()
-    opt = lw.optim.KFAC(model, damping="adaptive")
+    opt = lw.optim.KFAC(model, damping="adaptive", scale="formula")
     train_step(model, opt, DATA[0], cross_entropy)
     with pytest.raises(LayerwiseError, match="without a loss"):
         train_step(model, opt, DATA[1], cross_entropy)
@@ -426,7 +426,9 @@ def test_adaptive_damping_that_is_told_nothing_is_an_error_by_the_second_step():
 def test_adaptive_damping_by_closures():
     """It goes down while the model predicts well, and the gradients are put back."""
     model = mlp()
-    opt = lw.optim.KFAC(model, lr=0.01, damping="adaptive", momentum=0.0, likelihood="categorical", estimator="exact")
+    opt = lw.optim.KFAC(
+        model, lr=0.01, damping="adaptive", momentum=0.0, likelihood="categorical", estimator="exact", scale="formula"
+    )
     x, y = DATA[0]
 
     def closure() -> Tensor:
@@ -449,7 +451,7 @@ def test_adaptive_damping_by_closures():
 def test_adaptive_damping_by_results():
     """Told that the loss went up, it rises; told that it fell as predicted, it falls; it survives a restart."""
     model = mlp()
-    opt = lw.optim.KFAC(model, lr=0.01, damping="adaptive", momentum=0.0)
+    opt = lw.optim.KFAC(model, lr=0.01, damping="adaptive", momentum=0.0, scale="formula")
     loss = train_step(model, opt, DATA[0], cross_entropy)
     before = opt.param_groups[0]["damping"]
     opt.step_result(loss + 1.0, before=loss)
@@ -458,7 +460,7 @@ def test_adaptive_damping_by_results():
     loss = train_step(model, opt, DATA[0], cross_entropy)
     opt.step_result(loss - 10.0, before=loss)
     assert opt.param_groups[0]["damping"] < raised
-    again = lw.optim.KFAC(mlp(), damping="adaptive")
+    again = lw.optim.KFAC(mlp(), damping="adaptive", scale="formula")
     again.load_state_dict(opt.state_dict())
     train_step(again.model, again, DATA[0], cross_entropy)
     assert again.param_groups[0]["damping"] == opt.param_groups[0]["damping"]
@@ -498,8 +500,8 @@ def test_clipping_by_the_predicted_change():
     """``η² Σ ⟨D, ∇L⟩ ≤ κ``: the whole step is scaled by one number, and left alone below the bound."""
     kappa = 1e-4
     a, b = mlp(), mlp()
-    plain = lw.optim.KFAC(a, lr=0.1, momentum=0.0, clip=None)
-    clipped = lw.optim.KFAC(b, lr=0.1, momentum=0.0, clip=kappa)
+    plain = lw.optim.KFAC(a, lr=0.1, momentum=0.0, clip=None, scale="formula")
+    clipped = lw.optim.KFAC(b, lr=0.1, momentum=0.0, clip=kappa, scale="formula")
     start = flat(a)
     train_step(a, plain, DATA[0], cross_entropy)
     train_step(b, clipped, DATA[0], cross_entropy)
@@ -509,15 +511,15 @@ def test_clipping_by_the_predicted_change():
     assert change > kappa
     assert torch.allclose(short, step * (kappa / change) ** 0.5, atol=1e-12)
     c = mlp()
-    loose = lw.optim.KFAC(c, lr=0.1, momentum=0.0, clip=("kl", 10 * change))
+    loose = lw.optim.KFAC(c, lr=0.1, momentum=0.0, clip=("kl", 10 * change), scale="formula")
     train_step(c, loose, DATA[0], cross_entropy)
     assert torch.equal(flat(c), flat(a))
 
 
 def test_clipping_by_the_norm():
     a, b = mlp(), mlp()
-    plain = lw.optim.KFAC(a, lr=0.1, momentum=0.0, clip=None)
-    clipped = lw.optim.KFAC(b, lr=0.1, momentum=0.0, clip=("norm", 0.5))
+    plain = lw.optim.KFAC(a, lr=0.1, momentum=0.0, clip=None, scale="formula")
+    clipped = lw.optim.KFAC(b, lr=0.1, momentum=0.0, clip=("norm", 0.5), scale="formula")
     start = flat(a)
     train_step(a, plain, DATA[0], cross_entropy)
     train_step(b, clipped, DATA[0], cross_entropy)
@@ -536,8 +538,7 @@ def test_the_print_lists_every_parameter_before_and_after_the_first_step(name: s
     for _ in range(2):
         text = repr(opt)
         assert text.startswith(type(opt).__name__)
-        assert "loss_average=examples" in text
-        assert "accumulate=1" in text
+        assert "scale=formula" in text
         for key, _p in model.named_parameters():
             assert key in text
         train_step(model, opt, data[0], cross_entropy)
@@ -545,7 +546,7 @@ def test_the_print_lists_every_parameter_before_and_after_the_first_step(name: s
 
 def test_the_health_report():
     model = mlp()
-    opt = lw.optim.KFAC(model, lr=0.01, refresh_every=2)
+    opt = lw.optim.KFAC(model, lr=0.01, refresh_every=2, scale="formula")
     for batch in DATA[:4]:
         train_step(model, opt, batch, cross_entropy)
     health = opt.health()
@@ -563,8 +564,8 @@ def test_clipping_comes_before_momentum():
     """
     eta, mu, kappa = 0.1, 0.9, 1e-4
     a, b = mlp(), mlp()
-    opt = lw.optim.KFAC(a, lr=eta, momentum=mu, clip=kappa, refresh_every=1)
-    bare = lw.optim.KFAC(b, lr=eta, momentum=0.0, clip=None, refresh_every=1)
+    opt = lw.optim.KFAC(a, lr=eta, momentum=mu, clip=kappa, refresh_every=1, scale="formula")
+    bare = lw.optim.KFAC(b, lr=eta, momentum=0.0, clip=None, refresh_every=1, scale="formula")
     last = torch.zeros_like(flat(a))
     for batch in DATA[:8]:
         before = flat(a)
@@ -583,9 +584,9 @@ def test_two_optimizers_on_one_model_do_not_disturb_each_other():
     options = {"KFAC": {}, "KFAC sampled": {"likelihood": "categorical"}}
     for own in options.values():
         a, b = mlp(), mlp()
-        alone = lw.optim.KFAC(a, lr=0.01, **own)
-        first = lw.optim.KFAC(b, lr=0.01, **own)
-        others = [lw.optim.KFAC(b, likelihood="categorical"), lw.optim.FOOF(b)]
+        alone = lw.optim.KFAC(a, lr=0.01, **own, scale="formula")
+        first = lw.optim.KFAC(b, lr=0.01, **own, scale="formula")
+        others = [lw.optim.KFAC(b, likelihood="categorical", scale="formula"), lw.optim.FOOF(b, scale="formula")]
         for batch in DATA[:4]:
             train_step(a, alone, batch, cross_entropy)
             for other in others:
@@ -597,7 +598,7 @@ def test_two_optimizers_on_one_model_do_not_disturb_each_other():
 def test_the_fallback_has_no_momentum_on_top_of_its_own():
     """A bias under Shampoo is stepped as by Adam alone, whatever the momentum of the matrices."""
     a, b = mlp(), mlp()
-    one, two = (lw.optim.Shampoo(m, lr=0.01, momentum=mu) for m, mu in ((a, 0.9), (b, 0.0)))
+    one, two = (lw.optim.Shampoo(m, lr=0.01, momentum=mu, scale="formula") for m, mu in ((a, 0.9), (b, 0.0)))
     train_step(a, one, DATA[0], cross_entropy)
     train_step(b, two, DATA[0], cross_entropy)
     assert torch.equal(a[0].bias, b[0].bias)
@@ -610,7 +611,7 @@ def test_the_fallback_has_no_momentum_on_top_of_its_own():
 def test_a_parameter_that_was_unfrozen_is_an_error_until_it_is_added():
     model = mlp()
     model[2].requires_grad_(False)
-    opt = lw.optim.KFAC(model, lr=0.01)
+    opt = lw.optim.KFAC(model, lr=0.01, scale="formula")
     train_step(model, opt, DATA[0], cross_entropy)
     model[2].requires_grad_(True)
     with pytest.raises(lw.LayerwiseError, match="add_param_group"):
@@ -623,7 +624,9 @@ def test_a_parameter_that_was_unfrozen_is_an_error_until_it_is_added():
 
 def test_adaptive_damping_keeps_the_proportions_of_groups():
     model = mlp()
-    opt = lw.optim.KFAC(model, lr=0.01, damping="adaptive", momentum=0.0, overrides={"0": {"damping": 0.5}})
+    opt = lw.optim.KFAC(
+        model, lr=0.01, damping="adaptive", momentum=0.0, overrides={"0": {"damping": 0.5}}, scale="formula"
+    )
     first = [group["damping"] for group in opt.param_groups]
     assert first[0] != first[1]
     for batch in DATA[:3]:
@@ -644,7 +647,7 @@ def test_a_step_under_autocast_is_the_same(name: str):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
-        opt = getattr(lw.optim, name)(model, lr=1e-3, solver="newton", refresh_every=1)
+        opt = getattr(lw.optim, name)(model, lr=1e-3, solver="newton", refresh_every=1, scale="formula")
         for step in range(3):
             opt.zero_grad()
             model(torch.randn(16, 8, generator=torch.Generator().manual_seed(step))).square().mean().backward()

@@ -92,7 +92,9 @@ class Residual(nn.Module):
 def train(
     model: nn.Module, steps: int = 3, batches: int = 1, member: Any = lw.optim.KFAC, **options: Any
 ) -> tuple[lw.optim.Layerwise, list[Tensor]]:
-    opt = member(model, lr=0.01, overrides={"head": {"update": "fallback"}}, accumulate=batches, **options)
+    opt = member(
+        model, scale="formula", lr=0.01, overrides={"head": {"update": "fallback"}}, accumulate=batches, **options
+    )
     x = torch.empty(6, 8)
     for step in range(steps):
         opt.zero_grad()
@@ -189,7 +191,7 @@ def test_layers_that_the_rule_does_not_treat_are_not_recorded():
 
 def test_a_tape_that_listens_holds_no_graph():
     model = Residual()
-    opt = lw.optim.KFAC(model)
+    opt = lw.optim.KFAC(model, scale="formula")
     f = model(randn(6, 8))
     tape = opt._capture._pending[0].tape
     assert all(event.edge is None and event.live for event in tape.events)
@@ -207,7 +209,7 @@ def test_gradients_in_between_do_not_count(waiting: dict[str, int]):
         with pytest.MonkeyPatch.context() as patch:
             if not waits:
                 patch.setattr(observe, "waits_for_step", lambda io: False)
-            opt = lw.optim.KFAC(m, lr=0.01)
+            opt = lw.optim.KFAC(m, lr=0.01, scale="formula")
             for step in range(3):
                 for discarded in (True, False):
                     opt.zero_grad()

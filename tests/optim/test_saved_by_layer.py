@@ -1,6 +1,7 @@
 """State is saved and loaded layer by layer: what is packed or halved is never whole for a stack at once."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def test_one_layer_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stack, "PAD_TO", {"cpu": 16})
     monkeypatch.setattr(symmetric, "packs", lambda shape, size: True)
     model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(LAYERS)))
-    make = getattr(lw.optim, name)
+    make = partial(getattr(lw.optim, name), scale="formula")
     opt = make(model, lr=0.01, solver="newton")
     step(opt, model, 0)
     (treated,) = [s for s in opt._stacks if "Q" in s.state]

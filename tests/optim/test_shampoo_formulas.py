@@ -53,7 +53,7 @@ def shampoo_direction(p: float, q: float, relative: bool = True, decay: float = 
 def test_powers(given: float | tuple[float, float]):
     model, data = data_of("dense")
     p, q = given if isinstance(given, tuple) else (given, given)
-    opt = lw.optim.Shampoo(model, LR, given, DAMPING, 0.9, factor_decay=0.9, refresh_every=1)
+    opt = lw.optim.Shampoo(model, LR, given, DAMPING, 0.9, factor_decay=0.9, refresh_every=1, scale="formula")
     own = Reference(model, shampoo_direction(p, q), squares, LR, momentum=0.9, separate=True)
     assert_same_steps(opt, model, own, data)
 
@@ -63,7 +63,16 @@ def test_powers(given: float | tuple[float, float]):
 def test_shapes_and_sums(shape: str, accumulate: bool):
     model, data = data_of(shape)
     opt = lw.optim.Shampoo(
-        model, LR, 0.25, DAMPING, 0.0, 0.1, factor_decay=0.9, accumulate_factors=accumulate, refresh_every=1
+        model,
+        LR,
+        0.25,
+        DAMPING,
+        0.0,
+        0.1,
+        factor_decay=0.9,
+        accumulate_factors=accumulate,
+        refresh_every=1,
+        scale="formula",
     )
     direction = shampoo_direction(0.25, 0.25, accumulate=accumulate)
     own = Reference(model, direction, squares, LR, weight_decay=0.1, separate=True)
@@ -72,7 +81,9 @@ def test_shapes_and_sums(shape: str, accumulate: bool):
 
 def test_absolute_damping_is_added_to_each_factor():
     model, data = data_of("dense")
-    opt = lw.optim.Shampoo(model, LR, 0.25, DAMPING, 0.0, factor_decay=0.9, refresh_every=1, damping_scale="absolute")
+    opt = lw.optim.Shampoo(
+        model, LR, 0.25, DAMPING, 0.0, factor_decay=0.9, refresh_every=1, damping_scale="absolute", scale="formula"
+    )
     own = Reference(model, shampoo_direction(0.25, 0.25, relative=False), squares, LR, separate=True)
     assert_same_steps(opt, model, own, data)
 
@@ -80,7 +91,7 @@ def test_absolute_damping_is_added_to_each_factor():
 def test_on_one_gradient_a_quarter_power_gives_the_orthogonal_factor():
     model = nn.Linear(6, 4, bias=False).double()
     before = model.weight.detach().clone()
-    opt = lw.optim.Shampoo(model, lr=1.0, damping=0.0, momentum=0.0, damping_scale="absolute")
+    opt = lw.optim.Shampoo(model, lr=1.0, damping=0.0, momentum=0.0, damping_scale="absolute", scale="formula")
     G = gaussian(4, 6)
     (model(torch.eye(6, dtype=G.dtype)) * G.T).sum().backward()
     opt.step()
@@ -139,7 +150,7 @@ def test_soap_is_the_authors_loop(shape: str, every: int):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(1, 4, 2), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
         model, data = model.double(), batches(24, 1, 4, 4)
-    opt = lw.optim.SOAP(model, LR, (0.9, 0.8), 1e-8, 0.1, refresh_every=every)
+    opt = lw.optim.SOAP(model, LR, (0.9, 0.8), 1e-8, 0.1, refresh_every=every, scale="formula")
     own = Reference(model, lambda *_: {}, squares, LR, weight_decay=0.1, separate=True)
     own.direction = lambda t, grads, records: {name: torch.zeros_like(G) for name, G in grads.items()}
     train_step(model, opt, data[0], squares)
@@ -163,7 +174,7 @@ def test_soap_may_move_at_the_first_step():
     """Then ``U_P sign U_Qᵀ``-like: in the basis of the gradient itself the first step is ``U Vᵀ``."""
     model = nn.Linear(4, 4, bias=False).double()
     before = model.weight.detach().clone()
-    opt = lw.optim.SOAP(model, lr=1.0, skip_first=False)
+    opt = lw.optim.SOAP(model, lr=1.0, skip_first=False, scale="formula")
     G = gaussian(4, 4)
     (model(torch.eye(4, dtype=G.dtype)) * G.T).sum().backward()
     opt.step()

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ def assert_close(found: Tensor, expected: Tensor, tol: float) -> None:
 @pytest.mark.parametrize("name", ["KFAC", "FOOF"])
 def test_inverses_by_every_solver(name: str):
     """Cholesky to 1e-4 of the way, Newton to 1e-3, its factors half new at every refresh."""
-    make = getattr(lw.optim, name)
+    make = partial(getattr(lw.optim, name), scale="formula")
     options = {"lr": 0.02, "refresh_every": 2, "damping": 1e-2}
     expected = trained(make, solver="eigh", **options)
     assert_close(trained(make, solver="cholesky", **options), expected, 1e-4)
@@ -84,7 +85,7 @@ def test_inverses_by_every_solver(name: str):
 )
 def test_bases_by_sweeps_of_products(name: str, options: dict[str, Any], tol: float):
     """Factors of the first steps change by halves, and a few sweeps follow them only so far."""
-    make = getattr(lw.optim, name)
+    make = partial(getattr(lw.optim, name), scale="formula")
     expected = trained(make, lr=0.003, refresh_every=1, solver="eigh", **options)
     assert_close(trained(make, lr=0.003, refresh_every=1, solver="newton", **options), expected, tol)
 
@@ -95,7 +96,9 @@ def test_soap_trains_as_well_by_products_as_by_qr(every: int):
     means = []
     for solver in ("auto", "newton"):
         model = net()
-        losses = train(lw.optim.SOAP(model, lr=0.003, refresh_every=every, solver=solver), model, 0, 60)
+        losses = train(
+            lw.optim.SOAP(model, lr=0.003, refresh_every=every, solver=solver, scale="formula"), model, 0, 60
+        )
         means.append(sum(losses[-20:]) / 20)
         assert means[-1] < 0.6 * losses[0]
     assert means[1] == pytest.approx(means[0], rel=5e-2)
@@ -105,7 +108,7 @@ def test_soap_trains_as_well_by_products_as_by_qr(every: int):
 def test_float64_is_kept_in_float64(name: str):
     """Pairs of float16 are for float32: products in float64 stay exact."""
     model = net().double()
-    opt = getattr(lw.optim, name)(model, lr=0.01, refresh_every=1, solver="newton")
+    opt = getattr(lw.optim, name)(model, lr=0.01, refresh_every=1, solver="newton", scale="formula")
     x, y = batch(0)
     for _ in range(12):
         opt.zero_grad()
@@ -125,11 +128,11 @@ def test_float64_is_kept_in_float64(name: str):
 @pytest.mark.parametrize("name", ["Shampoo", "SOAP", "EKFAC"])
 def test_cholesky_is_for_inverses(name: str):
     with pytest.raises(InputError, match=r'solver="cholesky".*expected: .*"newton"; Cholesky gives inverses alone'):
-        getattr(lw.optim, name)(net(), solver="cholesky")
+        getattr(lw.optim, name)(net(), solver="cholesky", scale="formula")
 
 
 def test_cholesky_of_one_side_that_is_inverted():
-    lw.optim.Shampoo(net(), power=(1.0, 0.0), solver="cholesky")
+    lw.optim.Shampoo(net(), power=(1.0, 0.0), solver="cholesky", scale="formula")
     with pytest.raises(InputError, match="cholesky"):
         lw.optim.Layerwise(net(), left="outgrads", right="inputs", power=(1.0, 0.5), solver="cholesky")
 
@@ -137,7 +140,7 @@ def test_cholesky_of_one_side_that_is_inverted():
 @pytest.mark.parametrize("name", ["KFAC", "Shampoo", "SOAP", "Muon"])
 def test_an_unknown_solver(name: str):
     with pytest.raises(InputError, match=r"solver='qr'.*\"auto\" or \"eigh\" or \"cholesky\" or \"newton\""):
-        getattr(lw.optim, name)(net(), solver="qr")
+        getattr(lw.optim, name)(net(), solver="qr", scale="formula")
 
 
 def test_auto_is_by_device_and_type():
@@ -183,7 +186,9 @@ def test_a_factor_that_is_replaced_is_followed(
         monkeypatch.setattr(Layerwise, "_waits", property(lambda self: False))
     damping, size = 1e-2, 100
     model = nn.Sequential(nn.Linear(size, 6), nn.Tanh(), nn.Linear(6, 4))
-    opt = lw.optim.FOOF(model, lr=0.0, momentum=0.0, damping=damping, refresh_every=every, solver="newton")
+    opt = lw.optim.FOOF(
+        model, lr=0.0, momentum=0.0, damping=damping, refresh_every=every, solver="newton", scale="formula"
+    )
 
     def step(number: int) -> None:
         opt.zero_grad()
@@ -246,7 +251,7 @@ RESUMED = [
 def test_a_run_that_is_resumed_goes_on(name: str, options: dict[str, Any], tol: float, first: str, second: str):
     """Stopped after nine of thirteen steps, with momentum: as without a break, whichever solver goes on."""
     options = {"lr": 0.01, "refresh_every": 1, "solver": first, **options}
-    make = getattr(lw.optim, name)
+    make = partial(getattr(lw.optim, name), scale="formula")
     whole = trained(make, 13, **options)
     model = net()
     opt = make(model, **options)
@@ -261,7 +266,7 @@ def test_a_run_that_is_resumed_goes_on(name: str, options: dict[str, Any], tol: 
 @pytest.mark.parametrize("name", ["Shampoo", "EKFAC", "SOAP"])
 def test_a_resumed_basis_is_not_begun_again(name: str, monkeypatch: pytest.MonkeyPatch):
     """It was saved with its factor: products bring it up to date, as without a break."""
-    make, model = getattr(lw.optim, name), net()
+    make, model = partial(getattr(lw.optim, name), scale="formula"), net()
     opt = make(model, lr=0.01, refresh_every=2, solver="newton")
     train(opt, model, 0, 3)
     other = make(model, lr=0.01, refresh_every=2, solver="newton")
@@ -278,7 +283,7 @@ def test_a_resumed_basis_is_not_begun_again(name: str, monkeypatch: pytest.Monke
     ("first", "second"), [("newton", "newton"), ("auto", "newton"), ("newton", "auto")], ids=lambda s: s
 )
 def test_momentum_is_not_lost(name: str, options: dict[str, Any], tol: float, first: str, second: str):
-    make = getattr(lw.optim, name)
+    make = partial(getattr(lw.optim, name), scale="formula")
     model = net()
     opt = make(model, lr=0.01, refresh_every=1, solver=first, **options)
     train(opt, model, 0, 3)
@@ -299,7 +304,7 @@ def test_momentum_is_not_lost(name: str, options: dict[str, Any], tol: float, fi
 def test_what_does_not_converge_is_not_taken(monkeypatch: pytest.MonkeyPatch):
     """The last inverse stays, it is counted, and the next turn solves exactly."""
     model = nn.Linear(6, 4)
-    opt = lw.optim.FOOF(model, lr=0.0, momentum=0.0, refresh_every=1, solver="newton")
+    opt = lw.optim.FOOF(model, lr=0.0, momentum=0.0, refresh_every=1, solver="newton", scale="formula")
 
     def step(number: int) -> None:
         opt.zero_grad()

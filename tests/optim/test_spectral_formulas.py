@@ -53,7 +53,7 @@ def test_muon_by_singular_values(shape: str, adjust: str, nesterov: bool):
             found[name] = ratio * polar(0.1 * G + 0.9 * M if nesterov else M)
         return found
 
-    opt = lw.optim.Muon(model, LR, 0.9, nesterov, 0.1, orthogonalize="polar", adjust=adjust)
+    opt = lw.optim.Muon(model, LR, 0.9, nesterov, 0.1, orthogonalize="polar", adjust=adjust, scale="formula")
     own = Reference(model, direction, squares, LR, weight_decay=0.1, separate=True)
     assert_same_steps(opt, model, own, data, tol=1e-3)
     assert (flat(model) - flat(own.model)).abs().max() < 1e-8
@@ -70,7 +70,7 @@ def test_muon_is_torchs(adjust: str, dtype: torch.dtype):
     """
     model = mlp(8, 12, 12, 3).to(dtype)
     other = copy.deepcopy(model)
-    opt = lw.optim.Muon(model, lr=0.02, adjust=adjust)
+    opt = lw.optim.Muon(model, lr=0.02, adjust=adjust, scale="formula")
     matrices = [p for p in other.parameters() if p.ndim == 2]
     vectors = [p for p in other.parameters() if p.ndim == 1]
     theirs = (
@@ -93,7 +93,7 @@ def test_muon_moves_towards_the_polar_factor():
     G = gaussian(6, 9)
     model = nn.Linear(9, 6, bias=False).double()
     before = model.weight.detach().clone()
-    opt = lw.optim.Muon(model, lr=1.0, weight_decay=0.0)
+    opt = lw.optim.Muon(model, lr=1.0, weight_decay=0.0, scale="formula")
     (model(torch.eye(9, dtype=G.dtype)) * G.T).sum().backward()
     opt.step()
     D = before - model.weight.detach()
@@ -120,7 +120,9 @@ def test_mahalanobis_spectral():
             found[name] = S.sum() * P @ U @ Vh @ Q
         return found
 
-    opt = lw.optim.MahalanobisSpectral(model, 0.002, 0.01, factor_decay=0.0, refresh_every=1, clip=None)
+    opt = lw.optim.MahalanobisSpectral(
+        model, 0.002, 0.01, factor_decay=0.0, refresh_every=1, clip=None, scale="formula"
+    )
     assert_same_steps(opt, model, Reference(model, direction, squares, 0.002), data)
 
 
@@ -139,7 +141,10 @@ def test_the_spectral_step_reaches_the_optimal_value():
     """``min ⟨g, M⟩ + ‖P^½ M Q^½‖²_op / (2η) = −(η/2) tr(S)²``; no perturbation does better."""
     eta = 0.3
     step, g, P, Q = _solved_by_the_optimizer(
-        lambda m, eta: lw.optim.MahalanobisSpectral(m, eta, damping=0.0, damping_scale="absolute", clip=None), eta
+        lambda m, eta: lw.optim.MahalanobisSpectral(
+            m, eta, damping=0.0, damping_scale="absolute", clip=None, scale="formula"
+        ),
+        eta,
     )
     S = torch.linalg.svdvals(power(P, -0.5) @ g @ power(Q, -0.5))
 
@@ -156,7 +161,7 @@ def test_the_step_minimises_the_corrected_norm_and_not_the_printed_one():
     """Prop. D.2: ``−η P⁻¹ g Q⁻¹`` is steepest in ``‖P^½ M Q^½‖_F``; in the printed ``‖Pᵀ M Qᵀ‖_F`` it is not."""
     eta = 0.3
     step, g, P, Q = _solved_by_the_optimizer(
-        lambda m, eta: lw.optim.KFAC(m, eta, 0.0, 0.0, damping_scale="absolute", clip=None), eta
+        lambda m, eta: lw.optim.KFAC(m, eta, 0.0, 0.0, damping_scale="absolute", clip=None, scale="formula"), eta
     )
 
     def corrected(M: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU 
 
 WIDTH, BATCH, DEPTH = 16, 12, 3
 MEMBERS: dict[str, Callable[..., Layerwise]] = {
-    "KFAC": lw.optim.KFAC,
-    "EKFAC": lw.optim.EKFAC,
-    "EKFAC running": lambda model, **options: lw.optim.EKFAC(model, scaling="running", **options),
-    "K-FAC in a basis": lambda model, **options: lw.optim.KFAC(model, damping_split="exact", **options),
+    "KFAC": partial(lw.optim.KFAC, scale="formula"),
+    "EKFAC": partial(lw.optim.EKFAC, scale="formula"),
+    "EKFAC running": lambda model, **options: lw.optim.EKFAC(model, scaling="running", **options, scale="formula"),
+    "K-FAC in a basis": lambda model, **options: lw.optim.KFAC(
+        model, damping_split="exact", **options, scale="formula"
+    ),
 }
 
 

@@ -231,7 +231,7 @@ def test_a_closure_that_is_repeated_counts_once(name: str):
 def test_forwards_of_several_batches_before_their_backward():
     """Both of a pair of views count: a loss on two outputs is one batch twice as large."""
     a, b = mlp(), mlp()
-    one, two = (lw.optim.KFAC(m, 0.01, momentum=0.0, refresh_every=1) for m in (a, b))
+    one, two = (lw.optim.KFAC(m, 0.01, momentum=0.0, refresh_every=1, scale="formula") for m in (a, b))
     for (x, y), (u, v) in zip(DATA[:4], DATA[4:], strict=True):
         one.zero_grad()
         f, g = a(x), a(u)
@@ -240,7 +240,7 @@ def test_forwards_of_several_batches_before_their_backward():
         train_step(b, two, (torch.cat([x, u]), torch.cat([y, v])), cross_entropy)
     # each output's loss is divided by 2, as with accumulate=2: told so, the steps agree
     c = mlp()
-    told = lw.optim.KFAC(c, 0.01, momentum=0.0, refresh_every=1, accumulate=2)
+    told = lw.optim.KFAC(c, 0.01, momentum=0.0, refresh_every=1, accumulate=2, scale="formula")
     for (x, y), (u, v) in zip(DATA[:4], DATA[4:], strict=True):
         told.zero_grad()
         f, g = c(x), c(u)
@@ -607,7 +607,7 @@ def test_a_generator_as_seed():
 def test_labels_are_drawn_only_where_statistics_are_due():
     """One extra backward at every third step: counted by the gradients that reach a layer's output."""
     model = mlp()
-    opt = lw.optim.KFAC(model, likelihood="categorical", factor_every=3)
+    opt = lw.optim.KFAC(model, likelihood="categorical", factor_every=3, scale="formula")
     backwards = []
     for t, batch in enumerate(DATA[:7]):
         seen: list[int] = []

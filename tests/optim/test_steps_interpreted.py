@@ -19,10 +19,12 @@ from layerwise.optim.engine import Layerwise
 pytestmark = [pytest.mark.usefixtures("untyped"), pytest.mark.interpreted, only_interpreted]
 MEMBERS: dict[str, Any] = {
     "newton": lambda m: lw.optim.KFAC(
-        m, lr=0.01, refresh_every=1, solver="newton", clip=1e-5, momentum=0.9, nesterov=True
+        m, lr=0.01, refresh_every=1, solver="newton", clip=1e-5, momentum=0.9, nesterov=True, scale="formula"
     ),
-    "half": lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=1, solver="newton", precision="half", weight_decay=0.1),
-    "EKFAC": lambda m: lw.optim.EKFAC(m, lr=0.01, refresh_every=1, solver="newton", scaling="running"),
+    "half": lambda m: lw.optim.KFAC(
+        m, lr=0.01, refresh_every=1, solver="newton", precision="half", weight_decay=0.1, scale="formula"
+    ),
+    "EKFAC": lambda m: lw.optim.EKFAC(m, lr=0.01, refresh_every=1, solver="newton", scaling="running", scale="formula"),
     "Adam": lambda m: lw.optim.Adam(m, lr=0.01, weight_decay=0.1),
     "SGD": lambda m: lw.optim.SGD(m, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
 }

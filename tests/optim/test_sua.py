@@ -181,7 +181,8 @@ def test_kfac(split: str, scale: str, net: str):
 
     run(
         lambda m: lw.optim.KFAC(
-            m, LR, DAMPING, sua=True, damping_split=split, damping_scale=scale, refresh_every=1, clip=None
+            m, LR, DAMPING, sua=True, damping_split=split, damping_scale=scale, refresh_every=1, clip=None,
+            scale="formula",
         ), solve, net, 1e-9,
     )  # fmt: skip
 
@@ -196,7 +197,7 @@ def test_kfac_of_reduced_positions():
 
     net = "padding, stride, groups"
     options = {"sharing": "reduce", "refresh_every": 1, "clip": None}
-    run(lambda m: lw.optim.KFAC(m, LR, DAMPING, sua=True, **options), solve, net, 1e-9, True)
+    run(lambda m: lw.optim.KFAC(m, LR, DAMPING, sua=True, **options, scale="formula"), solve, net, 1e-9, True)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +235,7 @@ def test_ekfac(scaling: str, split: str, scale: str, net: str):
     run(
         lambda m: lw.optim.EKFAC(
             m, LR, DAMPING, scaling=scaling, damping_split=split, damping_scale=scale, sua=True, refresh_every=1,
-            clip=None,
+            clip=None, scale="formula",
         ), solve, net, 1e-7,
     )  # fmt: skip
 
@@ -253,17 +254,26 @@ def foof_solve(relative: bool):
 @pytest.mark.usefixtures("untyped")
 def test_foof(scale: str, net: str):
     solve = foof_solve(scale == "relative")
-    run(lambda m: lw.optim.FOOF(m, LR, DAMPING, sua=True, damping_scale=scale, refresh_every=1), solve, net, 1e-9)
+    run(
+        lambda m: lw.optim.FOOF(m, LR, DAMPING, sua=True, damping_scale=scale, refresh_every=1, scale="formula"),
+        solve,
+        net,
+        1e-9,
+    )
 
 
 # --- one offset, sizes, words -----------------------------------------------------------------------------
 
 MEMBERS = {
-    "KFAC": lambda m, **k: lw.optim.KFAC(m, LR, refresh_every=3, **k, clip=None),
-    "KFAC exact": lambda m, **k: lw.optim.KFAC(m, LR, refresh_every=3, damping_split="exact", **k, clip=None),
-    "EKFAC": lambda m, **k: lw.optim.EKFAC(m, LR, refresh_every=3, **k, clip=None),
-    "EKFAC running": lambda m, **k: lw.optim.EKFAC(m, LR, refresh_every=3, scaling="running", **k, clip=None),
-    "FOOF": lambda m, **k: lw.optim.FOOF(m, LR, refresh_every=3, **k),
+    "KFAC": lambda m, **k: lw.optim.KFAC(m, LR, refresh_every=3, **k, clip=None, scale="formula"),
+    "KFAC exact": lambda m, **k: lw.optim.KFAC(
+        m, LR, refresh_every=3, damping_split="exact", **k, clip=None, scale="formula"
+    ),
+    "EKFAC": lambda m, **k: lw.optim.EKFAC(m, LR, refresh_every=3, **k, clip=None, scale="formula"),
+    "EKFAC running": lambda m, **k: lw.optim.EKFAC(
+        m, LR, refresh_every=3, scaling="running", **k, clip=None, scale="formula"
+    ),
+    "FOOF": lambda m, **k: lw.optim.FOOF(m, LR, refresh_every=3, **k, scale="formula"),
 }
 
 
@@ -305,8 +315,8 @@ def test_factors_have_the_size_of_the_channels(name: str):
 
 def test_a_side_that_is_too_long_with_its_offsets_has_a_factor():
     model = convnet()
-    assert "19 > max_factor" in repr(lw.optim.FOOF(model, max_factor=17))
-    assert "has no factor" not in repr(lw.optim.FOOF(model, max_factor=17, sua=True))
+    assert "19 > max_factor" in repr(lw.optim.FOOF(model, max_factor=17, scale="formula"))
+    assert "has no factor" not in repr(lw.optim.FOOF(model, max_factor=17, sua=True, scale="formula"))
 
 
 @pytest.mark.parametrize("name", MEMBERS)
@@ -327,7 +337,7 @@ def test_sua_is_about_inputs():
 def test_health_and_adaptive_damping():
     """Condition numbers, and the quadratic model, with the same Q."""
     model = convnet()
-    opt = lw.optim.KFAC(model, LR, "adaptive", sua=True, refresh_every=1, clip=None)
+    opt = lw.optim.KFAC(model, LR, "adaptive", sua=True, refresh_every=1, clip=None, scale="formula")
     for x, y in batches(6, 2, 4, 4):
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
@@ -406,7 +416,12 @@ def test_a_state_with_other_factors_begins_anew_where_they_differ(name: str, fir
 @pytest.mark.usefixtures("untyped")
 def test_equal_sizes_with_different_kernels():
     """4 channels at 4 offsets and 8 channels at 2: two layers of 8 × 16 that are not one stack."""
-    run(lambda m: lw.optim.FOOF(m, LR, DAMPING, sua=True, refresh_every=1), foof_solve(True), "equal sizes", 1e-9)
+    run(
+        lambda m: lw.optim.FOOF(m, LR, DAMPING, sua=True, refresh_every=1, scale="formula"),
+        foof_solve(True),
+        "equal sizes",
+        1e-9,
+    )
 
 
 # --- training ---------------------------------------------------------------------------------------------
@@ -458,9 +473,11 @@ def gradient_descent() -> float:
 @pytest.mark.parametrize(
     "member",
     [
-        lambda m, **k: lw.optim.KFAC(m, 3e-3, 0.1, likelihood="categorical", clip=None, **k),
-        lambda m, **k: lw.optim.EKFAC(m, 1e-3, 0.1, scaling="running", damping_split="exact", clip=None, **k),
-        lambda m, **k: lw.optim.FOOF(m, 1e-2, 0.1, **k),
+        lambda m, **k: lw.optim.KFAC(m, 3e-3, 0.1, likelihood="categorical", clip=None, **k, scale="formula"),
+        lambda m, **k: lw.optim.EKFAC(
+            m, 1e-3, 0.1, scaling="running", damping_split="exact", clip=None, **k, scale="formula"
+        ),
+        lambda m, **k: lw.optim.FOOF(m, 1e-2, 0.1, **k, scale="formula"),
     ],
     ids=["KFAC", "EKFAC running", "FOOF"],
 )

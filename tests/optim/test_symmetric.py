@@ -16,13 +16,15 @@ from random_tensors import randn
 
 Make = Callable[[nn.Module], Layerwise]
 MEMBERS: dict[str, Make] = {
-    "KFAC": lambda m: lw.optim.KFAC(m, lr=0.05, solver="newton", refresh_every=1),
-    "EKFAC": lambda m: lw.optim.EKFAC(m, lr=0.05, solver="newton", refresh_every=1, scaling="running"),
-    "FOOF": lambda m: lw.optim.FOOF(m, lr=0.05, solver="newton", refresh_every=1),
+    "KFAC": lambda m: lw.optim.KFAC(m, lr=0.05, solver="newton", refresh_every=1, scale="formula"),
+    "EKFAC": lambda m: lw.optim.EKFAC(m, lr=0.05, solver="newton", refresh_every=1, scaling="running", scale="formula"),
+    "FOOF": lambda m: lw.optim.FOOF(m, lr=0.05, solver="newton", refresh_every=1, scale="formula"),
     "LocoProp": lambda m: lw.optim.LocoProp(m, lr=0.05, solver="newton", refresh_every=1),
-    "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.05, solver="newton", refresh_every=2),
-    "Shampoo, sums": lambda m: lw.optim.Shampoo(m, lr=0.05, solver="newton", accumulate_factors=True, refresh_every=2),
-    "SOAP": lambda m: lw.optim.SOAP(m, lr=0.05, solver="newton", refresh_every=2),
+    "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.05, solver="newton", refresh_every=2, scale="formula"),
+    "Shampoo, sums": lambda m: lw.optim.Shampoo(
+        m, lr=0.05, solver="newton", accumulate_factors=True, refresh_every=2, scale="formula"
+    ),
+    "SOAP": lambda m: lw.optim.SOAP(m, lr=0.05, solver="newton", refresh_every=2, scale="formula"),
 }
 STEPS = 10
 """More than those whose inverses are exact."""

@@ -281,15 +281,21 @@ def test_one_pass_is_both(gate: Tensor, monkeypatch: pytest.MonkeyPatch):
 # --- in training -------------------------------------------------------------------------------------------------
 
 MEMBERS: dict[str, Any] = {
-    "SOAP": lambda m: lw.optim.SOAP(m, lr=0.003, refresh_every=1, solver="newton", weight_decay=0.1),
+    "SOAP": lambda m: lw.optim.SOAP(m, lr=0.003, refresh_every=1, solver="newton", weight_decay=0.1, scale="formula"),
     # eps: entries that are rounding alone are steps of ±lr without it, other ones with other numbers of threads
     "SOAP with momentum": lambda m: lw.optim.SOAP(
-        m, lr=0.003, refresh_every=1, solver="newton", momentum=0.9, eps=1e-5
+        m, lr=0.003, refresh_every=1, solver="newton", momentum=0.9, eps=1e-5, scale="formula"
     ),
-    "EKFAC": lambda m: lw.optim.EKFAC(m, lr=0.003, refresh_every=1, solver="newton", scaling="running"),
-    "EKFAC, a norm": lambda m: lw.optim.EKFAC(m, lr=0.01, refresh_every=1, solver="newton", clip=("norm", 0.5)),
-    "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.003, refresh_every=1, solver="newton"),
-    "Shampoo, grafted": lambda m: lw.optim.Shampoo(m, lr=0.003, refresh_every=1, solver="newton", graft="gradient"),
+    "EKFAC": lambda m: lw.optim.EKFAC(
+        m, lr=0.003, refresh_every=1, solver="newton", scaling="running", scale="formula"
+    ),
+    "EKFAC, a norm": lambda m: lw.optim.EKFAC(
+        m, lr=0.01, refresh_every=1, solver="newton", clip=("norm", 0.5), scale="formula"
+    ),
+    "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.003, refresh_every=1, solver="newton", scale="formula"),
+    "Shampoo, grafted": lambda m: lw.optim.Shampoo(
+        m, lr=0.003, refresh_every=1, solver="newton", graft="gradient", scale="formula"
+    ),
 }
 
 

@@ -48,13 +48,13 @@ OPTIMIZERS = {
     "torch Adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2),
     "L-BFGS": lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3),
     "SGD": lambda model: lw.optim.SGD(model, lr=0.1),
-    "KFAC": lambda model: lw.optim.KFAC(model, lr=3e-2),
-    "KFAC adaptive": lambda model: lw.optim.KFAC(model, lr=3e-2, damping="adaptive"),
-    "EKFAC sampled": lambda model: lw.optim.EKFAC(model, lr=1e-3, likelihood="categorical"),
+    "KFAC": lambda model: lw.optim.KFAC(model, lr=3e-2, scale="formula"),
+    "KFAC adaptive": lambda model: lw.optim.KFAC(model, lr=3e-2, damping="adaptive", scale="formula"),
+    "EKFAC sampled": lambda model: lw.optim.EKFAC(model, lr=1e-3, likelihood="categorical", scale="formula"),
     "NGD": lambda model: lw.optim.NGD(model, lr=1e-2),
-    "FOOF": lambda model: lw.optim.FOOF(model, lr=1e-2),
-    "Muon": lambda model: lw.optim.Muon(model, lr=1e-2),
-    "Shampoo": lambda model: lw.optim.Shampoo(model, lr=1e-2),
+    "FOOF": lambda model: lw.optim.FOOF(model, lr=1e-2, scale="formula"),
+    "Muon": lambda model: lw.optim.Muon(model, lr=1e-2, scale="formula"),
+    "Shampoo": lambda model: lw.optim.Shampoo(model, lr=1e-2, scale="formula"),
 }
 
 

@@ -102,6 +102,8 @@ class LayerTable:
     untracked: Mapping[str, str] = field(default_factory=dict)
     matrices: Matrices = field(default_factory=dict)
     """Parameters that hold several matrices."""
+    separate_bias: tuple[type[nn.Module], ...] = ()
+    """Modules whose bias is a layer by itself."""
 
     @classmethod
     def from_model(
@@ -149,7 +151,7 @@ class LayerTable:
         order = {name: index for index, name in enumerate(parameters)}
         specs.sort(key=lambda spec: min(order[p] for p in spec.parameters))
         shapes = {name: tuple(p.shape) for name, p in parameters.items() if name not in untracked}
-        found = cls(tuple(_cut(spec, matrices) for spec in specs), shapes, untracked, matrices)
+        found = cls(tuple(_cut(spec, matrices) for spec in specs), shapes, untracked, matrices, separate_bias)
         for pattern in matrices:
             if not any(matches(spec, pattern) for spec in specs):
                 raise unused({pattern: matrices[pattern]}, [*found.names(), *shapes])
@@ -228,6 +230,7 @@ class LayerTable:
         """The same table with layers that were found by use (`layerwise.layers.uses`) in place of what they replace."""
         if not found:
             return self
+        found = [apart for used in found for apart in self._apart(model, used)]
         names = {part.name for used in found for part in used.form.parts}
         touched = [spec for spec in self.layers if names.intersection(spec.parameters)]
         rest = {name: BESIDE for spec in touched for name in spec.parameters if name not in names}
@@ -239,6 +242,12 @@ class LayerTable:
         order = {name: index for index, name in enumerate(self.shapes)}
         layers.sort(key=lambda spec: min(order[p] for p in spec.parameters))
         return replace(self, layers=tuple(layers))
+
+    def _apart(self, model: nn.Module, used: Used) -> list[Used]:
+        form = used.form
+        if len(form.parts) < 2 or not isinstance(_owner(model, used), self.separate_bias):
+            return [used]
+        return [Used(used.name, _weight_alone(form)), Used(f"{used.name}.bias", _bias_alone(form))]
 
     def with_matrices(self, model: nn.Module) -> "LayerTable":
         """The same table with parameters that fall back as matrices, for what needs nothing but the gradient.
@@ -403,8 +412,12 @@ def _cut(spec: LayerSpec, matrices: Matrices) -> LayerSpec:
     return replace(spec, form=split_form(spec.form, how, spec.name), sites=sites)
 
 
+def _owner(model: nn.Module, used: Used) -> nn.Module:
+    return unwrap(model).get_submodule(used.form.parts[0].name.rpartition(".")[0])
+
+
 def _spec_by_use(model: nn.Module, used: Used) -> LayerSpec:
-    owner = unwrap(model).get_submodule(used.form.parts[0].name.rpartition(".")[0])
+    owner = _owner(model, used)
     rule = STACKED if used.stacked else RULES.find(nn.Linear)
     assert rule is not None
     return LayerSpec(used.name, used.form, type(owner).__name__, (Site(used.name, owner, rule, "", used),))

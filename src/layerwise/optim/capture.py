@@ -6,6 +6,7 @@ result is *pending* until the user's backward from that output runs. Forwards wi
 whose output is never differentiated leave nothing.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from layerwise.distributed.processes import Processes
 from layerwise.foundations.cotangents import Cotangent, HessianRoot, SampledLabels
-from layerwise.foundations.errors import InteractionError
+from layerwise.foundations.errors import InteractionError, UnsupportedError
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.types import Tree, leaves
 from layerwise.foundations.vectors import unwrap
@@ -42,6 +43,7 @@ from layerwise.layers.tape import Tape, explained
 from layerwise.layers.verify import NO_AXIS
 from layerwise.optim.backwards import Arrivals, Watch, graph_is_kept
 from layerwise.optim.loss_scale import LossScale, tokens_of, with_class_axis
+from layerwise.optim.output_reading import EMPIRICAL, OutputReader
 from layerwise.optim.root_hooks import RootHook, inputs_of, within_call
 from layerwise.optim.rule import Recorded
 
@@ -83,6 +85,8 @@ class Seen:
 
     examples: int = 0
     tokens: int = 0
+    energy: Tensor | None = None
+    """``Σ‖∂L/∂f‖²`` at the output, where statistics are freed of the loss's scale by it."""
 
 
 class Capture:
@@ -114,6 +118,15 @@ class Capture:
         self.before_a_forward: Callable[[], None] = lambda: None
         """Called before a training forward, when a model that has changed can still be recorded as it is now."""
         self.seen = Seen()
+        self.reader: OutputReader | None = None
+        """Reads the gradient at the output, as long as it wants to."""
+        self.scale_free = False
+        """Whether empirical statistics are as the gradients come, and their scale is taken out by the step."""
+        self.rounds = 0
+        """Steps that had a training forward: names their labels, so that batches that are accumulated have those that
+        they would have as one."""
+        self._labelled: int | None = None
+        """Examples of the present step that have labels; None before its first forward."""
         self._open: list[tuple[Tape | None, Tree, ExitStack, bool]] = []
         """Forwards under way: the tape, the inputs, what is left when they end, and whether they are compiled."""
         self._pending: list[Forward] = []
@@ -170,18 +183,28 @@ class Capture:
         examples, watch = self._count(x), Watch(self.model)
         forward = Forward(tape, examples, tokens_of(f, examples, self.likelihood), self.forwards, watch)
         self.forwards += 1
+        self._labelled = self._labelled or 0
         if tape is not None and self.estimator in ("sampled", "exact"):
-            self._pull_own(forward, f)
+            self._draw(forward, f)
         elif tape is not None:
             self._listen(forward)
+        shown = f.detach() if self.reader is not None and self.reader.wants else None
         for output in output_tensors(out):  # the loss may be of any of them
             if output.requires_grad:
-                output.register_hook(lambda _, forward=forward: self._came_back(forward))
+                read = shown if output is f else None
+                output.register_hook(lambda g, forward=forward, read=read: self._came_back(forward, read, g))
         self._pending.append(forward)
 
-    def _came_back(self, forward: Forward) -> None:
-        """The user's backward has reached the output of a forward."""
-        if not forward.counted and not backward_of_another(self) and forward.watch.counts():
+    def _came_back(self, forward: Forward, f: Tensor | None, g: Tensor) -> None:
+        """The user's backward has reached an output of a forward: f, where it is to be read."""
+        if backward_of_another(self) or not forward.watch.counts():
+            return
+        if self.scale_free and self.estimator == "empirical":
+            energy = as_statistics(g.detach()).square().sum()
+            self.seen.energy = energy if self.seen.energy is None else self.seen.energy + energy
+        if f is not None and self.reader is not None and self.reader.wants:
+            self.reader.look(f, g, forward.examples, forward.tokens)
+        if not forward.counted:
             forward.counted, forward.again = True, graph_is_kept()
             self.seen.examples += forward.examples
             self.seen.tokens += forward.tokens
@@ -193,7 +216,8 @@ class Capture:
         tape = forward.tape
         assert tape is not None
         examples, batch = forward.examples, (forward.number, 0)
-        factor, take = self.scale.to_sum(examples, forward.tokens), self.observe_rows
+        factor = 1.0 if self.scale_free else self.scale.to_sum(examples, forward.tokens)
+        take = self.observe_rows
 
         def keep(spec: LayerSpec, reached: bool) -> None:
             self._keep_arrived(tape, spec, examples, factor, batch, reached)
@@ -202,6 +226,17 @@ class Capture:
             return take is not None and take(spec, x, g, examples, factor, batch)
 
         forward.arrivals = Arrivals(tape, forward.watch, keep, keep_rows)
+
+    def _draw(self, forward: Forward, f: Tensor) -> None:
+        """Labels; where nobody asked for them and they cannot be pulled back, statistics are the loss's from now on."""
+        try:
+            self._pull_own(forward, f)
+        except UnsupportedError as why:
+            if self.reader is None or not self.reader.asks:
+                raise
+            self.estimator, self.likelihood = "empirical", None
+            forward.let_go()
+            warnings.warn(f"{EMPIRICAL}: labels cannot be drawn, because of {why}", stacklevel=2)
 
     def _pull_own(self, forward: Forward, f: Tensor) -> None:
         """The extra backward of sampled or exact labels; kept aside until the user's backward comes."""
@@ -216,10 +251,14 @@ class Capture:
             cotangent = SampledLabels(likelihood, self.samples, self.seed + RANK_SEEDS * Processes().rank)
         with torch.enable_grad():
             terms = likelihood.standardize_asked(as_statistics(f), None, None, self._arrange(n), None)
+        before = self._labelled or 0
+        self._labelled = before + n
+        if before:
+            terms = replace(terms, part=(before, before + n))
         waiting: list[tuple[LayerSpec, LayerIO, int]] = []
         count = cotangent.count(terms)
         for v in range(count):
-            rows = cotangent.slice(terms, v, v + 1, forward.number).detach()
+            rows = cotangent.slice(terms, v, v + 1, self.rounds).detach()
 
             def wait(spec: LayerSpec, io: LayerIO, v: int = v) -> None:
                 waiting.append((spec, io, v))
@@ -321,18 +360,25 @@ class Capture:
     def collect(self) -> Seen:
         """What came since the last call; graphs of forwards are let go."""
         self.drop()
-        seen, self.seen = self.seen, Seen()
+        seen = self._begin_step()
         while self._open:  # of forwards that were interrupted, or raised inside a compiled graph
             self._open.pop()[2].close()
         return seen
 
     def forget(self) -> None:
         """Gradients are set to zero: what came is of no use, and a forward that is kept may be differentiated anew."""
-        self.seen = Seen()
+        self._begin_step()
         for forward in self._pending:
             forward.counted = forward.counted and not forward.again
             if forward.arrivals is not None:
                 forward.arrivals.forget()
+
+    def _begin_step(self) -> Seen:
+        """What comes now is of another step; returns what was of the last one."""
+        seen, self.seen = self.seen, Seen()
+        self.rounds += self._labelled is not None
+        self._labelled = None
+        return seen
 
     def drop(self) -> None:
         """Let go of forwards that are not differentiated yet."""

@@ -43,7 +43,7 @@ def why_fallback(rule: UpdateRule, spec: LayerSpec, group: Mapping[str, Any], mo
         return f"{spec.kind}: a vector, not a matrix"
     if min(spec.form.outputs, spec.form.inputs) == 1 and not rule.needs_inputs:
         return "a vector, not a matrix"
-    if spec.form.one_hot and not rule.needs_inputs:
+    if spec.form.one_hot and not (rule.needs_inputs and rule.treats_embeddings):
         return "an embedding"
     first = dict(model.named_parameters())[spec.parameters[0]]
     return rule.accepts(Stack(rule, (spec,), dict(group), {spec.parameters[0]: first}).shape)

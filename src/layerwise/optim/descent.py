@@ -16,6 +16,7 @@ from layerwise.optim.graft import Clip, Graft
 from layerwise.optim.observe import Collector, Sums
 from layerwise.optim.refreshes import Refreshes, remember
 from layerwise.optim.rule import Context, Health, Observation, State, UpdateRule
+from layerwise.optim.scale import UpdateScale
 from layerwise.optim.spread import Spread
 from layerwise.optim.stack import Stack
 from layerwise.optim.statistics import Statistics, take_all_in, take_due
@@ -71,6 +72,7 @@ class Descent:
     refreshes: Refreshes
     spread: Spread = field(default_factory=Spread)
     statistics: Statistics = field(default_factory=Statistics)
+    scale: UpdateScale = field(default_factory=UpdateScale)
     _places: dict[torch.device, dict] = field(default_factory=dict)
 
     # --- gradients -----------------------------------------------------------------------------------------
@@ -188,23 +190,38 @@ class Descent:
         looked_at = waits or self.damping.adaptive or self.graft.method or self.clip.kind == "norm"
         context.asks_along = self.clip.kind == "kl" and not looked_at
         rule.rescale(stack.state, part.observed, part.handed, context)
-        direction = rule.direction if looked_at else rule.scaled_direction
-        D = direction(stack.state, part.handed, context, self.health)
+        if self.scale.sets(rule):
+            D = self._sized(part)
+        else:
+            direction = rule.direction if looked_at else rule.scaled_direction
+            D = direction(stack.state, part.handed, context, self.health)
         D = self.graft.apply(stack, part.handed, D, self.health)
         if part.before is not None:
             made = {k: torch.zeros_like(v) for k, v in stack.state.items() if k not in part.before}
             stack.restore({**made, **part.before}, part.active)
         return D
 
+    def _sized(self, part: Part) -> Tensor:
+        """The direction of an averaged gradient, of AdamW's size."""
+        stack, context = part.stack, part.context
+        averaged, wanted = self.scale.average(stack, part.handed, context, self.health)
+        D = stack.rule.direction(stack.state, averaged, context, self.health)
+        return self.scale.apply(stack, D.to(stack.shape.dtype), wanted, part.lr)
+
+    def _factor(self, part: Part, factor: float | Tensor) -> float | Tensor:
+        """A clip is for matrices alone, where the others are to have AdamW's own step."""
+        return factor if self.scale.method == "formula" or part.stack.rule is self.rule else 1.0
+
     def _finish(self, part: Part, D: Tensor | Scaled, factor: float | Tensor) -> None:
         """Momentum, decay and descent in one pass, where the stack's layers allow it."""
         stack, context, listed = part.stack, part.context, part.stack.listed
+        factor = self._factor(part, factor)
         factor = factor.to(stack.shape.device) if isinstance(factor, Tensor) else factor
         layers = listed.parameters() if listed is not None and all(part.active) else None
         if listed is None or layers is None:
             self._subtract(part, self._momentum(part, unscaled(D).to(stack.shape.dtype), factor))
             return
-        mu = self._mu(stack)
+        mu = self._mu(part)
         finish_(
             *layers,
             listed.directions(D),
@@ -223,15 +240,17 @@ class Descent:
         lr = part.context.lr
         part.stack.subtract(update, lr, part.active, lr * part.stack.group["weight_decay"], part.context.gate)
 
-    def _mu(self, stack: Stack) -> float:
-        """Momentum of the direction: none where the rule takes the option itself, or is a fallback with its own."""
-        own = stack.rule.own_momentum
-        return 0.0 if own == "momentum" or (own and stack.rule is not self.rule) else stack.group["momentum"]
+    def _mu(self, part: Part) -> float:
+        """Momentum of the direction: none where the gradient was averaged before, where the rule takes the option
+        itself, or is a fallback with its own."""
+        rule, own = part.stack.rule, part.stack.rule.own_momentum
+        averaged = self.scale.sets(rule) or own == "momentum" or (own and rule is not self.rule)
+        return 0.0 if averaged else part.stack.group["momentum"]
 
     def _momentum(self, part: Part, D: Tensor, factor: float | Tensor) -> Tensor:
         """``μ · buffer + factor · D``, kept; with Nesterov's, one step ahead of it."""
         stack, gate = part.stack, part.context.gate
-        mu = self._mu(stack)
+        mu, factor = self._mu(part), self._factor(part, factor)
         D = D if isinstance(factor, float) and factor == 1.0 else D * factor
         if not mu:
             return D

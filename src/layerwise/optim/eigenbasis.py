@@ -156,6 +156,7 @@ class CorrectedEigenvalues(EigenFactors):
         super().__post_init__()
         check_side("scaling", self.scaling, ("batch", "running", "none"))
         self.keeps_recorded = self.scaling == "batch"
+        self.needs_loss_scale = self.scaling == "running"
         if self.examples_over is not None:
             positive("examples_over", self.examples_over)
 

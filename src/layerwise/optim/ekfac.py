@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.options import LIKELIHOOD, LOSS_AVERAGE, Overrides
+from layerwise.optim.options import LIKELIHOOD, LOSS_AVERAGE, Overrides, by_scale, clip_by_scale, statistics_options
 
 
 class EKFAC(Layerwise):
@@ -19,9 +19,9 @@ class EKFAC(Layerwise):
 
     Args:
         model: the module that is trained.
-        lr: η.
+        lr: η; by default 1e-3, and 3e-2 for the bare formula.
         damping: λ.
-        momentum: of the preconditioned direction.
+        momentum: of the gradient, as an average (AdamW's β₁).
         weight_decay: decoupled.
         scaling: "batch" or "running".
         scaling_decay: ρ of the running scalings; beyond 0.8 a GPU keeps them in float32, else in bfloat16.
@@ -32,7 +32,9 @@ class EKFAC(Layerwise):
         examples_over: steps over which the examples of ``scaling="batch"`` are looked at, at most `factor_every`:
             layers take turns, so that no step is slow, and their inputs and output gradients are kept until then. None:
             1 on a CPU, where the step looks at its own batch; on a GPU as many as there are between statistics.
-        clip: bound on the step's predicted change ``η²⟨D, ∇L⟩``; None for the bare formula.
+        scale: "adam": updates of AdamW's size, for AdamW's rate; "formula": the bare formula, momentum being a sum of
+            directions.
+        clip: bound on the step's predicted change ``η²⟨D, ∇L⟩``, or None. "auto": none, and 1e-3 for the bare formula.
         likelihood: that of the model's output, for labels drawn from it; see `Layerwise`.
         loss_average: how the loss in your loop is reduced: over "examples", over "tokens", or None for a sum.
         overrides: options for layers or parameters by pattern, ``{"*.bias": {"weight_decay": 0.0}}``.
@@ -47,17 +49,18 @@ class EKFAC(Layerwise):
     def __init__(
         self,
         model: nn.Module,
-        lr: float | Tensor = 3e-2,
+        lr: float | Tensor | None = None,
         damping: Any = 1e-1,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         *,
+        scale: str = "adam",
         scaling: str = "batch",
         scaling_decay: float = 0.75,
         damping_split: str = "trace",
         sua: bool = False,
         examples_over: int | None = None,
-        clip: float | tuple[str, float] | None = 1e-3,
+        clip: float | tuple[str, float] | str | None = "auto",
         refresh_every: int = 10,
         max_factor: int = 8192,
         likelihood: str | Likelihood | None = LIKELIHOOD,
@@ -76,14 +79,14 @@ class EKFAC(Layerwise):
         super().__init__(
             model,
             rule=rule,
-            lr=lr,
+            scale=scale,
+            lr=by_scale(scale, lr, 1e-3, 3e-2),
             damping=damping,
             momentum=momentum,
             weight_decay=weight_decay,
-            clip=clip,
+            clip=clip_by_scale(scale, clip),
             refresh_every=refresh_every,
-            likelihood=likelihood,
             loss_average=loss_average,
             overrides=overrides,
-            **options,
+            **statistics_options(scale, likelihood, options),
         )

@@ -62,22 +62,24 @@ class AdamRule(UpdateRule):
         """Adam's direction."""
         b1, b2 = betas = context.option("betas", self.betas)
         if health.gate is not None and grad.dtype == torch.float32:
-            return self._in_one_pass(state, grad, betas, health)
+            return self._in_one_pass(state, grad, betas, self.eps * context.unit, health)
         state["steps"] += health.taken(1.0, grad)
         state["m"].lerp_(grad, health.taken(1 - b1, grad))
         average_squares_(state["v"], grad, health.taken(1 - b2, grad))
         t = state["steps"].clamp_min(1).view(-1, 1, 1)  # 0 only if the very first step is left out
-        denominator = (state["v"].sqrt() / (1 - b2**t).sqrt()).add_(self.eps)
+        denominator = (state["v"].sqrt() / (1 - b2**t).sqrt()).add_(self.eps * context.unit)
         return state["m"] / (1 - b1**t) / denominator
 
-    def _in_one_pass(self, state: State, grad: Tensor, betas: tuple[float, float], health: Health) -> Tensor:
+    def _in_one_pass(
+        self, state: State, grad: Tensor, betas: tuple[float, float], eps: float, health: Health
+    ) -> Tensor:
         """The same, the moments in the gradient's own order in memory."""
         (b1, b2), transposed = betas, not grad.is_contiguous() and grad.mT.is_contiguous()
         for name in ("m", "v"):
             state[name] = laid_out(state[name], transposed)
         m, v, g = (X.mT if transposed else X.contiguous() for X in (state["m"], state["v"], grad))
         c1, c2 = corrections_(state["steps"], b1, b2, health.gate)
-        D = adam_(m, v, g, beta1=b1, beta2=b2, eps=self.eps, correction1=c1, correction2=c2, gate=health.gate)
+        D = adam_(m, v, g, beta1=b1, beta2=b2, eps=eps, correction1=c1, correction2=c2, gate=health.gate)
         return D.mT if transposed else D
 
 

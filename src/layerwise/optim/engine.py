@@ -3,6 +3,7 @@
 W ← (1 − η·decay) W − η · momentum(clip(graft(P⁻ᵖ ∇L Q⁻ᑫ)))
 """
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
@@ -20,7 +21,7 @@ from layerwise.foundations.random import seed_of
 from layerwise.layers.calling import in_own_arithmetic
 from layerwise.layers.matrices import Matrices
 from layerwise.layers.table import LayerSpec, LayerTable
-from layerwise.optim.capture import Capture
+from layerwise.optim.capture import Capture, Seen
 from layerwise.optim.changes import Watched, owners
 from layerwise.optim.choice import rule_of, why_fallback
 from layerwise.optim.damping import Damping
@@ -44,12 +45,14 @@ from layerwise.optim.options import (
     show_options,
     switch,
 )
+from layerwise.optim.output_reading import OutputReader
 from layerwise.optim.parameters import BareParameters, model_of
 from layerwise.optim.recorded import RecordedStep
 from layerwise.optim.refreshes import Refreshes
 from layerwise.optim.report import group_lines, headline, layer_row, measure, of_group, table, unseen
 from layerwise.optim.rule import Context, Health, UpdateRule
 from layerwise.optim.saving import Saving
+from layerwise.optim.scale import UpdateScale, unit_of
 from layerwise.optim.solver import SOLVERS
 from layerwise.optim.spread import Spread
 from layerwise.optim.stack import Stack
@@ -97,18 +100,24 @@ class Layerwise(Saving):
             Where CUDA graphs of your own write over activations or gradients (`torch.cuda.make_graphed_callables`), 1.
         estimator: "empirical" (the loss's own gradients), "sampled" or "exact" (labels of the model; need
             `likelihood`).
-        likelihood: "categorical", "gaussian", "bernoulli" or an object of `lw.likelihoods`.
+        likelihood: "categorical", "gaussian", "bernoulli", an object of `lw.likelihoods`, or "auto": categorical and
+            Bernoulli outputs are recognised by the first backward; others have empirical statistics, with a warning.
         samples: labels drawn an example.
         sharing: "expand" or "reduce", for weights shared over positions.
         graft: None, "gradient" or "adam": whose norm each layer's direction takes.
         clip: None, a number κ (the step's predicted change ``η² ⟨D, ∇L⟩`` stays below it), or ("norm", c).
+        scale: "formula": the update is as large as the formula says. "adam", the members' default: the gradient is
+            averaged as AdamW does, then preconditioned, and the update has the norm of AdamW's: `lr` means what it
+            means there, and the loss's own scale nothing. See `layerwise.optim.scale`.
         update_fallback: "adam", "sgd", or a rule, for parameters that the rule does not treat.
         fallback_lr: learning rate of those; by default `lr`.
         overrides: options for layers or parameters by pattern, ``{"head": {"lr": 1e-3}, "embed*": {"update":
             "fallback"}, "*.bias": {"weight_decay": 0.0}}``.
-        loss_average: how the loss in your loop is reduced: over "examples", over "tokens", or None for a sum.
-        accumulate: k, where the loss is divided by k and gradients are accumulated over k batches.
-        grad_scaler: the `torch.amp.GradScaler` of your loop.
+        loss_average: how the loss in your loop is reduced: over "examples", over "tokens", or None for a sum. "auto":
+            with ``scale="adam"`` it is of no account, with "formula" a mean over examples. Where the gradient at the
+            output says otherwise, an error.
+        accumulate: k, where the loss is divided by k and gradients are accumulated over k batches; likewise.
+        grad_scaler: the `torch.amp.GradScaler` of your loop; likewise.
         example_axis: axis of the examples in the input, where it is not the first.
         max_factor: a side longer than this has no factor.
         matrices: parameters that hold several matrices, each with factors or a direction of its own, by pattern:
@@ -152,15 +161,16 @@ class Layerwise(Saving):
         sharing: str = "expand",
         graft: str | None = None,
         clip: float | tuple[str, float] | None = None,
+        scale: str = "formula",
         update_fallback: str | UpdateRule = "adam",
         fallback_lr: float | None = None,
         overrides: Overrides | None = None,
         loss_average: str | None = LOSS_AVERAGE,
-        accumulate: int = 1,
+        accumulate: int | None = None,
         grad_scaler: Any = None,
         example_axis: int | None = None,
         max_factor: int = 8192,
-        separate_bias: bool = False,
+        separate_bias: bool | None = None,
         matrices: Matrices | None = None,
         solver: str = "auto",
         precision: str = "high",
@@ -173,7 +183,10 @@ class Layerwise(Saving):
         self.rule.precision = known("precision", precision, ("high", "half"))
         self.fallback = fallback_rule(update_fallback)
         self._damping = Damping(damping, damping_scale)
-        self._graft, self._clip = Graft(graft), Clip.read(clip)
+        self._graft, self._clip, self._update_scale = Graft(graft), Clip.read(clip), UpdateScale(scale)
+        self._update_scale.check(self.rule, graft)
+        self.rule.treats_embeddings = scale == "formula"
+        self._unit: float | None = None
         self.factor_every, self.refresh_every = (
             positive("factor_every", factor_every),
             positive("refresh_every", refresh_every),
@@ -182,8 +195,9 @@ class Layerwise(Saving):
         self.sharing = known("sharing", sharing, ("expand", "reduce"))
         self._health = Health()
         self._scale = LossScale(loss_average, accumulate, grad_scaler)
-        self._settings = {"estimator": estimator, "likelihood": likelihood, "samples": samples}
-        self.separate_bias, self._record, self._matrices = separate_bias, switch("record", record), matrices
+        self._settings = {"estimator": estimator, "likelihood": likelihood, "samples": samples, "recognised": None}
+        self.separate_bias = scale == "adam" if separate_bias is None else separate_bias
+        self._record, self._matrices = switch("record", record), matrices
         self.table = self._read_table()
         self._stacks: list[Stack] | None = None
         self._loaded: dict[str, dict[str, Tensor]] = {}
@@ -245,7 +259,8 @@ class Layerwise(Saving):
     def _make_capture(self, example_axis: int | None, seed: int) -> Capture | None:
         rule = self.rule
         estimator, likelihood = self._settings["estimator"], self._settings["likelihood"]
-        law = None if likelihood is None else likelihoods.resolve(likelihood)
+        auto = likelihood == "auto"
+        law = None if likelihood is None or auto else likelihoods.resolve(likelihood)
         if not (rule.needs_inputs or rule.needs_outgrads):
             return None
         if not rule.needs_outgrads:
@@ -275,7 +290,48 @@ class Layerwise(Saving):
                 owner.follow_model()
 
         found.before_a_forward = before_a_forward
+        asks = auto and rule.needs_outgrads and self._settings["recognised"] is None
+        if asks or self._scale.given:
+            found.reader = OutputReader(self._scale, asks)
+        found.scale_free = self._scale_free and rule.needs_outgrads
+        self._recognise(found, self._settings["recognised"])
         return found
+
+    @property
+    def _scale_free(self) -> bool:
+        """Whether steps do not depend on the loss's scale."""
+        return self._update_scale.method == "adam" and not self.rule.needs_loss_scale
+
+    def _recognise(self, capture: Capture, name: str | None) -> None:
+        """Take up the likelihood that was recognised."""
+        if name in ("categorical", "bernoulli"):
+            capture.likelihood, capture.estimator = likelihoods.resolve(name), "sampled"
+            self._settings["estimator"] = "sampled"
+        self._settings["recognised"] = name
+
+    def _read_output(self, counts: Seen, seen: dict[str, Sums]) -> None:
+        """What the backwards since the last step told of the loss; its scale is taken out of their statistics."""
+        capture = self._capture
+        assert capture is not None
+        reader, empirical, factor = capture.reader, capture.estimator == "empirical", None
+        if empirical and self._settings["recognised"] in ("categorical", "bernoulli"):  # labels could not be drawn
+            self._settings |= {"recognised": "empirical", "estimator": "empirical"}
+        if reader is not None:
+            reader.check()
+            if reader.asks and self._settings["recognised"] is None:
+                votes = reader.votes().to(self.param_groups[0]["params"][0].device)
+                self._recognise(capture, reader.decision(self.processes.add_up([votes])[0], type(self).__name__))
+                factor = None if reader.seen is None else reader.seen.scale
+        if not (seen and empirical and capture.scale_free):
+            return
+        if factor is None:
+            energy = torch.zeros(()) if counts.energy is None else counts.energy
+            known = torch.stack([energy, torch.full_like(energy, counts.tokens)]).double()
+            energy, tokens = self.processes.add_up([known])[0].tolist()
+            factor = (energy / max(tokens, 1)) ** 0.5
+        if 0 < factor < math.inf:
+            for sums in seen.values():
+                sums.rescale(1 / factor)
 
     # --- stacks ------------------------------------------------------------------------------------------
 
@@ -323,7 +379,7 @@ class Layerwise(Saving):
         by_itself = on_gpu and (labels or spread.over > 1)
         statistics = Statistics.of(self.statistics_over, self.factor_every, by_itself, alone)
         how = (self._damping, self._clip, self._graft, self._collector)
-        return Descent(stacks, self.rule, self._health, *how, refreshes, spread, statistics)
+        return Descent(stacks, self.rule, self._health, *how, refreshes, spread, statistics, self._update_scale)
 
     def rule_for(self, spec: LayerSpec, group: Mapping[str, Any]) -> UpdateRule:
         """The rule that a layer gets: the optimizer's own, or the fallback's."""
@@ -374,6 +430,10 @@ class Layerwise(Saving):
         device = self.param_groups[0]["params"][0].device
         counts = None if self._capture is None else self._capture.collect()
         seen = self._collector.take_all(self._observed_specs(), self.processes, device)
+        if counts is not None:
+            self._read_output(counts, seen)
+        if self._unit is None and self._update_scale.method == "adam":
+            self._unit = unit_of(p for group in self.param_groups for p in group["params"])
         if self._stacks is None:
             if self._capture is not None and self._capture.notes is None and self._broken():
                 self._health.steps, self._health.skipped_steps = self._health.steps + 1, self._health.skipped_steps + 1
@@ -388,7 +448,7 @@ class Layerwise(Saving):
         self._damping.check(self.steps_taken)
         scale, examples = 1.0, 1
         if counts is not None and counts.examples:
-            scale = self._scale.to_mean_gradient(counts.examples, counts.tokens)
+            scale = 1.0 if self._scale_free else self._scale.to_mean_gradient(counts.examples, counts.tokens)
             examples = counts.examples * self.processes.count
         contexts = [self._context(stack, examples) for stack in self._stacks]
         if not self._recorded.run(contexts, seen, scale):
@@ -439,6 +499,8 @@ class Layerwise(Saving):
         self._collector.take()
         if self._capture is not None:
             self._capture.forget()
+            if self._capture.reader is not None:
+                self._capture.reader.forget()
 
     def _observed_specs(self) -> tuple[LayerSpec, ...]:
         return () if self._capture is None else self._capture.table.layers
@@ -488,6 +550,7 @@ class Layerwise(Saving):
             batches=1 + (self.steps_taken - 1) // self.factor_every,
             shape=stack.shape,
             memory=stack.memory,
+            unit=self._unit or 1.0,
         )
 
     # --- report ------------------------------------------------------------------------------------------
@@ -512,16 +575,25 @@ class Layerwise(Saving):
         relative = "relative" if self._damping.relative else "absolute"
         settings = {
             **of_group(options),
+            "scale": self._update_scale.method,
             "clip": self._clip.describe(),
             "damping": f"{options['damping']:g} {relative}",
             "estimator": self._settings["estimator"] if self.rule.needs_outgrads else None,
+            "likelihood": self._likelihood_words() if self.rule.needs_outgrads else None,
             "factor_every": self.factor_every,
             "refresh_every": self.refresh_every,
-            "loss_average": self._scale.average,
+            "loss_average": None if self._scale.average == "auto" else str(self._scale.average),
             "accumulate": self._scale.accumulate,
             "grad_scaler": None if self._scale.scaler is None else type(self._scale.scaler).__name__,
         }
         return headline(type(self).__name__, settings)
+
+    def _likelihood_words(self) -> str | None:
+        """As it was given, or recognised."""
+        given, found = self._settings["likelihood"], self._settings["recognised"]
+        if given == "auto":
+            return f"auto ({found or 'not seen yet'})"
+        return given if given is None or isinstance(given, str) else type(given).__name__
 
     def health(self) -> Health:
         """Refreshes, what was skipped or fell back, condition numbers and damping by layer."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from layerwise.optim import stored, symmetric
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.factors import Factors
-from layerwise.optim.options import LOSS_AVERAGE, Overrides
+from layerwise.optim.options import LOSS_AVERAGE, Overrides, by_scale
 from layerwise.optim.roots import guarded_root
 from layerwise.optim.rule import Context, Health, State
 from layerwise.optim.solver import Plan
@@ -22,10 +22,12 @@ class FOOF(Layerwise):
 
     Args:
         model: the module that is trained.
-        lr: η.
+        lr: η; by default 1e-3, and 1e-2 for the bare formula.
         damping: λ.
-        momentum: of the preconditioned direction.
+        momentum: of the gradient, as an average (AdamW's β₁).
         weight_decay: decoupled.
+        scale: "adam": updates of AdamW's size, for AdamW's rate; "formula": the bare formula, momentum being a sum of
+            directions.
         sua: convolutions take activations at different kernel offsets to be uncorrelated: Q is that of the channels,
             alike at each offset, the bias a block of its own. Cheaper; layers with one offset are unchanged.
         loss_average: how the loss in your loop is reduced: over "examples", over "tokens", or None for a sum.
@@ -41,11 +43,12 @@ class FOOF(Layerwise):
     def __init__(
         self,
         model: nn.Module,
-        lr: float | Tensor = 1e-2,
+        lr: float | Tensor | None = None,
         damping: Any = 1e-1,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         *,
+        scale: str = "adam",
         sua: bool = False,
         refresh_every: int = 10,
         max_factor: int = 8192,
@@ -57,7 +60,8 @@ class FOOF(Layerwise):
         super().__init__(
             model,
             rule=rule,
-            lr=lr,
+            scale=scale,
+            lr=by_scale(scale, lr, 1e-3, 1e-2),
             damping=damping,
             momentum=momentum,
             weight_decay=weight_decay,

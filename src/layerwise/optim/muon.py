@@ -8,7 +8,7 @@ from torch.optim.optimizer import ParamsT
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.options import LIKELIHOOD, LOSS_AVERAGE, Overrides
+from layerwise.optim.options import LIKELIHOOD, LOSS_AVERAGE, Overrides, by_scale, clip_by_scale, statistics_options
 from layerwise.optim.spectral import COEFFICIENTS, InducedMahalanobis, Orthogonalized
 
 
@@ -24,6 +24,7 @@ class Muon(Layerwise):
         momentum: of the gradient, as an average.
         nesterov: look ahead.
         weight_decay: decoupled.
+        scale: "adam": the update has the norm of AdamW's, at AdamW's rate; "formula": c is `adjust`.
         orthogonalize: "newton_schulz" (five steps in bfloat16), or "polar" (exact, by singular values).
         adjust: c: "original" (``√max(1, O/I)``) or "match_rms_adamw" (``0.2 √max(O, I)``).
         overrides: options for layers or parameters by pattern, ``{"*.bias": {"weight_decay": 0.0}}``.
@@ -32,7 +33,7 @@ class Muon(Layerwise):
     Reference: Jordan et al. 2024.
 
     >>> import torch, layerwise as lw
-    >>> opt = lw.optim.Muon(torch.nn.Linear(4, 3), lr=0.02)
+    >>> opt = lw.optim.Muon(torch.nn.Linear(4, 3), lr=1e-3)
     """
 
     fixed = ("separate_bias",)
@@ -45,6 +46,7 @@ class Muon(Layerwise):
         nesterov: bool = True,
         weight_decay: float = 0.1,
         *,
+        scale: str = "adam",
         orthogonalize: str = "newton_schulz",
         steps: int = 5,
         coefficients: tuple[float, float, float] = COEFFICIENTS,
@@ -62,7 +64,14 @@ class Muon(Layerwise):
                 raise InputError(describe(f"{name}={value!r}", expected, "choose one of them"))
         rule = Orthogonalized(momentum, nesterov, orthogonalize, steps, coefficients, eps, adjust)
         super().__init__(
-            model, rule=rule, lr=lr, weight_decay=weight_decay, separate_bias=True, overrides=overrides, **options
+            model,
+            rule=rule,
+            scale=scale,
+            lr=lr,
+            weight_decay=weight_decay,
+            separate_bias=True,
+            overrides=overrides,
+            **options,
         )
 
 
@@ -73,30 +82,34 @@ class MahalanobisSpectral(Layerwise):
 
     Args:
         model: the module that is trained; or its parameters, where left and right are both "gradient".
-        lr: η.
-        damping: added to each factor.
+        lr: η; by default 1e-3, and 1e-2 for the bare formula.
+        damping: added to each factor; by default 1, and 1e-1 for the bare formula.
+        momentum: of the gradient, as an average; by default 0.9, and none for the bare formula.
+        scale: "adam": updates of AdamW's size, for AdamW's rate; "formula": the bare formula, momentum being a sum of
+            directions.
         ideal: scale the step by ``tr S``.
         left: statistic of P.
         right: statistic of Q.
-        clip: bound on the step's predicted change ``η²⟨D, ∇L⟩``; None for the bare formula.
+        clip: bound on the step's predicted change ``η²⟨D, ∇L⟩``, or None. "auto": none, and 1e-3 for the bare formula.
         likelihood: that of the model's output, for labels drawn from it; see `Layerwise`.
         loss_average: how the loss in your loop is reduced: over "examples", over "tokens", or None for a sum.
         overrides: options for layers or parameters by pattern, ``{"*.bias": {"weight_decay": 0.0}}``.
         options: all others of `Layerwise`.
 
     >>> import torch, layerwise as lw
-    >>> opt = lw.optim.MahalanobisSpectral(torch.nn.Linear(4, 3), lr=1e-2)
+    >>> opt = lw.optim.MahalanobisSpectral(torch.nn.Linear(4, 3), lr=1e-3)
     """
 
     def __init__(
         self,
         model: nn.Module | ParamsT,
-        lr: float | Tensor = 1e-2,
-        damping: Any = 1e-1,
-        momentum: float = 0.0,
+        lr: float | Tensor | None = None,
+        damping: Any = None,
+        momentum: float | None = None,
         weight_decay: float = 0.0,
         *,
-        clip: float | tuple[str, float] | None = 1e-3,
+        scale: str = "adam",
+        clip: float | tuple[str, float] | str | None = "auto",
         ideal: bool = True,
         left: str = "outgrads",
         right: str = "inputs",
@@ -111,14 +124,14 @@ class MahalanobisSpectral(Layerwise):
         super().__init__(
             model,
             rule=rule,
-            lr=lr,
-            damping=damping,
-            momentum=momentum,
+            scale=scale,
+            lr=by_scale(scale, lr, 1e-3, 1e-2),
+            damping=by_scale(scale, damping, 1.0, 1e-1),
+            momentum=by_scale(scale, momentum, 0.9, 0.0),
             weight_decay=weight_decay,
-            clip=clip,
+            clip=clip_by_scale(scale, clip),
             refresh_every=refresh_every,
-            likelihood=likelihood,
             loss_average=loss_average,
             overrides=overrides,
-            **options,
+            **statistics_options(scale, likelihood, options),
         )

@@ -1,7 +1,7 @@
 """From recorded layers to the means that rules observe."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,14 @@ class Sums:
     inputs: Rows | None = None
     """What A is to be made of, where that waits for the step; likewise for G."""
     outgrads: Rows | None = None
+
+    def rescale(self, factor: float) -> None:
+        """As if every output gradient had been multiplied by a number."""
+        self.G = None if self.G is None else self.G * factor**2
+        self.outgrads = (
+            None if self.outgrads is None else replace(self.outgrads, factor=self.outgrads.factor * factor**2)
+        )
+        self.recorded = [call._replace(factor=call.factor * factor) for call in self.recorded]
 
     def settle(self) -> None:
         """Make moments of what waits."""

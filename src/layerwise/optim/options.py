@@ -19,7 +19,7 @@ from layerwise.optim.rule import UpdateRule
 GROUP_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "damping", "factor_decay", "betas", "update")
 """What a parameter group may have of its own; the first two also a part of a layer."""
 LIKELIHOOD: str | Likelihood | None = None
-LOSS_AVERAGE: str | None = "examples"
+LOSS_AVERAGE: str | None = "auto"
 """What members take where nobody says otherwise."""
 Overrides = Mapping[str, Mapping[str, Any]]
 FALLBACKS: Mapping[str, Callable[[], UpdateRule]] = {"adam": AdamRule, "sgd": GradientDescent}
@@ -134,6 +134,24 @@ def fallback_rule(given: str | UpdateRule) -> UpdateRule:
     if given not in FALLBACKS:
         raise InputError(describe(f"update_fallback={given!r}", '"adam", "sgd" or an UpdateRule', "choose one of them"))
     return FALLBACKS[given]()
+
+
+def by_scale(scale: str, given: Any, adam: Any, formula: Any) -> Any:
+    """An option as it was given; else what goes with updates of AdamW's size, or with the bare formula."""
+    if given is not None:
+        return given
+    return adam if scale == "adam" else formula
+
+
+def clip_by_scale(scale: str, given: Any) -> Any:
+    """A clip as it was given; "auto": none with updates of AdamW's size, 1e-3 with the bare formula."""
+    return by_scale(scale, None, None, 1e-3) if given == "auto" else given
+
+
+def statistics_options(scale: str, likelihood: str | Likelihood | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Of a member with output gradients: under AdamW's size the likelihood is recognised, unless something is said."""
+    auto = scale == "adam" and likelihood is None and options.get("estimator") is None
+    return {"likelihood": "auto" if auto else likelihood, **options}
 
 
 def positive(name: str, value: int) -> int:

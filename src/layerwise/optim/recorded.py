@@ -123,7 +123,14 @@ class RecordedStep:
         """All that the host decides in a step, but for learning rates and decay; rules may be changed too."""
         names = ("momentum", "nesterov", "factor_decay", "betas")
         return scale, *(
-            (c.observes, c.damping, c.examples, *(stack.group.get(name) for name in names), *settings(stack.rule))
+            (
+                c.observes,
+                c.damping,
+                c.examples,
+                c.unit,
+                *(stack.group.get(name) for name in names),
+                *settings(stack.rule),
+            )
             for stack, c in zip(self._descent.stacks, contexts, strict=True)
         )
 

@@ -103,7 +103,7 @@ class RotatedAdam(EigenFactors):
         average_squares_(state["V"], rotated, health.taken(1 - b2, grad))
         t = state["steps"].clamp_min(1)
         floor, t = self.floor(state, 1 - b2**t, context), t.view(-1, 1, 1)
-        step = (state["M"] / state["V"].sqrt().add_(self.eps)).mul_((1 - b2**t).sqrt() / (1 - b1**t))
+        step = (state["M"] / state["V"].sqrt().add_(self.eps * context.unit)).mul_((1 - b2**t).sqrt() / (1 - b1**t))
         if floor is None:
             return step
         kept = above(state["V"], floor)
@@ -151,7 +151,7 @@ class RotatedAdam(EigenFactors):
             rotated,
             beta1=b1,
             beta2=b2,
-            eps=self.eps,
+            eps=self.eps * context.unit,
             correction1=c1,
             correction2=c2,
             floor=self.floor(state, c2, context),
@@ -277,4 +277,5 @@ class RotatedAdam(EigenFactors):
         if context.shape is not None:
             V = V[:, : context.shape.own_outputs, : context.shape.own_inputs]
         V = V.flatten(1)
-        return (V.amax(1).sqrt() + self.eps) / (V.amin(1).sqrt() + self.eps), torch.full_like(V[:, 0], self.eps)
+        eps = self.eps * context.unit
+        return (V.amax(1).sqrt() + eps) / (V.amin(1).sqrt() + eps), torch.full_like(V[:, 0], eps)

@@ -127,6 +127,8 @@ class Context:
     """The step's own, ``[K, O, I]``."""
     largest: Float[Tensor, "K"] | None = None
     """What none of its entries exceeds, one number a group, where that is known."""
+    unit: float = 1.0
+    """What ε is multiplied by: how large gradients were at the start, where steps are not to depend on it."""
     asks_along: bool = False
     """Whether the step will ask for ``⟨D, ∇L⟩``: a pass that has both in hand may leave it (`room_for_along`)."""
     along: Float[Tensor, ""] | None = None
@@ -245,6 +247,10 @@ class UpdateRule(ABC):
     """Whether it is for layers with a Kronecker form; norm layers have none."""
     matrix_only: bool = True
     """Whether it is for matrices; other parameters get the fallback's update."""
+    treats_embeddings: bool = True
+    """Whether an embedding is a matrix to it, if it looks at inputs."""
+    needs_loss_scale: bool = False
+    """Whether it compares gradients with statistics, and must know by what the loss was multiplied."""
     recordable: bool = False
     """Whether steps may be recorded as CUDA graphs: statistics of the gradient and the direction then change state in
     place, ask the device for nothing, and do the same whenever state has the same form. Not inherited."""

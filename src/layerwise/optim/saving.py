@@ -48,6 +48,8 @@ class Saving(torch.optim.Optimizer):
     _descent: Descent
     _collector: Collector
     _capture: Capture | None
+    _settings: dict[str, Any]
+    _unit: float | None
 
     @abstractmethod
     def _read_table(self) -> LayerTable:
@@ -56,6 +58,10 @@ class Saving(torch.optim.Optimizer):
     @abstractmethod
     def _make_collector(self) -> Collector:
         """One that has seen nothing."""
+
+    @abstractmethod
+    def _recognise(self, capture: Capture, name: str | None) -> None:
+        """Take up a likelihood that was recognised."""
 
     @abstractmethod
     def _make_capture(self, example_axis: int | None, seed: int) -> Capture | None:
@@ -114,7 +120,10 @@ class Saving(torch.optim.Optimizer):
             "shapes": {name: tuple(p.shape) for name, p in params.items()},
             "steps": self.steps_taken,
             "forwards": 0 if self._capture is None else self._capture.forwards,
+            "rounds": 0 if self._capture is None else self._capture.rounds,
             "damping": self._damping.state(),
+            "unit": self._unit,
+            "likelihood": self._settings["recognised"],
         }
 
     def _saved(self) -> dict[str, dict[str, Tensor]]:
@@ -151,9 +160,13 @@ class Saving(torch.optim.Optimizer):
         self._collector.forget()
         self.steps_taken = int(engine["steps"])
         self._damping.load_state(engine["damping"])
+        self._unit = engine.get("unit")
+        if self._capture is not None and self._settings["likelihood"] == "auto":
+            self._recognise(self._capture, engine.get("likelihood"))
         if self._capture is not None:
             self._capture.ask_again()
             self._capture.forwards = int(engine["forwards"])
+            self._capture.rounds = int(engine.get("rounds", engine["forwards"]))
             self._capture.due = self.steps_taken % self.factor_every == 0
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -245,7 +258,9 @@ class Saving(torch.optim.Optimizer):
         kept["_loaded"], kept["_stacks"], kept["_strangers"] = self._saved(), None, None
         del kept["_watched"], kept["_owners"]  # a copy has parameters of its own
         capture = self._capture
-        kept["_capture"] = None if capture is None else (capture.example_axis, capture.seed, capture.forwards)
+        kept["_capture"] = (
+            None if capture is None else (capture.example_axis, capture.seed, capture.forwards, capture.rounds)
+        )
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -260,5 +275,5 @@ class Saving(torch.optim.Optimizer):
         if recorded is not None:
             self._capture = self._make_capture(recorded[0], recorded[1])
             assert self._capture is not None
-            self._capture.forwards = recorded[2]
+            self._capture.forwards, self._capture.rounds = recorded[2:]
             self._capture.due = self.steps_taken % self.factor_every == 0

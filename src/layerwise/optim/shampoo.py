@@ -7,24 +7,27 @@ from torch.optim.optimizer import ParamsT
 
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.factors import Factors
-from layerwise.optim.options import Overrides
+from layerwise.optim.options import Overrides, by_scale
 from layerwise.optim.rotated_adam import RotatedAdam
 
 
 class Shampoo(Layerwise):
     """``W ← W − η P⁻ᵖ ∇L Q⁻ᵖ`` with P and Q the averages of ``∇L ∇Lᵀ`` and ``∇Lᵀ ∇L``.
 
-    p = ¼ is the paper's; on a single gradient without average the step is then ``U Vᵀ``. Convolutions are matrices
+    p = ¼ is the paper's (``scale="formula"``); on a single gradient without average the step is then ``U Vᵀ``. With
+    updates of AdamW's size p = ½ (Morwani et al. 2024) is the default. Convolutions are matrices
     of output channels × the rest; biases and other vectors get the fallback.
 
     Args:
         model: the module that is trained, or parameters (or groups of them) as torch's optimizers take them: among
             these an embedding looks like a matrix; give it a group with ``"update": "fallback"``.
-        lr: η.
+        lr: η; by default 1e-3, and 1e-2 for the bare formula.
         power: p of both sides, or one for each; ``(0.5, 0)`` is one-sided.
-        damping: added to each factor.
-        momentum: of the preconditioned direction.
+        damping: added to each factor; by default 1e-2, and 1e-4 for the bare formula.
+        momentum: of the gradient, as an average (AdamW's β₁).
         weight_decay: decoupled.
+        scale: "adam": updates of AdamW's size, for AdamW's rate; "formula": the bare formula, momentum being a sum of
+            directions.
         factor_decay: ρ of the averages.
         accumulate_factors: sum instead of averaging, as in the first paper.
         overrides: options for layers or parameters by pattern, ``{"*.bias": {"weight_decay": 0.0}}``.
@@ -33,7 +36,7 @@ class Shampoo(Layerwise):
     Reference: Gupta, Koren and Singer 2018; Shi et al. 2023.
 
     >>> import torch, layerwise as lw
-    >>> opt = lw.optim.Shampoo(torch.nn.Linear(4, 3), lr=1e-2, graft="adam")
+    >>> opt = lw.optim.Shampoo(torch.nn.Linear(4, 3), lr=1e-3)
     """
 
     fixed = ("separate_bias",)
@@ -41,12 +44,13 @@ class Shampoo(Layerwise):
     def __init__(
         self,
         model: nn.Module | ParamsT,
-        lr: float | Tensor = 1e-2,
-        power: float | tuple[float, float] = 0.25,
-        damping: Any = 1e-4,
+        lr: float | Tensor | None = None,
+        power: float | tuple[float, float] | None = None,
+        damping: Any = None,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         *,
+        scale: str = "adam",
         factor_decay: float = 0.95,
         accumulate_factors: bool = False,
         refresh_every: int = 10,
@@ -54,7 +58,8 @@ class Shampoo(Layerwise):
         overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
-        p, q = power if isinstance(power, tuple) else (power, power)
+        powers = by_scale(scale, power, 0.5, 0.25)
+        p, q = powers if isinstance(powers, tuple) else (powers, powers)
         rule = Factors(
             "gradient" if p else "identity",
             "gradient" if q else "identity",
@@ -65,8 +70,9 @@ class Shampoo(Layerwise):
         super().__init__(
             model,
             rule=rule,
-            lr=lr,
-            damping=damping,
+            scale=scale,
+            lr=by_scale(scale, lr, 1e-3, 1e-2),
+            damping=by_scale(scale, damping, 1e-2, 1e-4),
             momentum=momentum,
             weight_decay=weight_decay,
             factor_decay=factor_decay,
@@ -86,10 +92,13 @@ class SOAP(Layerwise):
     Args:
         model: the module that is trained, or parameters (or groups of them) as torch's optimizers take them: among
             these an embedding looks like a matrix; give it a group with ``"update": "fallback"``.
-        lr: η.
-        betas: of the momentum, and of V and the factors.
-        eps: ε.
+        lr: η; by default 1e-3, and 3e-3 for the bare formula.
+        betas: of the momentum, and of V and the factors; by default (0.9, 0.99), and the paper's (0.95, 0.95) for the
+            bare formula.
+        eps: ε; with ``scale="adam"`` relative to how large gradients are at the start.
         weight_decay: decoupled.
+        scale: "adam": updates of AdamW's size, for AdamW's rate, whatever the scale of the loss; "formula": as in
+            the paper.
         skip_first: the first step only sets the basis, as in the authors' code.
         overrides: options for layers or parameters by pattern, ``{"*.bias": {"weight_decay": 0.0}}``.
         options: all others of `Layerwise`.
@@ -105,22 +114,25 @@ class SOAP(Layerwise):
     def __init__(
         self,
         model: nn.Module | ParamsT,
-        lr: float | Tensor = 3e-3,
-        betas: tuple[float, float] = (0.95, 0.95),
+        lr: float | Tensor | None = None,
+        betas: tuple[float, float] | None = None,
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
+        scale: str = "adam",
         skip_first: bool = True,
         refresh_every: int = 10,
         max_factor: int = 8192,
         overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
-        rule = RotatedAdam(max_factor=max_factor, betas=betas, eps=eps, skip_first=skip_first)
+        decays = by_scale(scale, betas, (0.9, 0.99), (0.95, 0.95))
+        rule = RotatedAdam(max_factor=max_factor, betas=decays, eps=eps, skip_first=skip_first)
         super().__init__(
             model,
             rule=rule,
-            lr=lr,
+            scale=scale,
+            lr=by_scale(scale, lr, 1e-3, 3e-3),
             weight_decay=weight_decay,
             refresh_every=refresh_every,
             separate_bias=True,

@@ -133,19 +133,19 @@ class Orthogonalized(UpdateRule):
         by_kernel = self.orthogonalize == "newton_schulz" and grad.device.type == "cuda"
         if health.gate is not None and grad.dtype == torch.float32 and by_kernel:
             half, squares = momentum_half_(state["M"], grad, momentum, nesterov, health.gate)
-            return self._iterated(half, squares)
+            return self._iterated(half, squares, self.eps * context.unit)
         state["M"].lerp_(grad, health.taken(1 - momentum, grad))
         update = grad.lerp(state["M"], momentum) if nesterov else state["M"]
         if self.orthogonalize == "polar":
             return self._ratio(grad) * polar(update)
-        return self._ratio(grad) * newton_schulz(update, self.steps, self.coefficients, self.eps)
+        return self._ratio(grad) * newton_schulz(update, self.steps, self.coefficients, self.eps * context.unit)
 
-    def _iterated(self, Y: Tensor, squares: Tensor) -> Tensor:
+    def _iterated(self, Y: Tensor, squares: Tensor, eps: float) -> Tensor:
         """`newton_schulz` of what is in bfloat16 and measured already; the ratio is part of the last step."""
         ratio, tall = self._ratio(Y), Y.shape[-2] > Y.shape[-1]
         Y = Y.mT if tall else Y
         a, b, c = self.coefficients
-        norm = squares.sqrt().clamp_min(self.eps).view(-1, 1, 1)
+        norm = squares.sqrt().clamp_min(eps).view(-1, 1, 1)
         Y = Y / norm.to(Y.dtype)
         for left in reversed(range(self.steps)):
             S, last = Y @ Y.mT, ratio if left == 0 else 1.0

@@ -36,29 +36,42 @@ INDEX_MEMBERS: dict[str, IndexMember] = {
     "adam": IndexMember(label="Adam", make=lambda model, _: optim.Adam(model, lr=1.0)),
     "sign": IndexMember(label="Sign", make=lambda model, _: optim.Sign(model, **BARE)),
     "muon": IndexMember(
-        label="Muon", make=lambda model, _: optim.Muon(model, **BARE, weight_decay=0.0, orthogonalize="polar")
+        label="Muon",
+        make=lambda model, _: optim.Muon(model, **BARE, weight_decay=0.0, orthogonalize="polar", scale="formula"),
     ),
-    "shampoo": IndexMember(label="Shampoo", make=lambda model, _: optim.Shampoo(model, **BATCH)),
-    "soap": IndexMember(label="SOAP", make=lambda model, _: optim.SOAP(model, lr=1.0, skip_first=False)),
+    "shampoo": IndexMember(label="Shampoo", make=lambda model, _: optim.Shampoo(model, **BATCH, scale="formula")),
+    "soap": IndexMember(
+        label="SOAP", make=lambda model, _: optim.SOAP(model, lr=1.0, skip_first=False, scale="formula")
+    ),
     "locoprop": IndexMember(label="LocoProp", make=lambda model, d: optim.LocoProp(model, lr=1 / d), damped=True),
     "foof": IndexMember(
-        label="FOOF", make=lambda model, d: optim.FOOF(model, damping=d, damping_scale="absolute", **BATCH), damped=True
+        label="FOOF",
+        make=lambda model, d: optim.FOOF(model, damping=d, damping_scale="absolute", **BATCH, scale="formula"),
+        damped=True,
     ),
     "kfac": IndexMember(
-        label="KFAC (λ absolute)", make=lambda model, d: optim.KFAC(model, damping=d**2, **ABSOLUTE), damped=True
+        label="KFAC (λ absolute)",
+        make=lambda model, d: optim.KFAC(model, damping=d**2, **ABSOLUTE, scale="formula"),
+        damped=True,
     ),
     "ekfac": IndexMember(
-        label="EKFAC (λ absolute)", make=lambda model, d: optim.EKFAC(model, damping=d**2, **ABSOLUTE), damped=True
+        label="EKFAC (λ absolute)",
+        make=lambda model, d: optim.EKFAC(model, damping=d**2, **ABSOLUTE, scale="formula"),
+        damped=True,
     ),
     "kfac-relative": IndexMember(
-        label="KFAC (λ relative)", make=lambda model, d: optim.KFAC(model, damping=d**2, **FISHER), damped=True
+        label="KFAC (λ relative)",
+        make=lambda model, d: optim.KFAC(model, damping=d**2, **FISHER, scale="formula"),
+        damped=True,
     ),
     "ekfac-relative": IndexMember(
-        label="EKFAC (λ relative)", make=lambda model, d: optim.EKFAC(model, damping=d**2, **FISHER), damped=True
+        label="EKFAC (λ relative)",
+        make=lambda model, d: optim.EKFAC(model, damping=d**2, **FISHER, scale="formula"),
+        damped=True,
     ),
     "mahalanobis": IndexMember(
         label="Mahalanobis-spectral",
-        make=lambda model, d: optim.MahalanobisSpectral(model, damping=d**2, **FISHER),
+        make=lambda model, d: optim.MahalanobisSpectral(model, damping=d**2, **FISHER, scale="formula"),
         damped=True,
     ),
     "ngd": IndexMember(

@@ -53,7 +53,7 @@ def _member(
 
 
 def _muon(model: nn.Module, lr: float) -> Optimizer:
-    return optim.Muon(model, lr=lr, momentum=0.0, weight_decay=0.0, orthogonalize="polar")
+    return optim.Muon(model, lr=lr, momentum=0.0, weight_decay=0.0, orthogonalize="polar", scale="formula")
 
 
 def members(
@@ -81,16 +81,27 @@ def members(
         "sign": _member("Sign", lambda model, lr: optim.Sign(model, lr=lr), -3.5, -2.0),
         "muon": _member("Muon", lambda model, lr: _muon(model, lr), -2.5, -1.0),
         "shampoo": _member(
-            "Shampoo", lambda model, lr: optim.Shampoo(model, lr=lr, momentum=0.0, refresh_every=5), -2.5, -1.0
+            "Shampoo",
+            lambda model, lr: optim.Shampoo(model, lr=lr, momentum=0.0, refresh_every=5, scale="formula"),
+            -2.5,
+            -1.0,
         ),
-        "soap": _member("SOAP", lambda model, lr: optim.SOAP(model, lr=lr, refresh_every=5), -3.0, -1.5),
+        "soap": _member(
+            "SOAP", lambda model, lr: optim.SOAP(model, lr=lr, refresh_every=5, scale="formula"), -3.0, -1.5
+        ),
         "locoprop": _member("LocoProp", lambda model, lr: optim.LocoProp(model, lr=lr), 0.0, 1.5, True),
-        "foof": _member("FOOF", lambda model, lr: optim.FOOF(model, lr=lr, **averaged), -2.0, -0.5, True),
-        "kfac": _member("KFAC", lambda model, lr: optim.KFAC(model, lr=lr, **fisher), -2.0, -0.5, True),
-        "ekfac": _member("EKFAC", lambda model, lr: optim.EKFAC(model, lr=lr, **fisher), -2.0, -0.5, True),
+        "foof": _member(
+            "FOOF", lambda model, lr: optim.FOOF(model, lr=lr, **averaged, scale="formula"), -2.0, -0.5, True
+        ),
+        "kfac": _member(
+            "KFAC", lambda model, lr: optim.KFAC(model, lr=lr, **fisher, scale="formula"), -2.0, -0.5, True
+        ),
+        "ekfac": _member(
+            "EKFAC", lambda model, lr: optim.EKFAC(model, lr=lr, **fisher, scale="formula"), -2.0, -0.5, True
+        ),
         "mahalanobis": _member(
             "Mahalanobis-spectral",
-            lambda model, lr: optim.MahalanobisSpectral(model, lr=lr, **fisher),
+            lambda model, lr: optim.MahalanobisSpectral(model, lr=lr, **fisher, scale="formula"),
             -3.0,
             -1.5,
             True,

@@ -1,0 +1,180 @@
+"""What the gradient at a model's output tells of the loss: which likelihood, and by what it was multiplied.
+
+For a categorical output it is ``c (p − e_y)``, p the softmax of the output, and for a Bernoulli output ``c (q − y)``, q
+its sigmoid: c is 1/N for a mean over N examples, 1 for a sum, and carries whatever else the loss was multiplied by.
+"""
+
+import warnings
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.foundations.errors import LayerwiseError, describe
+from layerwise.optim.loss_scale import LossScale, class_axis
+
+MOST_ROWS = 4096
+"""Rows (or a thousand times as many entries) that are looked at."""
+LOOKS = 10
+"""Steps after which an output that could not be told apart counts as unknown."""
+SPREAD = 0.05
+"""Of the outputs: while they are all alike, a square loss looks like a Bernoulli one."""
+EMPIRICAL = "statistics are those of the loss's own gradients (the empirical Fisher matrix)"
+LAWS = ("categorical", "bernoulli", "empirical")
+SHARE = 0.2
+"""Of entries that must be those of a target of exactly 0 or 1."""
+
+
+class Reading(NamedTuple):
+    """One backward's."""
+
+    law: str | None
+    """ "categorical", "bernoulli", or None where it is neither."""
+    scale: float | None = None
+    """c, where it is the same for all examples."""
+    rows: int = 0
+    """Positions that have a gradient."""
+    sure: bool = True
+    """Whether a further look would not help."""
+
+
+def read(f: Tensor, g: Tensor) -> Reading | None:
+    """The likelihood by an output and its gradient; None where the gradient is zero or not finite.
+
+    >>> f, y = torch.randn(8, 5, requires_grad=True), torch.arange(8) % 5
+    >>> g, = torch.autograd.grad(3 * torch.nn.functional.cross_entropy(f, y), f)
+    >>> law, scale, *_ = read(f.detach(), g)
+    >>> law, round(scale * 8, 3)
+    ('categorical', 3.0)
+    """
+    g = g.detach()
+    if not bool(torch.isfinite(g).all()) or not bool((g != 0).any()):
+        return None
+    rounding = max(1e-2, 4 * torch.finfo(g.dtype).eps)
+    return _categorical(f, g, rounding) or _bernoulli(f, g, rounding)
+
+
+def _categorical(f: Tensor, g: Tensor, rounding: float) -> Reading | None:
+    """Each row ``c_n (p − e_y)``: one negative entry, and the sum zero; or of a log-softmax, ``−c e_y``."""
+    axis = class_axis(f) if f.ndim > 1 else 0
+    C = f.shape[axis]
+    if f.ndim < 2 or C < 2:
+        return None
+    F, G = (t.movedim(axis, -1).reshape(-1, C) for t in (f, g))
+    there = (G != 0).any(-1).nonzero().squeeze(-1)
+    rows, there = len(there), there[:MOST_ROWS]
+    F, G = F[there].double(), G[there].double()
+    p = F.softmax(-1)
+    y = G.argmin(-1, keepdim=True)
+    R = p.scatter_add(-1, y, -torch.ones_like(y, dtype=p.dtype))
+    if bool((F.logsumexp(-1).abs() < rounding).all()) and bool(((G != 0).sum(-1) == 1).all()):
+        R = -torch.zeros_like(R).scatter(-1, y, 1.0)  # log-probabilities
+    c = (G * R).sum(-1) / R.square().sum(-1).clamp_min(torch.finfo(R.dtype).tiny)
+    missed = (G - c.unsqueeze(-1) * R).square().sum() / G.square().sum()
+    if float(missed) > rounding**2 or float((c > 0).double().mean()) < 1:
+        return None
+    weight = R.square().sum(-1)  # rows that are nearly right say little of c
+    return Reading("categorical", _one(c, weight, rounding), rows)
+
+
+def _bernoulli(f: Tensor, g: Tensor, rounding: float) -> Reading:
+    """Entries ``c (q − y)``: none exceeds c q or falls below ``−c (1 − q)``, and targets of 0 and 1 reach that."""
+    F, G = (t.flatten()[: 1000 * MOST_ROWS].double() for t in (f, g))
+    q = F.sigmoid()
+    inside = (q > 0.02) & (q < 0.98) & (G != 0)
+    if int(inside.sum()) < 4:
+        return Reading(None, sure=False)
+    q, G, F = q[inside], G[inside], F[inside]
+    ratio = torch.where(G > 0, G / q, -G / (1 - q))
+    reached = ratio > (1 - rounding) * ratio.max()
+    if float(reached.double().mean()) < SHARE:
+        return Reading(None)
+    if float(F.std()) < SPREAD:
+        return Reading(None, sure=False)
+    return Reading("bernoulli", float(ratio[reached].mean()), len(f))
+
+
+def _one(c: Float[Tensor, "N"], weight: Float[Tensor, "N"], rounding: float) -> float | None:
+    """Their mean, if they are all alike."""
+    mean = float((c * weight).sum() / weight.sum())
+    spread = float(((c - mean).square() * weight).sum() / weight.sum()) ** 0.5
+    return mean if spread <= 5 * rounding * abs(mean) else None
+
+
+@dataclass
+class OutputReader:
+    """Reads backwards until the likelihood is known, and holds what was declared of the loss against them."""
+
+    declared: LossScale
+    asks: bool
+    """Whether the likelihood is to be found."""
+    seen: Reading | None = None
+    looks: int = 0
+    wrong: str | None = None
+    settled: bool = False
+    """Whether a step was taken with what was seen."""
+
+    @property
+    def wants(self) -> bool:
+        """Whether another backward is to be read."""
+        return self.seen is None and not self.settled
+
+    def forget(self) -> None:
+        """What was seen belongs to no step: gradients were thrown away."""
+        if not self.settled:
+            self.seen = self.wrong = None
+
+    def look(self, f: Tensor, g: Tensor, examples: int, tokens: int) -> None:
+        """One backward."""
+        found = read(f, g)
+        if found is None:
+            return
+        self.looks += 1
+        if found.sure or self.looks >= LOOKS:
+            self.seen = found
+            self._compare(found, examples, tokens)
+
+    def _compare(self, found: Reading, examples: int, tokens: int) -> None:
+        """By what the gradient would have to be multiplied, as it was declared and as it came."""
+        if found.scale is None or not self.declared.given:
+            return
+        needed = 1 / found.scale
+        said = self.declared.possible(examples, (tokens, max(found.rows, 1)))
+        if all(abs(factor / needed - 1) > 0.05 for factor in said):
+            words = ", ".join(self.declared.words())
+            self.wrong = describe(
+                f"{words}, but the gradient at the model's output ({examples} examples, {tokens} positions) is that of "
+                f"a sum divided by {needed:g}, not by {' or '.join(f'{factor:g}' for factor in sorted(said))}",
+                "what is said of the loss to be so",
+                "leave it out: it is read from the gradient; or mend the loss",
+            )
+
+    def check(self) -> None:
+        """At a step: raise, once, if the loss is not what was said of it."""
+        self.settled = self.seen is not None
+        if self.wrong is not None:
+            wrong, self.wrong = self.wrong, None
+            raise LayerwiseError(wrong)
+
+    def votes(self) -> Tensor:
+        """What this process has seen: categorical, Bernoulli, neither."""
+        law = None if self.seen is None else self.seen.law or "empirical"
+        return torch.tensor([float(law == name) for name in LAWS])
+
+    @staticmethod
+    def decision(votes: Tensor, name: str) -> str | None:
+        """Of all processes: the likelihood's name, "empirical" (with a warning), or None: nothing was seen yet."""
+        counts = votes.tolist()
+        if not any(counts):
+            return None
+        law = LAWS[counts.index(max(counts))]
+        if law != "empirical":
+            return law
+        warnings.warn(
+            f"{name}: {EMPIRICAL}. The gradient at the model's output is not that of a cross-entropy, whose labels "
+            'could be drawn. Pass likelihood="gaussian" for a square loss, or estimator="empirical" to choose this.',
+            stacklevel=2,
+        )
+        return law
