@@ -1,5 +1,7 @@
 """Which parameters are matrices, for members of gradients alone and by the user's word."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -59,7 +61,8 @@ def test_an_orthogonal_update_of_each_matrix_in_a_split_weight() -> None:
     torch.testing.assert_close(whole.weight, torch.cat([part.weight for part in parts]))
 
 
-def test_kfac_of_a_split_weight_is_that_of_three_layers() -> None:
+@pytest.mark.parametrize("separate_bias", [True, False])
+def test_kfac_of_a_split_weight_is_that_of_three_layers(separate_bias: bool) -> None:
     torch.manual_seed(0)
     whole, parts = nn.Linear(4, 12), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
     for k, part in enumerate(parts):
@@ -75,10 +78,22 @@ def test_kfac_of_a_split_weight_is_that_of_three_layers() -> None:
 
     x = torch.randn(6, 4)
     models = whole, Apart()
-    optimizers = lw.optim.KFAC(whole, lr=0.1, matrices={"*": lw.split(3)}), lw.optim.KFAC(models[1], lr=0.1)
+    options: dict[str, Any] = {"lr": 0.1, "estimator": "empirical", "separate_bias": separate_bias}
+    optimizers = lw.optim.KFAC(whole, matrices={"*": lw.split(3)}, **options), lw.optim.KFAC(models[1], **options)
     for _ in range(2):
         for model, opt in zip(models, optimizers, strict=True):
             opt.zero_grad()
             model(x).square().sum().backward()
             opt.step()
     torch.testing.assert_close(whole.weight, torch.cat([part.weight for part in parts]))
+
+
+def test_a_bias_apart_is_no_matrix_to_be_cut() -> None:
+    """Under the default, biases stand apart; the pattern names their layer."""
+    model = nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 4))
+    for name in ("KFAC", "Muon"):
+        opt = getattr(lw.optim, name)(model, lr=1e-3, matrices={"0*": lw.split(3)})
+        opt.zero_grad()
+        nn.functional.cross_entropy(model(torch.randn(8, 4)), torch.arange(8) % 4).backward()
+        opt.step()
+        assert "3 × 4 × " in repr(opt)

@@ -394,9 +394,9 @@ def _specs(
 
 
 def _cut(spec: LayerSpec, matrices: Matrices) -> LayerSpec:
-    """A layer as the matrices that the user says it holds; one that falls back stays as it is."""
+    """A layer as the matrices that the user says it holds; one that falls back, or a bias apart, stays as it is."""
     how = next((how for pattern, how in matrices.items() if matches(spec, pattern)), None)
-    if how is None or spec.reason is not None:
+    if how is None or spec.reason is not None or spec.form.weight is None:
         return spec
     if isinstance(how, Batched):
         if spec.form.groups < 2:
