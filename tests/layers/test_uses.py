@@ -110,7 +110,7 @@ def test_a_product_is_a_layer_and_exact(name: str) -> None:
 def test_optimizers_take_its_statistics(name: str) -> None:
     model, forms = _model(name)
     x = torch.randn(N, T, D, dtype=torch.float64)
-    opt = lw.optim.KFAC(model, lr=0.0, factor_decay=0.0)
+    opt = lw.optim.KFAC(model, lr=0.0, factor_decay=0.0, estimator="empirical")
     model(x).square().sum().backward()
     opt.step()
     kept = {layer: state for of in opt.state_dict()["state"].values() for layer, state in of.items()}

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
@@ -28,26 +29,36 @@ def in_own_forward() -> bool:
     return _OWN.get()
 
 
-_OWNER = "layerwise: whose backward"
+_OWNERS: dict[int, list[object]] = {}
+"""For whom each thread makes a backward now, the innermost last."""
 
 
-def _owner() -> object:
-    return torch._C._get_obj_in_tls(_OWNER) if torch._C._is_key_in_tls(_OWNER) else None  # type: ignore[attr-defined]
+def _owner() -> object | None:
+    """For whom the present backward is made, if it is the library's."""
+    if not _OWNERS:
+        return None
+    mine = _OWNERS.get(threading.get_ident())
+    if mine is None and isinstance(threading.current_thread(), threading._DummyThread):
+        # A thread of autograd's own, for a device: the backward was begun in another, most likely the last that did.
+        mine = next(reversed(_OWNERS.values()), None)
+    return mine[-1] if mine else None
 
 
 @contextmanager
 def own_backward(owner: object) -> Iterator[None]:
     """Mark a backward as the library's, which others that listen to the same graph must not take for the user's.
 
-    Not a context variable: on a GPU hooks run in threads of the device, where autograd brings torch's own thread-local
-    objects along. Nor a variable of the module: other threads have backwards of their own.
+    By thread: other threads have backwards of their own. Not a context variable: on a GPU hooks run in threads of the
+    device. Not torch's thread-local objects, which it brings along there: torch 2.11 frees them too early.
     """
-    before = _owner()
-    torch._C._stash_obj_in_tls(_OWNER, owner)  # type: ignore[attr-defined]
+    thread = threading.get_ident()
+    _OWNERS.setdefault(thread, []).append(owner)
     try:
         yield
     finally:
-        torch._C._stash_obj_in_tls(_OWNER, before)  # type: ignore[attr-defined]
+        _OWNERS[thread].pop()
+        if not _OWNERS[thread]:
+            del _OWNERS[thread]
 
 
 def backward_of_another(listener: object) -> bool:
