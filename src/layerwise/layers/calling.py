@@ -156,7 +156,7 @@ def output_tensors(out: Any) -> list[Tensor]:
 def output_tensor(out: Any) -> Tensor:
     """The tensor in a model's output: itself, ``logits``, or of several the first of those with most axes.
 
-    An auxiliary loss beside it is no output. Where a tensor of another shape is computed from it (by a head from
+    Of several that have names it is the first with two axes. An auxiliary loss beside it is no output. Where a tensor of another shape is computed from it (by a head from
     features), it is that one.
     """
     if isinstance(out, Tensor):
@@ -166,6 +166,8 @@ def output_tensor(out: Any) -> Tensor:
         return named
     tensors = output_tensors(out)
     found = max(tensors, key=lambda t: t.ndim, default=None)
+    if hasattr(out, "keys"):  # by name, as Hugging Face's: what matters comes first, hidden states after it
+        found, tensors = next((t for t in tensors if t.ndim > 1), found), []
     for later in tensors:
         if found is None or later.ndim < 2 or later.shape == found.shape[: later.ndim]:  # such as each row's entropy
             continue
