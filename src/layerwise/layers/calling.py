@@ -156,8 +156,8 @@ def output_tensors(out: Any) -> list[Tensor]:
 def output_tensor(out: Any) -> Tensor:
     """The tensor in a model's output: itself, ``logits``, or of several the first of those with most axes.
 
-    Of several that have names it is the first with two axes. An auxiliary loss beside it is no output. Where a tensor of another shape is computed from it (by a head from
-    features), it is that one.
+    Of several that have names it is the first with two axes. An auxiliary loss beside it is no output. Where a tensor
+    of another shape is computed from it (by a head from features), it is that one.
     """
     if isinstance(out, Tensor):
         return out
