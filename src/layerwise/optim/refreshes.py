@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ class Refreshes:
         """
         layers = [[groups for _, groups in stack.slices()] for stack in stacks]
         if waits:
-            turns = [one_by_one(number, of_stack, self.every) for number, of_stack in enumerate(layers)]
+            # A stack without decompositions takes no turn from others: a parameter added later changes nobody's.
+            before = [0, *accumulate(not stack.fallback for stack in stacks)]
+            turns = [one_by_one(number, of_stack, self.every) for number, of_stack in zip(before, layers, strict=False)]
         else:
             sides = [stack.rule.sides(stack.shape) for stack in stacks]
             works = [
