@@ -41,14 +41,19 @@ def untyped_for_speed():
         yield
 
 
+class Smoke(dict):
+    """Records of smoke presets by the experiment's name, each run when a test first asks for it."""
+
+    def __missing__(self, name):
+        experiment = MODULES[name].EXPERIMENT
+        config = experiment.preset("smoke")
+        self[name] = records(experiment, config, range(1 if name in ONE_SEED else config.seeds))
+        return self[name]
+
+
 @pytest.fixture(scope="module")
 def smoke(untyped_for_speed):
-    """Records of every smoke preset."""
-    found = {}
-    for name, module in MODULES.items():
-        config = module.EXPERIMENT.preset("smoke")
-        found[name] = records(module.EXPERIMENT, config, range(1 if name in ONE_SEED else config.seeds))
-    return found
+    return Smoke()
 
 
 @pytest.mark.parametrize("name", MODULES)
