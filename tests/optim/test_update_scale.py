@@ -90,11 +90,15 @@ def trained(
 # --- the size ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MEMBERS)
-def test_matrices_move_as_far_as_adamw_moves_them_and_the_rest_just_so(name: str):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in MEMBERS), *((name, {"betas": (0.8, 0.95)}) for name in ("KFAC", "Muon"))],
+)
+def test_matrices_move_as_far_as_adamw_moves_them_and_the_rest_just_so(name: str, options: dict[str, Any]):
     """The same gradients for both, five steps; a clip, if there is one, is for matrices."""
     models = [tokens(), tokens()]
-    own, adamw = make(name, models[0]), torch.optim.AdamW(models[1].parameters(), lr=LR, weight_decay=DECAY, eps=1e-12)
+    own = make(name, models[0], **options)
+    adamw = torch.optim.AdamW(models[1].parameters(), lr=LR, weight_decay=DECAY, eps=1e-12, **options)
     own.fallback.eps = 1e-12  # type: ignore[attr-defined]
     matrices = {"up.weight", "down.weight", "head.weight"}
     for step in range(5):
@@ -253,11 +257,23 @@ def test_options_that_do_not_go_together():
         ({"scale": "rms"}, "scale='rms'"),
         ({"graft": "adam"}, "graft='adam' with scale"),
         ({"loss_average": "words"}, "loss_average='words'"),
+        ({"betas": (0.9, 0.95), "scale": "formula"}, "which has no moments of AdamW"),
+        ({"betas": 0.9}, "betas=0.9; expected: two numbers"),
+        ({"betas": (0.9, 1.0)}, "betas=1.0"),
     ):
         with pytest.raises(InputError, match=words):
             make("KFAC", tokens(), **options)
     with pytest.raises(InputError, match='scale="adam" for sgd'):
         lw.optim.SGD(tokens(), scale="adam")
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [("fused", "leave fused out: steps are"), ("wieght_decay", "mean weight_decay"), ("zzz", "help")],
+)
+def test_options_of_others_and_misspelt_ones(option: str, words: str):
+    with pytest.raises(TypeError, match=words):
+        lw.optim.Muon(tokens(), **{option: True})
 
 
 @pytest.mark.parametrize(("name", "rate"), [("KFAC", 3e-2), ("EKFAC", 3e-2), ("FOOF", 1e-2), ("SOAP", 3e-3)])

@@ -35,6 +35,7 @@ from layerwise.optim.options import (
     LIKELIHOOD,
     LOSS_AVERAGE,
     Overrides,
+    about_unknown,
     check_number,
     check_numbers,
     fallback_rule,
@@ -109,6 +110,8 @@ class Layerwise(Saving):
         scale: "formula": the update is as large as the formula says. "adam", the members' default: the gradient is
             averaged as AdamW does, then preconditioned, and the update has the norm of AdamW's: `lr` means what it
             means there, and the loss's own scale nothing. See `layerwise.optim.scale`.
+        betas: AdamW's, with ``scale="adam"``, of the size of updates and of parameters without a rule; the first is
+            also the momentum, where the member has none of its own. By default `momentum` and 0.999.
         update_fallback: "adam", "sgd", or a rule, for parameters that the rule does not treat.
         fallback_lr: learning rate of those; by default `lr`.
         overrides: options for layers or parameters by pattern, ``{"head": {"lr": 1e-3}, "embed*": {"update":
@@ -162,6 +165,7 @@ class Layerwise(Saving):
         graft: str | None = None,
         clip: float | tuple[str, float] | None = None,
         scale: str = "formula",
+        betas: tuple[float, float] | None = None,
         update_fallback: str | UpdateRule = "adam",
         fallback_lr: float | None = None,
         overrides: Overrides | None = None,
@@ -176,15 +180,20 @@ class Layerwise(Saving):
         precision: str = "high",
         record: bool | None = None,
         seed: int | torch.Generator = 0,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            raise TypeError(about_unknown(type(self), unknown))
         self.rule = rule or rule_of(left, right, power, basis, damping_split, max_factor)
         self.model = model_of(model, self.rule, type(self).__name__)
         self.rule.use_solver(known("solver", solver, SOLVERS))
         self.rule.precision = known("precision", precision, ("high", "half"))
-        self.fallback = fallback_rule(update_fallback)
+        self.fallback = fallback_rule(update_fallback, betas)
         self._damping = Damping(damping, damping_scale)
-        self._graft, self._clip, self._update_scale = Graft(graft), Clip.read(clip), UpdateScale(scale)
+        self._graft, self._clip, self._update_scale = Graft(graft), Clip.read(clip), UpdateScale(scale, betas)
         self._update_scale.check(self.rule, graft)
+        if betas is not None and self.rule.own_momentum is None:
+            momentum = betas[0]
         self.rule.treats_embeddings = scale == "formula"
         self._unit: float | None = None
         self.factor_every, self.refresh_every = (
@@ -576,6 +585,7 @@ class Layerwise(Saving):
         settings = {
             **of_group(options),
             "scale": self._update_scale.method,
+            "betas": self._update_scale.betas,
             "clip": self._clip.describe(),
             "damping": f"{options['damping']:g} {relative}",
             "estimator": self._settings["estimator"] if self.rule.needs_outgrads else None,
@@ -603,6 +613,9 @@ class Layerwise(Saving):
         for stack in self._stacks or []:
             measure(stack, self._context(stack, 1), self._health)
         return self._health
+
+
+show_options(Layerwise.__init__, Layerwise.__init__, ())
 
 
 def _fallback_ratio(fallback_lr: float, lr: float) -> float:

@@ -1,5 +1,6 @@
 """Options of the optimizer: checked, and cut into parameter groups."""
 
+import difflib
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -23,6 +24,16 @@ LOSS_AVERAGE: str | None = "auto"
 """What members take where nobody says otherwise."""
 Overrides = Mapping[str, Mapping[str, Any]]
 FALLBACKS: Mapping[str, Callable[[], UpdateRule]] = {"adam": AdamRule, "sgd": GradientDescent}
+TORCHS_OWN = {
+    "eps": "AdamW's ε is 1e-5 of the first gradients' root mean square, so that the loss's scale does not matter",
+    "fused": "steps are fused wherever they can be",
+    "foreach": "parameters of one shape are treated together anyway",
+    "capturable": "steps are recorded as CUDA graphs by record=",
+    "amsgrad": "there is no such variant here",
+    "maximize": "there is no such option here; negate the loss",
+    "differentiable": "steps cannot be differentiated",
+}
+"""Options of torch's AdamW that a loop may bring along."""
 BOUNDS = {"lr": math.inf, "momentum": 1.0, "weight_decay": math.inf, "damping": math.inf, "factor_decay": 1.0}
 """Numbers from 0 to below this."""
 
@@ -127,8 +138,23 @@ def show_options(member: Callable[..., Any], engine: Callable[..., Any], hidden:
         member.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
 
 
-def fallback_rule(given: str | UpdateRule) -> UpdateRule:
-    """What parameters get that the rule does not treat."""
+def about_unknown(member: type, unknown: Collection[str]) -> str:
+    """What to do about options that a member does not have: torch's own, or misspelt ones."""
+    name, known = next(iter(unknown)), list(inspect.signature(member).parameters)
+    near = difflib.get_close_matches(name, known, 1)
+    if name in TORCHS_OWN:
+        do = f"leave {name} out: {TORCHS_OWN[name]}"
+    else:
+        do = f"did you mean {near[0]}=?" if near else f"see help(lw.optim.{member.__name__})"
+    return describe(f"{member.__name__}({name}=…)", f"options among: {', '.join(known)}", do)
+
+
+def fallback_rule(given: str | UpdateRule, betas: tuple[float, float] | None = None) -> UpdateRule:
+    """What parameters get that the rule does not treat; `betas` are those of "adam"."""
+    if betas is not None:
+        _check_betas(betas)
+        if given == "adam":
+            return AdamRule(betas)
     if isinstance(given, UpdateRule):
         return given
     if given not in FALLBACKS:
@@ -182,7 +208,14 @@ def check_numbers(options: Mapping[str, Any]) -> None:
         raise InputError(describe(f"nesterov={options['nesterov']!r}", "True or False", "choose one of them"))
     for name, below in BOUNDS.items():
         check_number(name, options[name], below)
-    for beta in options.get("betas", ()):
+    if "betas" in options:
+        _check_betas(options["betas"])
+
+
+def _check_betas(betas: tuple[float, float]) -> None:
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise InputError(describe(f"betas={betas!r}", "two numbers", "pass e.g. betas=(0.9, 0.95)"))
+    for beta in betas:
         check_number("betas", beta, 1.0)
 
 

@@ -63,7 +63,8 @@ def model_of(given: nn.Module | ParamsT, rule: UpdateRule, member: str) -> nn.Mo
             describe(
                 "parameters" if isinstance(given, Iterable) else f"a {type(given).__name__}",
                 f"the model: {member} takes statistics of {seen}, which parameters do not show",
-                f"pass the model: lw.optim.{member}(model, …)",
+                f"pass the model: lw.optim.{member}(model, …); what parameter groups say goes into overrides, such as "
+                '{"*.bias": {"weight_decay": 0.0}}',
             )
         )
     if isinstance(given, Tensor) or not isinstance(given, Iterable):

@@ -36,6 +36,8 @@ class UpdateScale:
     """ "formula": the direction is what the rule says. "adam": of the size of AdamW's update."""
 
     method: str = "formula"
+    betas: tuple[float, float] | None = None
+    """AdamW's, where they were given."""
 
     def __post_init__(self) -> None:
         if self.method not in ("adam", "formula"):
@@ -48,8 +50,16 @@ class UpdateScale:
             )
 
     def check(self, rule: UpdateRule, graft: str | None) -> None:
-        """What an update of AdamW's size cannot be combined with."""
+        """What an update of AdamW's size cannot be combined with, and what only goes with one."""
         if self.method == "formula":
+            if self.betas is not None:
+                raise InputError(
+                    describe(
+                        f'betas={self.betas!r} with scale="formula", which has no moments of AdamW',
+                        'momentum=β₁, or scale="adam"',
+                        "say one of them",
+                    )
+                )
             return
         if graft is not None:
             raise InputError(
@@ -75,7 +85,8 @@ class UpdateScale:
     def average(self, stack: Stack, grad: Tensor, context: Context, health: Health) -> tuple[Tensor, Tensor]:
         """What the rule gets in the gradient's place, and the norm of AdamW's update, ``[K]``."""
         mu = 0.0 if stack.rule.own_momentum else stack.group["momentum"]
-        adam, plain = AdamRule((mu or BETAS[0], BETAS[1])), replace(context, options={})  # betas may be the rule's own
+        b1, b2 = self.betas or BETAS
+        adam, plain = AdamRule((mu or b1, b2)), replace(context, options={})  # betas may be the rule's own
         if "graft_m" not in stack.state:
             stack.state |= {f"graft_{name}": value for name, value in adam.init(stack.shape).items()}
         state = {name: stack.state[f"graft_{name}"] for name in NAMES}

@@ -20,10 +20,6 @@ from layerwise.optim.rule import Context, Health, Shape, State, UpdateRule
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 
 
-SMALL = 128
-"""Matrices up to this many rows are orthogonalized in bfloat16 even on a CPU that is slow at it."""
-
-
 def newton_schulz(
     X: Float[Tensor, "K O I"],
     steps: int = 5,
@@ -33,13 +29,13 @@ def newton_schulz(
 ) -> Float[Tensor, "K O I"]:
     """Nearly ``U Vᵀ`` of each ``X = U S Vᵀ``: singular values end between about 0.7 and 1.2.
 
-    A quintic iteration, ``X ← a X + (b X Xᵀ + c (X Xᵀ)²) X`` (Jordan et al. 2024), in bfloat16; large matrices on a
-    CPU without instructions for bfloat16, where its products are some hundred times slower, in float32.
+    A quintic iteration, ``X ← a X + (b X Xᵀ + c (X Xᵀ)²) X`` (Jordan et al. 2024), in bfloat16; on a CPU without
+    instructions for it, where its products are some hundred times slower, in float32.
     """
     tall = X.shape[-2] > X.shape[-1]
     Y = X.mT if tall else X
     if dtype is None:
-        dtype = torch.bfloat16 if Y.shape[-2] <= SMALL or fast_bfloat16(X.device) else torch.float32
+        dtype = torch.bfloat16 if fast_bfloat16(X.device) else torch.float32
     Y = Y.to(dtype)
     Y = Y / Y.flatten(1).norm(dim=1).clamp_min(eps).view(-1, 1, 1)
     wide = Y.shape[-1] >= 1.5 * Y.shape[-2]
