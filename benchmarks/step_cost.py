@@ -155,7 +155,7 @@ def print_row(r: dict) -> None:
 def print_head(name: str) -> None:
     print(f"\n{name}, refresh every {EVERY}")
     print(f"  {'':36s}{'fwd+bwd':>10s}{'step':>10s}{'× fwd+bwd':>17s}{'largest':>17s}{'hooks':>17s}")
-    print(f"  {'':36s}{'ms':>10s}{'ms':>10s}{'wall':>9s}{'CPU':>8s}{'wall':>9s}{'CPU':>8s}{'wall':>9s}{'CPU':>8s}{'n':>5s}")
+    print(f"  {'':36s}{'ms':>10s}{'ms':>10s}" + 3 * f"{'wall':>9s}{'CPU':>8s}" + f"{'n':>5s}")
 
 
 def aims(rows: list[dict]) -> list[dict]:

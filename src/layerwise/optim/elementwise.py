@@ -1,6 +1,7 @@
 """Rules that treat every entry alone: gradient descent, Adam, sign descent. They fit parameters of any shape."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -79,8 +80,9 @@ class AdamRule(UpdateRule):
     def _by_torch(state: State, grad: Tensor, betas: tuple[float, float], eps: float) -> Tensor:
         """The same in torch's own pass on a CPU: a step of rate −1 from zero is the direction."""
         D, (b1, b2), t = torch.zeros_like(grad), betas, state["steps"][0].clone()
-        numbers = {"beta1": b1, "beta2": b2, "lr": -1.0, "weight_decay": 0.0, "eps": eps}
-        adam([D], [grad], [state["m"]], [state["v"]], [], [t], fused=True, amsgrad=False, maximize=False, **numbers)
+        tensors = [D], [grad], [state["m"]], [state["v"]], list[Tensor](), [t]
+        how: dict[str, Any] = {"fused": True, "amsgrad": False, "maximize": False, "weight_decay": 0.0}
+        adam(*tensors, beta1=b1, beta2=b2, lr=-1.0, eps=eps, **how)
         state["steps"].copy_(t)
         return D
 
