@@ -23,7 +23,7 @@ class System:
 
     make: Make
     hooks: bool = False
-    """Whether it works inside forward and backward too: then whole iterations are timed."""
+    """Whether it works inside forward and backward too: then what it adds to them is timed."""
     cycle: int = EVERY
     """Steps after which its cost repeats."""
     package: str = "layerwise"
@@ -31,6 +31,8 @@ class System:
     """Name on the package index, for a peer."""
     aim: float | None = None
     """At most this fraction of forward+backward, on the GPT."""
+    hooks_aim: float | None = None
+    """The same of what hooks add to forward and backward."""
 
     def available(self) -> bool:
         return importlib.util.find_spec(self.package) is not None
@@ -43,13 +45,14 @@ def _average(p: Problem) -> str:
 def _hooked(member: type[lw.optim.Layerwise], factor_every: int = EVERY, **options) -> Make:
     def make(p: Problem, model: nn.Module) -> torch.optim.Optimizer:
         every = {"factor_every": factor_every, "refresh_every": EVERY}
-        return member(model, lr=SMALL, scale="formula", loss_average=_average(p), **every, **options)
+        given = {"loss_average": _average(p)} if options.get("scale") == "formula" else {}
+        return member(model, lr=SMALL, **every, **given, **options)
 
     return make
 
 
 def _plain(member: type[lw.optim.Layerwise], **options) -> Make:
-    return lambda p, model: member(model, scale="formula", **options)
+    return lambda p, model: member(model, **options)
 
 
 # --- peers -------------------------------------------------------------------------------------------------
@@ -116,14 +119,18 @@ def _singd(p: Problem, model: nn.Module) -> torch.optim.Optimizer:
 SYSTEMS: dict[str, System] = {
     "SGD": System(_plain(lw.optim.SGD, momentum=0.9), cycle=1),
     "Adam": System(_plain(lw.optim.Adam), cycle=1),
-    "KFAC": System(_hooked(lw.optim.KFAC), hooks=True, aim=0.5),
+    "KFAC": System(_hooked(lw.optim.KFAC), hooks=True, aim=0.5, hooks_aim=0.5),
     "KFAC, statistics each step": System(_hooked(lw.optim.KFAC, 1), hooks=True),
-    "EKFAC": System(_hooked(lw.optim.EKFAC), hooks=True),
+    "KFAC, formula": System(_hooked(lw.optim.KFAC, scale="formula"), hooks=True),
+    "EKFAC": System(_hooked(lw.optim.EKFAC), hooks=True, aim=1.0),
     "EKFAC-ra": System(_hooked(lw.optim.EKFAC, scaling="running"), hooks=True),
     "FOOF": System(_hooked(lw.optim.FOOF), hooks=True),
     "Shampoo": System(_plain(lw.optim.Shampoo, refresh_every=EVERY), aim=0.8),
-    "SOAP": System(_plain(lw.optim.SOAP, refresh_every=EVERY), aim=1.2),
-    "Muon": System(_plain(lw.optim.Muon), cycle=1, aim=0.25),
+    "Shampoo, formula": System(_plain(lw.optim.Shampoo, refresh_every=EVERY, scale="formula")),
+    "SOAP": System(_plain(lw.optim.SOAP, refresh_every=EVERY), aim=1.0),
+    "SOAP, formula": System(_plain(lw.optim.SOAP, refresh_every=EVERY, scale="formula")),
+    "Muon": System(_plain(lw.optim.Muon), cycle=1),
+    "Muon, formula": System(_plain(lw.optim.Muon, scale="formula"), cycle=1),
     "torch AdamW": System(lambda p, model: torch.optim.AdamW(model.parameters()), cycle=1, package="torch"),
     "torch Muon + AdamW": System(_torch_muon, cycle=1, package="torch"),
     "pytorch-optimizer Muon": System(

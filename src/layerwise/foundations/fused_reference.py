@@ -103,8 +103,8 @@ def adam_(
 
 def above(V: Tensor, floor: Tensor) -> Tensor:
     """``max(0, 1 − floor/V)``: how far each entry lies above its group's floor; 0 where both are."""
-    floor = per_group(floor, V)
-    return torch.where(floor < V, 1 - floor / V, 0.0)
+    floor = per_group(floor.clamp_min(torch.finfo(V.dtype).tiny), V)  # nothing over nothing is none of it
+    return (floor / V).neg_().add_(1.0).clamp_min_(0.0)
 
 
 def momentum_half_(M: Tensor, G: Tensor, mu: int | float, nesterov: bool, gate: Gate) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.errors import NumericalError
-from layerwise.foundations.linalg import guarded_cholesky, guarded_eigh
+from layerwise.foundations.linalg import finite_matrices, gram, guarded_eigh, guarded_inverse
 from layerwise.optim import symmetric
 from layerwise.optim.rule import Health
 
@@ -21,26 +21,29 @@ def inverse_root(
 ) -> Float[Tensor, "K n n"]:
     """``(M + shift I)^(−power)``: by Cholesky for a power of 1 (unless `by_eigh`), else through the eigenbasis."""
     if power == 1 and not by_eigh:
-        eye = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
-        return torch.cholesky_inverse(guarded_cholesky(M + shift.view(-1, 1, 1) * eye, name="damped factor")).to(M)
+        return guarded_inverse(M, shift, name="damped factor")
     values, vectors = guarded_eigh(M, name="factor")
     floor = values.amax(-1, keepdim=True) * torch.finfo(values.dtype).eps * M.shape[-1]
     damped = torch.maximum(values + shift.unsqueeze(-1), floor.clamp_min(torch.finfo(values.dtype).tiny))
-    return (vectors * damped.pow(-power).unsqueeze(-2)) @ vectors.mT
+    return gram((vectors * damped.pow(-power / 2).unsqueeze(-2)).mT)  # one triangle
 
 
 def guarded_root(M: Tensor, shift: Tensor, power: float, last: Tensor, health: Health, by_eigh: bool = False) -> Tensor:
     """The same for a factor or its diagonal; what cannot be decomposed keeps `last`."""
     if M.ndim == 2:
         found = (M + shift.unsqueeze(-1)).pow(-power)
+        finite = torch.isfinite(found).all(1)
     else:
         try:
             found = inverse_root(M, shift, power, by_eigh)
         except NumericalError:
             return _one_by_one(M, shift, power, last, health)
+        finite = finite_matrices(found)
     known = mean_eigenvalue(M) > 0  # of a factor without statistics, damping alone would be inverted
-    good = torch.isfinite(found.flatten(1)).all(1) & known
+    good = finite & known
     health.count("fallbacks", (known & ~good).sum())
+    if M.device.type == "cpu" and bool(good.all()):
+        return found
     return torch.where(good.view(-1, *[1] * (found.ndim - 1)), found, last)
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from layerwise.foundations.fused import rotated_adam_
@@ -11,6 +11,7 @@ from layerwise.foundations.fused_adam import corrections_
 from layerwise.foundations.fused_reference import above
 from layerwise.foundations.fused_scaled import Scaled
 from layerwise.foundations.fused_unscaled import unscaled
+from layerwise.foundations.linalg import finite_matrices
 from layerwise.foundations.linalg.basis_tracking import carried
 from layerwise.foundations.linalg.half_turns import turn_between, turn_moments_
 from layerwise.foundations.linalg.halves import Half
@@ -49,6 +50,15 @@ def step_bound(beta1: float, beta2: float) -> float:
 
 def _columns(X: Float[Tensor, "K m n"], order: Int[Tensor, "K n"]) -> Float[Tensor, "K m n"]:
     return X.gather(-1, order.unsqueeze(-2).expand_as(X))
+
+
+def _with_null_last(
+    Z: Float[Tensor, "K n n"], U: Float[Tensor, "K n n"], order: Int[Tensor, "K n"], null: Bool[Tensor, "K n"]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Columns of Z, those of U in place of null ones, these last; U, the order and which are null likewise."""
+    last = null.to(torch.int8).argsort(dim=-1, stable=True)
+    Z = torch.where(null.unsqueeze(-2), U, Z)
+    return _columns(Z, last), _columns(U, last), order.gather(-1, last), null.gather(-1, last)
 
 
 @dataclass
@@ -107,7 +117,7 @@ class RotatedAdam(EigenFactors):
         if floor is None:
             return step
         kept = above(state["V"], floor)
-        health.count("floored_layers", (kept == 0).flatten(1).any(1).sum())
+        health.count("floored_layers", (kept.flatten(1).amin(1) == 0).sum())
         return step.mul_(kept)
 
     def floor(self, state: State, correction: Float[Tensor, "K"], context: Context) -> Float[Tensor, "K"] | None:
@@ -227,12 +237,13 @@ class RotatedAdam(EigenFactors):
         MU = M @ U
         order = (U * MU).sum(-2).argsort(dim=-1, descending=True)
         Q, order = self._orthogonal(MU, U, order, waits=health.gate is None)
-        good = torch.isfinite(Q.flatten(1)).all(1)
+        good = finite_matrices(Q)
         health.count("fallbacks", (~good).sum())
         if health.gate is None and not bool(good.all()):
             return
-        Q = torch.where(good.view(-1, 1, 1), Q, U_old)
-        order = torch.where(good.unsqueeze(-1), order, torch.arange(order.shape[-1], device=order.device))
+        if health.gate is not None:
+            Q = torch.where(good.view(-1, 1, 1), Q, U_old)
+            order = torch.where(good.unsqueeze(-1), order, torch.arange(order.shape[-1], device=order.device))
         state[f"U_{side}"][groups] = Q
         M = state["M"][groups]
         state["M"][groups] = Q.mT @ (U_old @ M) if side == "P" else (M @ U_old.mT) @ Q
@@ -245,17 +256,27 @@ class RotatedAdam(EigenFactors):
         """Q of ``M U`` with its columns in this order, and the order itself, of which null vectors are put last.
 
         Where M is singular some columns of ``M U`` depend on those before, and QR makes any vectors of them: rounding.
-        In their place are the columns of U. Those and the others are as independent as the others are.
+        In their place are the columns of U. Those and the others are as independent as the others are. A column that is
+        small beside the first is a null vector before any QR. Those that QR finds come after all that are large: what
+        is left of them is orthogonalized again within the columns that they have spoilt.
         """
-        Z = _columns(MU, order)
+        Z, U = _columns(MU, order), _columns(U, order)
+        limit = DEPENDENT * torch.finfo(Z.dtype).eps
+        norms = torch.linalg.vector_norm(Z, dim=-2)
+        null = norms <= limit * norms[..., :1]
+        if not waits or bool(null.any()):
+            Z, U, order, null = _with_null_last(Z, U, order, null)
         Q, R = torch.linalg.qr(Z)
-        sizes = R.diagonal(dim1=-2, dim2=-1).abs()
-        null = sizes <= DEPENDENT * torch.finfo(Z.dtype).eps * sizes.amax(-1, keepdim=True)
-        if waits and not bool(null.any()):
+        sizes = R.diagonal(dim1=-2, dim2=-1).abs().masked_fill(null, 0.0)
+        further = ~null & (sizes <= limit * sizes.amax(-1, keepdim=True))
+        if waits and not bool(further.any()):
             return Q, order
-        Z = torch.where(null.unsqueeze(-2), _columns(U, order), Z)
-        last = null.to(torch.int8).argsort(dim=-1, stable=True)
-        return torch.linalg.qr(_columns(Z, last))[0], order.gather(-1, last)
+        Z, _, order, _ = _with_null_last(Z, U, order, null | further)
+        good = int(further.int().argmax(-1)[further.any(-1)].min()) if waits else 0
+        if 2 * good < Z.shape[-1]:
+            return torch.linalg.qr(Z)[0], order
+        rest = Q[..., good:]  # an exact basis of what the good columns leave, whatever it was made of
+        return torch.cat([Q[..., :good], rest @ torch.linalg.qr(rest.mT @ Z[..., good:])[0]], -1), order
 
     @staticmethod
     def _carry(state: State, side: str, groups: slice, U_old: stored.Kept) -> None:

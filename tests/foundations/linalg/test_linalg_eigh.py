@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerwise.foundations.errors import InputError, NumericalError
-from layerwise.foundations.linalg import guarded_cholesky, guarded_eigh
+from layerwise.foundations.linalg import guarded_cholesky, guarded_eigh, guarded_inverse
 
 F64 = torch.float64
 
@@ -134,3 +134,26 @@ def test_cholesky_of_an_indefinite_matrix_names_the_eigenvalue():
         guarded_cholesky(torch.diag(torch.tensor([1.0, -2.0])), damping=1.0)
     with pytest.raises(InputError, match="damping=-1"):
         guarded_cholesky(torch.eye(2), damping=-1.0)
+
+
+def test_inverses_of_damped_matrices():
+    X = torch.randn(3, 9, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    M, shift = X.mT @ X, torch.tensor([0.1, 1.0, 10.0], dtype=torch.float64)
+    given = M.clone()
+    found = guarded_inverse(M, shift)
+    torch.testing.assert_close(found, torch.linalg.inv(M + shift.view(-1, 1, 1) * torch.eye(5, dtype=torch.float64)))
+    assert torch.equal(M, given)
+
+
+def test_an_inverse_whose_pivot_is_rounding_noise_is_found_in_float64():
+    M, shift = torch.ones(1, 2, 2), torch.tensor([2.0**-23])
+    exact = torch.linalg.inv(M.double() + float(shift) * torch.eye(2, dtype=torch.float64))
+    torch.testing.assert_close(guarded_inverse(M, shift).double(), exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (0, 1), (1, 0)])
+def test_an_inverse_of_what_is_not_finite_is_refused(place):
+    M = torch.eye(2).unsqueeze(0)
+    M[0, place[0], place[1]] = torch.nan
+    with pytest.raises(NumericalError):
+        guarded_inverse((M + M.mT) / 2, torch.ones(1))

@@ -41,10 +41,12 @@ def test_gram_of_any_shape(n, m, batch, wide):
     assert torch.equal(G, G.mT)
 
 
-@pytest.mark.parametrize("n", [5, 500])
+@pytest.mark.parametrize("n", [5, 500, 600])
 def test_gram_of_strided_input(n):
     X = draw(n, 2 * 30)[:, ::2].T
     torch.testing.assert_close(gram(X), X.T @ X)
+    stack = torch.stack([X, 2 * X]).mT.contiguous().mT
+    torch.testing.assert_close(gram(stack), stack.mT @ stack)
 
 
 @pytest.mark.parametrize("n", [20, 400])

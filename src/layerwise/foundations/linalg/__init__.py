@@ -5,10 +5,12 @@ comes from a generator that the caller passes.
 """
 
 from layerwise.foundations.linalg.checks import MatMul as MatMul
+from layerwise.foundations.linalg.checks import finite_matrices as finite_matrices
 from layerwise.foundations.linalg.draws import gaussian as gaussian
 from layerwise.foundations.linalg.draws import rademacher as rademacher
 from layerwise.foundations.linalg.eigh import guarded_cholesky as guarded_cholesky
 from layerwise.foundations.linalg.eigh import guarded_eigh as guarded_eigh
+from layerwise.foundations.linalg.eigh import guarded_inverse as guarded_inverse
 from layerwise.foundations.linalg.eigh import null_tolerance as null_tolerance
 from layerwise.foundations.linalg.eigh import settled_eigh as settled_eigh
 from layerwise.foundations.linalg.eigh import symmetrized as symmetrized

@@ -7,7 +7,7 @@ returns a block of the same shape.
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, NumericalError, describe
@@ -30,8 +30,26 @@ def require_square(M: Tensor, name: str) -> None:
         raise InputError(describe(f"{name} of shape {tuple(M.shape)}", "square matrices [..., n, n]", "check its axes"))
 
 
+def finite_matrices(X: Float[Tensor, "*batch m n"]) -> Bool[Tensor, "*batch"]:
+    """Which matrices have no entry that is NaN or infinite.
+
+    On a CPU a sum is twenty times faster than `torch.isfinite`, and not finite if an entry is not; only a sum that
+    overflows needs the entries themselves.
+
+    >>> finite_matrices(torch.tensor([[[1.0, 3e38], [3e38, 1.0]], [[1.0, torch.inf], [-torch.inf, 1.0]]])).tolist()
+    [True, False]
+    """
+    if X.device.type == "cpu":
+        found = torch.isfinite(X.sum((-2, -1)))
+        if bool(found.all()):
+            return found
+    return torch.isfinite(X).all(-1).all(-1)
+
+
 def require_finite(M: Tensor, name: str) -> None:
     """Raise `NumericalError` with a count if ``M`` has entries that are NaN or infinite."""
+    if M.ndim > 1 and bool(finite_matrices(M).all()):
+        return
     finite = torch.isfinite(M)
     if not finite.all():
         bad = int((~finite).sum())

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, NumericalError, describe
-from layerwise.foundations.linalg.checks import require_finite, require_square
+from layerwise.foundations.linalg.checks import finite_matrices, require_finite, require_square
 
 
 def symmetrized(M: Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch n n"]:
@@ -58,7 +58,7 @@ def guarded_eigh(
             reason = str(error)
             continue
         values, vectors = values.to(S), vectors.to(S)
-        if torch.isfinite(values).all() and torch.isfinite(vectors).all():
+        if torch.isfinite(values).all() and finite_matrices(vectors).all():
             return (values.clamp_min(0) if clamp else values), vectors
         reason = f"the result in {dtype} on {device} was not finite"
     raise NumericalError(
@@ -149,15 +149,36 @@ def guarded_cholesky(
     )
 
 
+def guarded_inverse(
+    M: Float[Tensor, "*batch n n"], shift: Float[Tensor, "*batch"], *, name: str = "matrix"
+) -> Float[Tensor, "*batch n n"]:
+    """``(M + shift I)⁻¹`` by Cholesky, of a positive semi-definite M that is symmetric to the last bit, as sums are.
+
+    Raises:
+        NumericalError: M is not finite, or ``M + shift I`` is not positive definite even in float64.
+
+    >>> guarded_inverse(torch.tensor([[[3.0]]]), torch.tensor([1.0])).item()
+    0.25
+    """
+    require_square(M, name)
+    A = M.mT.clone()  # as LAPACK wants it: one copy, which it is given in the order of its columns
+    A.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
+    if A.dtype in (torch.float32, torch.float64):
+        L, info = torch.linalg.cholesky_ex(A)
+        if not info.any() and _is_trusted(L, A):
+            return torch.cholesky_inverse(L)
+    return torch.cholesky_inverse(guarded_cholesky(A, name=name)).to(M)
+
+
 def _is_trusted(L: Float[Tensor, "*batch n n"], A: Float[Tensor, "*batch n n"]) -> bool:
     """Whether a root is finite with pivots above rounding, or as good as it gets (float64).
 
     Some LAPACKs report success where a pivot is rounding noise, others failure: without this test the answer would
-    depend on the processor.
+    depend on the processor. Pivots tell of all entries: what is not finite in a row makes its pivot so.
     """
-    pivots = L.diagonal(dim1=-2, dim2=-1)
+    pivots, diagonal = (X.diagonal(dim1=-2, dim2=-1) for X in (L, A))
     noise = 4 * torch.finfo(A.dtype).eps * A.shape[-1] ** 0.5 if A.dtype != torch.float64 else 0.0
-    return bool(torch.isfinite(L).all() and (pivots.square() > noise * A.diagonal(dim1=-2, dim2=-1)).all())
+    return bool((torch.isfinite(pivots) & (pivots.square() > noise * diagonal)).all())
 
 
 def _attempts(S: Tensor) -> list[tuple[torch.device, torch.dtype]]:

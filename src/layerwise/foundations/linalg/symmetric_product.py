@@ -2,7 +2,8 @@
 
 On a CPU the product of a wide matrix with itself is done by row panels of the upper triangle, about half of
 the arithmetic. Panels of 128 rows were as fast as any other width or a recursive halving, and panels pay
-above about 256 columns; on CUDA one large product is faster than many small ones.
+above about 256 columns. A transposed X is copied first: panels of its columns, each packed anew by BLAS, took as long
+as the whole product. On CUDA one large product is faster than many small ones.
 """
 
 import torch
@@ -95,6 +96,7 @@ def _add_product(total: Tensor, X: Tensor, alpha: float, beta: float) -> None:
         n = X.shape[-1]
         plain = n <= (PLAIN_COLUMNS if len(X) > FEW_ROWS else 2 * PLAIN_COLUMNS)
         rows = PANEL_ROWS if X.device.type == "cpu" and not plain else max(n, 1)
+        X = X if rows >= n else X.contiguous()
         for i in range(0, n, rows):
             j = min(n, i + rows)
             total[i:j, i:].addmm_(X[:, i:j].T, X[:, i:], alpha=alpha, beta=beta)
