@@ -57,9 +57,7 @@ def _reaches(f: Tensor, out: Tensor) -> bool:
     return torch.autograd.grad(f.sum(), out, retain_graph=True, allow_unused=True)[0] is not None
 
 
-def _moments(
-    model: nn.Module, name: str, a: Tensor, Jz: Tensor, truth: Truth, estimator: str
-) -> Moments | None:
+def _moments(model: nn.Module, name: str, a: Tensor, Jz: Tensor, truth: Truth, estimator: str) -> Moments | None:
     """`Jz` is the gradient of every entry of the model's output to the layer's: ``[entries, *output]``."""
     module = model.get_submodule(name)
     n = a.shape[0]

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from cases import Batch, Case, outputs, trainable
 from torch import Tensor, nn
 
-
 ROUNDED = 1e-10
 """Of a parameter's Jacobian: as far as rows that were pulled back at once may be from plain ones in float64."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases import Batch, Case, arguments_of, fill, outputs, trainable
+from cases import Batch, Case, arguments_of, fill, output_of, outputs, trainable
 from factors import joined, moments_of
 from oracle import Oracle
 from plans import CALLS
@@ -301,11 +301,11 @@ def statistics_of(
         given, plain = case.batches[step], _plain(twin, oracle, estimator, [step])
         _look_aside(model, twin.model, given)
         args, kwargs = arguments_of(given.given())
-        f = model(*args, **kwargs)
-        if not (f[0] if isinstance(f, tuple) else f).requires_grad:
+        f = output_of(model, model(*args, **kwargs))
+        if not f.requires_grad:
             continue  # all that this batch uses is frozen
         opt.zero_grad()
-        (_loss(case, f[0] if isinstance(f, tuple) else f, given.y) / given.n).backward()
+        (_loss(case, f, given.y) / given.n).backward()
         opt.step()
         by_use = {spec.name for spec in opt.table.layers if any(site.used for site in spec.sites)}
         errors += _errors_of(opt, {name: factors for name, factors in plain.items() if name not in by_use})

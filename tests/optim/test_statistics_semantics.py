@@ -218,8 +218,9 @@ def test_a_backward_of_many_cotangents_counts_not_at_all(name: str, way: str):
     the step."""
     a, one, b, two = pair(name)
     x, y = DATA[0]
+    params = list(a.parameters())
     for kept in (True,) if name == "KFAC sampled" else (False, True):
-        f, params = a(x), list(a.parameters())
+        f = a(x)
         v = torch.ones(3, *f.shape, dtype=f.dtype)
         if way == "vmap":
             torch.func.vmap(lambda u, f=f, kept=kept: torch.autograd.grad(f, params, u, retain_graph=kept))(v)

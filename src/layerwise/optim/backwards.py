@@ -1,8 +1,9 @@
 """Which backward is under way: whether parameters learn from it, and whether another may follow through the same graph.
 
 ``torch.autograd.grad(loss, x)`` passes through every layer and leaves no gradient of a parameter: it is no part of what
-a step is about. Nor is a backward of many cotangents at once (``is_grads_batched=True``, `torch.func.vmap`). Two losses with ``retain_graph=True`` add up their gradients: so do those of a layer's outputs, which
-are kept until no further backward can come.
+a step is about. Nor is a backward of many cotangents at once (``is_grads_batched=True``, `torch.func.vmap`). Two losses
+with ``retain_graph=True`` add up their gradients: so do those of a layer's outputs, which are kept until no further
+backward can come.
 """
 
 from collections.abc import Callable, Iterable
