@@ -189,6 +189,24 @@ def branch_of_the_second_batch() -> Case:
     return case_of(model, [first, second])
 
 
+def _nothing(case: Case) -> None:
+    """The same call twice."""
+
+
+@known(change=_nothing)
+def branch_of_the_second_batch_and_another_length() -> Case:
+    """Its graph is verified with a layer that is found by use, and met again with a module of the same name."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        reused = F.linear(x.cos(), m.l.weight) if bool(x[0, 0, 0] > 0) else 0.0
+        return m.head((m.l(x) + reused).tanh().sum(1))
+
+    model = _built(lambda: Apply(forward, l=nn.Linear(D, D, bias=False), head=_linear()))
+    first, second = normal(1, 3, D), normal(1, 2, D, seed=2)
+    first[:, 0, 0], second[:, 0, 0] = -1.0, 1.0
+    return case_of(model, [first, second])
+
+
 @known()
 def weight_reused_by_the_first_example_alone() -> Case:
     x = normal(6, D).clamp(-1, 1)

@@ -294,7 +294,7 @@ class Recorder:
         known = _VERIFIED.setdefault(self.model, {})
         names = {**parameter_names(self.model.named_parameters()), **{id(t): k for k, t in copies.items()}}
         sizes = tuple((t.shape, t.dtype) for t in leaves(batch.x))
-        key = (graph.key(names), sizes, n, found.output, found.broadcast, tuple(self.table.names()))
+        key = (graph.key(names), sizes, n, found.output, found.broadcast, self._recorded(tape))
         steady = graph.steady and (self.check == "first" or explained)
         if steady and key in known:
             return known[key]
@@ -316,7 +316,7 @@ class Recorder:
         known = _ALIGNED.setdefault(self.model, {})
         graph = Graph.of(f)
         sizes = tuple((t.shape, t.dtype) for t in leaves(batch.x))
-        key = (graph.key(parameter_names(self.model.named_parameters())), sizes, n, tuple(self.table.names()))
+        key = (graph.key(parameter_names(self.model.named_parameters())), sizes, n, self._recorded(tape))
         if key not in known:
             found = aligned_calls(tape, f)
             if not graph.steady or self.check == "always":
@@ -325,6 +325,11 @@ class Recorder:
                 known.pop(next(iter(known)))
             known[key] = found
         return known[key]
+
+    def _recorded(self, tape: Tape) -> object:
+        """What is in the table and which calls were recorded of it: a layer's module, or all products with its weight."""
+        calls = tuple((*event.key, event.site.used is not None) for event in tape.events)
+        return tuple(self.table.names()), calls
 
     def _covers(self, tape: Tape, graph: Graph, copies: Mapping[str, Tensor]) -> bool:
         """Whether recorded calls are what their rules say, and copies are used once, whatever values they have.
