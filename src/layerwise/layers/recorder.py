@@ -327,7 +327,7 @@ class Recorder:
         return known[key]
 
     def _recorded(self, tape: Tape) -> object:
-        """What is in the table and which calls were recorded of it: a layer's module, or all products with its weight."""
+        """What is in the table, and which calls were recorded of it: a module's, or all products with its weight."""
         calls = tuple((*event.key, event.site.used is not None) for event in tape.events)
         return tuple(self.table.names()), calls
 
