@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from cases import Batch, outputs, trainable
-from oracle import Truth
+from oracle import Truth, jacobian_rows
 from torch import Tensor, nn
 
 
@@ -39,13 +39,17 @@ def moments_of(model: nn.Module, batch: Batch, truth: Truth, estimator: str) -> 
     finally:
         for handle in handles:
             handle.remove()
-    found = {}
+    live = {}
     for name, calls in seen.items():
-        live = [(a, out) for a, out in calls if out.requires_grad and _reaches(f, out)]
-        if len(live) == 1 and live[0][0].ndim >= 2 and live[0][0].shape[0] == batch.n:
-            moments = _moments(model, name, live[0], f, truth, estimator)
-            if moments is not None:
-                found[name] = moments
+        reaching = [(a, out) for a, out in calls if out.requires_grad and _reaches(f, out)]
+        if len(reaching) == 1 and reaching[0][0].ndim >= 2 and reaching[0][0].shape[0] == batch.n:
+            live[name] = reaching[0]
+    found = {}
+    rows = jacobian_rows(f, [out for _, out in live.values()])
+    for (name, (a, _)), Jz in zip(live.items(), rows, strict=True):
+        moments = _moments(model, name, a, Jz, truth, estimator)
+        if moments is not None:
+            found[name] = moments
     return found
 
 
@@ -53,15 +57,12 @@ def _reaches(f: Tensor, out: Tensor) -> bool:
     return torch.autograd.grad(f.sum(), out, retain_graph=True, allow_unused=True)[0] is not None
 
 
-def _moments(
-    model: nn.Module, name: str, call: tuple[Tensor, Tensor], f: Tensor, truth: Truth, estimator: str
-) -> Moments | None:
-    a, out = call
+def _moments(model: nn.Module, name: str, a: Tensor, Jz: Tensor, truth: Truth, estimator: str) -> Moments | None:
+    """`Jz` is the gradient of every entry of the model's output to the layer's: ``[entries, *output]``."""
     module = model.get_submodule(name)
     n = a.shape[0]
     rows = a.detach().double().reshape(n, -1, a.shape[-1])
-    Jz = torch.stack([torch.autograd.grad(e, out, retain_graph=True)[0] for e in f.reshape(-1)]).double()
-    Jz = Jz.reshape(n, -1, n, rows.shape[1], out.shape[-1])  # [N, S·C, n, s, O]
+    Jz = Jz.double().reshape(n, -1, n, rows.shape[1], Jz.shape[-1])  # [N, S·C, n, s, O]
     own = torch.stack([Jz[i, :, i] for i in range(n)])
     if not torch.allclose(own.square().sum(), Jz.square().sum(), rtol=1e-10):
         return None  # the first axis does not hold the examples

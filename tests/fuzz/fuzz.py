@@ -28,8 +28,8 @@ from shrink import shrunk
 from verdicts import Verdict, judge, worst
 
 BAD = ("silent", "crash", "oracle")
-CHUNK = 100
-"""Cases for which processes are started together."""
+CHUNK = 500
+"""Cases for which processes are started together; a process spends seconds on what torch imports late."""
 Task = tuple[int, bool]
 """A seed, and whether parameters are frozen."""
 
@@ -81,6 +81,8 @@ def _progress(tasks: list[Task], processes: int, seconds: float) -> Iterable[tup
             print(line, end="\n" if done == len(tasks) else "\r", file=sys.stderr, flush=True)
         elif done % 50 == 0 or done == len(tasks):
             print(line, file=sys.stderr, flush=True)
+        if worst(verdicts).word in BAD:
+            print(f"seed {seed}: {worst(verdicts)}", file=sys.stderr, flush=True)
         yield seed, verdicts
         if time.monotonic() - started > seconds:
             return

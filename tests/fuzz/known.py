@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases import Batch, Case, Spec
+from cases import Batch, Case, Spec, outputs
 from parts import Apply, bare
 from torch import Tensor, nn
 
@@ -40,8 +40,9 @@ def known(change: Callable[[Case], None] | None = None, plain: tuple[str, ...] =
     return add
 
 
-def case_of(model: nn.Module, inputs: list[Any], likelihood: str = "gaussian", **options: Any) -> Case:
-    """Parameters and labels from a seed, and everything in float64."""
+def case_of(model: nn.Module, inputs: list[Any], likelihood: str = "gaussian", place: int = 0, **options: Any) -> Case:
+    """Parameters and labels from a seed, and everything in float64; the output's place among several."""
+    model.output_place = place
     generator = torch.Generator().manual_seed(0)
     model.double()
     with torch.no_grad():
@@ -53,7 +54,7 @@ def case_of(model: nn.Module, inputs: list[Any], likelihood: str = "gaussian", *
     for x in inputs:
         named = x if isinstance(x, dict) else {"x": x}
         with torch.no_grad():
-            f = model(**named)
+            f = outputs(model, named)
         y = torch.randn(f.shape, generator=generator, dtype=torch.float64)
         batches.append(Batch(named, y, len(f)))
     return Case(Spec(likelihood=likelihood), model, batches, options)
@@ -185,6 +186,24 @@ def branch_of_the_second_batch() -> Case:
     model = _two(lambda m, x: _reuse_if(m, x, x[:, 0] > 0))
     first, second = normal(4, D), normal(4, D, seed=2)
     first[:, 0], second[:, 0] = -first[:, 0].abs(), second[:, 0].abs()
+    return case_of(model, [first, second])
+
+
+def _nothing(case: Case) -> None:
+    """The same call twice."""
+
+
+@known(change=_nothing)
+def branch_of_the_second_batch_and_another_length() -> Case:
+    """Its graph is verified with a layer that is found by use, and met again with a module of the same name."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        reused = F.linear(x.cos(), m.l.weight) if bool(x[0, 0, 0] > 0) else 0.0
+        return m.head((m.l(x) + reused).tanh().sum(1))
+
+    model = _built(lambda: Apply(forward, l=nn.Linear(D, D, bias=False), head=_linear()))
+    first, second = normal(1, 3, D), normal(1, 2, D, seed=2)
+    first[:, 0, 0], second[:, 0, 0] = -1.0, 1.0
     return case_of(model, [first, second])
 
 
@@ -392,3 +411,45 @@ def shared_mask_as_large_as_the_batch() -> Case:
         return m.head((mask @ m.l(x)).tanh().mean(1) * m.scale)
 
     return case_of(_two(forward, scale=lambda: bare(D)), [{"x": normal(3, 3, D), "mask": normal(3, 3, seed=3).tril()}])
+
+
+@known()
+def shared_input_as_long_as_the_batch_before_a_norm() -> Case:
+    """The norm takes out all of the factor but its sign, which is the same for the last example alone."""
+
+    def forward(m: Any, x: Tensor, shared: Tensor) -> Tensor:
+        return m.head(m.norm(x * shared.sum()))
+
+    model = _two(forward, norm=lambda: nn.RMSNorm(D))
+    return case_of(model, [{"x": normal(3, 2, D), "shared": torch.tensor([5.0, -3.0, -1.0], dtype=torch.float64)}])
+
+
+@known()
+def mask_as_large_as_the_batch_before_the_last_position() -> Case:
+    """The last row of the mask, which is what the last position needs, would be the last example's."""
+
+    def forward(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return m.head((mask @ m.l(x)).tanh()[:, -1])
+
+    mask = normal(3, 3, seed=3).tril()
+    return case_of(_two(forward), [{"x": normal(n, 3, D, seed=n), "mask": mask} for n in (1, 3)])
+
+
+# --- several outputs ---------------------------------------------------------------------------------------
+
+
+@known()
+def hidden_states_after_the_output() -> Case:
+    """They have more axes, and the output is not made from them."""
+    return case_of(_two(lambda m, x: (m.head(x.mean(1)), [m.l(x)])), [normal(3, 2, D)])
+
+
+@known()
+def features_before_the_output() -> Case:
+    """Only the graph tells, which forward mode has not."""
+
+    def forward(m: Any, x: Tensor) -> Any:
+        h = m.l(x).tanh()
+        return h, m.head(h).sum(-1, keepdim=True)
+
+    return case_of(_two(forward), [normal(3, D)], place=1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import Spec, make, outputs, random_case, random_spec
 from factors import moments_of
-from oracle import Oracle, Truth
+from oracle import Oracle, Truth, at_once, jacobian_rows, one_by_one
 from parts import BLOCKS
 from shrink import shrunk
 from torch.func import functional_call, jacrev
@@ -84,6 +84,34 @@ def test_the_oracle_agrees_with_a_jacobian_of_functions(name: str):
     rows = jacrev(lambda p: functional_call(case.model, p, kwargs=case.batches[0].x))(parameters)
     expected = torch.cat([r.flatten(2) for r in rows.values()], -1)
     assert gap(truth.J.squeeze(1), expected) < 1e-12
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_pulled_back_at_once_are_those_of_plain_backwards(seed: int):
+    case = make(replace(random_spec(seed), precision="float64"))
+    f, targets = outputs(case.model, case.batches[0].x), [p for p in case.model.parameters() if p.requires_grad]
+    rows = at_once(f, targets)
+    assert rows is not None
+    assert max(gap(a, b) for a, b in zip(rows, one_by_one(f, targets), strict=True)) < 1e-12
+
+
+def test_a_wrong_rule_for_batches_of_cotangents_is_no_truth(monkeypatch: pytest.MonkeyPatch):
+    """Also one that is wrong for a single cotangent of many."""
+    grad = torch.autograd.grad
+
+    def wrong(*args, is_grads_batched=False, **options):
+        found = grad(*args, is_grads_batched=is_grads_batched, **options)
+        return [g.index_fill(0, torch.tensor([1]), 0.0) for g in found] if is_grads_batched else found
+
+    w = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    f = (w * torch.arange(1.0, 4.0, dtype=torch.float64)).square()
+    expected = torch.diag(torch.tensor([2.0, 8.0, 18.0], dtype=torch.float64))
+    (rows,) = jacobian_rows(f, [w])
+    assert torch.equal(rows, expected)
+    monkeypatch.setattr(torch.autograd, "grad", wrong)
+    assert at_once(f, [w]) is None
+    (rows,) = jacobian_rows(f, [w])
+    assert torch.equal(rows, expected)
 
 
 @pytest.mark.parametrize("likelihood", ["categorical", "gaussian", "bernoulli"])

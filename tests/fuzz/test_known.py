@@ -63,6 +63,13 @@ def test_an_optimizer_steps_through_every_batch(name: str):
     assert max((error for _, error in errors), default=0.0) < 1e-6, errors
 
 
+def test_a_kernel_of_two_batches_cuts_no_mask():
+    """Examples of the second are recorded one by one, as there is one in the first."""
+    case = KNOWN["mask_as_large_as_the_batch_before_the_last_position"].build()
+    case.spec = replace(case.spec, plan=(("ntk", "cross", 1),))
+    assert [v.word for v in judge(case)] == ["right"]
+
+
 @pytest.mark.parametrize("what", ["fisher", "jacobian"])
 def test_a_first_vector_that_is_zero_for_the_padding(what: str):
     """Forward mode moves the padding's row, which has no derivative: looked for with the first vector alone."""

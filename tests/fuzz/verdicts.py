@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases import Case, arguments_of, fill, trainable
+from cases import Batch, Case, arguments_of, fill, output_of, outputs, trainable
 from factors import joined, moments_of
 from oracle import Oracle
 from plans import CALLS
@@ -285,27 +285,47 @@ def statistics_of(
     A step is the number of a batch, or a change of the case.
     """
     case = copy.deepcopy(case)
-    model, oracle, errors = case.model, Oracle(case), []
+    model, errors = case.model, []
     for module in model.modules():  # statistics are those of training forwards
         module.train(not isinstance(module, nn.modules.batchnorm._BatchNorm))
     model.training = True
+    twin = copy.deepcopy(case)  # for the truth: no hook of the optimizer has seen it
+    oracle = Oracle(twin)
     opt = lw.optim.KFAC(model, lr=0.0, factor_decay=0.0, scale="formula")
     for step in steps:
         if not isinstance(step, int):
             step(case)
+            step(twin)
             oracle.changed()
             continue
-        given, plain = case.batches[step], _plain(case, oracle, estimator, [step])
+        given, plain = case.batches[step], _plain(twin, oracle, estimator, [step])
+        _look_aside(model, twin.model, given)
         args, kwargs = arguments_of(given.given())
-        f = model(*args, **kwargs)
-        if not (f[0] if isinstance(f, tuple) else f).requires_grad:
+        f = output_of(model, model(*args, **kwargs))
+        if not f.requires_grad:
             continue  # all that this batch uses is frozen
         opt.zero_grad()
-        (_loss(case, f[0] if isinstance(f, tuple) else f, given.y) / given.n).backward()
+        (_loss(case, f, given.y) / given.n).backward()
         opt.step()
         by_use = {spec.name for spec in opt.table.layers if any(site.used for site in spec.sites)}
         errors += _errors_of(opt, {name: factors for name, factors in plain.items() if name not in by_use})
     return errors
+
+
+def _look_aside(model: nn.Module, twin: nn.Module, batch: Batch) -> None:
+    """Gradients that a user may take before a step, of one cotangent and of several: none of the step's business."""
+    for of in (twin, model):  # torch has no rule for several of some operations: then the twin has none either
+        f, parameters = outputs(of, batch.x), [p for _, p in trainable(of)]
+        if not f.requires_grad:
+            return
+        torch.autograd.grad(f, parameters, torch.ones_like(f), retain_graph=True, allow_unused=True)
+        v = torch.stack([f.detach(), f.detach().cos()])
+        try:
+            torch.autograd.grad(f, parameters, v, allow_unused=True, is_grads_batched=True)
+        except RuntimeError:
+            if of is model:
+                raise
+            return
 
 
 def _errors_of(opt: Any, plain: dict[str, tuple[Tensor, Tensor, float]]) -> list[tuple[str, float]]:

@@ -11,6 +11,7 @@ from layerwise.foundations.random import stream
 from layerwise.layers.generic import WAYS, ExampleGradients, is_random
 from layerwise.layers.recorder import Batch, Recorder
 from layerwise.layers.table import LayerTable
+from layerwise.layers.vectorised import mixture_of
 from layerwise.testing import case, oracles
 
 
@@ -63,17 +64,33 @@ def test_the_way_taken_is_right(name: str, vectors: int):
     assert gradients.way == ("vmap" if name == "bare_parameters" else "loop")
 
 
-def test_a_way_that_does_not_add_up_is_left(monkeypatch: pytest.MonkeyPatch):
+def _hidden_from_the_first_mixture(rows: Tensor) -> Tensor:
+    m = mixture_of(rows, 2)
+    wrong = rows.clone()
+    wrong[0, 0] += m[0, 1]
+    wrong[0, 1] -= m[0, 0]
+    return wrong
+
+
+WRONG = {
+    "all of it": torch.ones_like,
+    "the examples' order": lambda rows: rows.flip(1),
+    "the cotangents' order": lambda rows: rows.flip(0),
+    "all cotangents but the first": lambda rows: rows[:1].expand_as(rows),
+    "what one mixture does not see": _hidden_from_the_first_mixture,
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_way_that_does_not_add_up_is_left(monkeypatch: pytest.MonkeyPatch, what: str):
+    """Shapes and outputs are right, so that the mixtures alone can tell."""
     model, x, f, v = _setting("bare_parameters")
     gradients = ExampleGradients(model, ["scale"], 0)
-
-    def wrong(*args) -> tuple[dict[str, Tensor], Tensor]:
-        return {"scale": torch.ones(2, 3, 4, dtype=torch.float64)}, f.detach()
-
-    monkeypatch.setattr(gradients, "_vmap", wrong)
+    truth = _truth(model, x, v)["scale"]
+    monkeypatch.setattr(gradients, "_vmap", lambda *_: ({"scale": WRONG[what](truth)}, f.detach()))
     rows = gradients.rows(x, f, v, _arranged)
     assert gradients.way == "loop"
-    assert (rows["scale"] - _truth(model, x, v)["scale"]).abs().max() < 1e-10
+    assert (rows["scale"] - truth).abs().max() < 1e-10
 
 
 def test_a_parameter_the_output_does_not_depend_on():

@@ -101,7 +101,6 @@ def test_a_known_graph_is_not_verified_again(name: str, monkeypatch: pytest.Monk
     first = len(asked)
     call()
     assert len(asked) == first >= 1
-    call(check="always")
-    assert len(asked) == first + 1
+    call(check="always")  # compares gradients in the backward that it makes anyway: see test_explain
     call(check="never")
-    assert len(asked) == first + 1
+    assert len(asked) == first

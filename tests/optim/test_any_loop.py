@@ -231,6 +231,8 @@ def test_which_tensor_is_the_output():
     assert output_tensor((features, f)) is f
     assert output_tensor((f, features)) is f
     assert output_tensor((f, f.softmax(-1))) is f
+    for hidden in (gaussian(6, 5, 4), gaussian(6, 3, 4)):  # the latter as if f had a number for each of its rows
+        assert output_tensor((f, [hidden.requires_grad_().tanh()])) is f
     assert output_tensor({"loss": f.sum(), "scores": f}) is f
     assert output_tensor((features.detach(), f.detach())).shape == features.shape  # no graph: the first
 

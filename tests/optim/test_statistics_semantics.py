@@ -212,6 +212,28 @@ def test_a_second_backward_through_one_forward_counts_once(name: str):
 
 
 @OBSERVING
+@pytest.mark.parametrize("way", ["is_grads_batched", "vmap"])
+def test_a_backward_of_many_cotangents_counts_not_at_all(name: str, way: str):
+    """It has no entries that could be read: on a graph of its own (which would draw labels of its own), and on that of
+    the step."""
+    a, one, b, two = pair(name)
+    x, y = DATA[0]
+    params = list(a.parameters())
+    for kept in (True,) if name == "KFAC sampled" else (False, True):
+        f = a(x)
+        v = torch.ones(3, *f.shape, dtype=f.dtype)
+        if way == "vmap":
+            torch.func.vmap(lambda u, f=f, kept=kept: torch.autograd.grad(f, params, u, retain_graph=kept))(v)
+        else:
+            torch.autograd.grad(f, params, v, retain_graph=kept, is_grads_batched=True)
+    one.zero_grad()
+    cross_entropy(f, y).backward()
+    one.step()
+    train_step(b, two, (x, y), cross_entropy)
+    assert_same(a, b)
+
+
+@OBSERVING
 def test_a_closure_that_is_repeated_counts_once(name: str):
     """A closure that runs the model twice, keeping the gradients of its last run, is the last run alone."""
     a, one, b, two = pair(name)

@@ -105,9 +105,11 @@ def fisher(
         seed: of the labels that are drawn; or a generator, from which a seed is drawn.
         memory: bytes this call may use; default half of what is free.
         progress: True, False, or an object with `track`; by default a bar on a terminal for long work.
-        check: when what is recorded of the model is compared with autograd's gradient, example by example: "first", for
-            every new graph of operations (and always where rows move by the data); "always", for every batch, at the
-            cost of two backwards; "never". What does not agree falls back, with the reason in ``lw.layers``' words.
+        check: when what is recorded of the model is compared with autograd's gradient: "first", example by example for
+            every new graph of operations (and always where rows move by the data); "always", beside that at every
+            batch, in the backward that is made anyway (a quarter more time with one cotangent, a twentieth with many;
+            two backwards more where positions are masked); "never". What does not agree falls back, with the reason in
+            ``lw.layers``' words; on a graph that was right before it is an error.
         matrices: parameters that hold several matrices, by pattern: ``{"*.qkv": lw.split(3, heads=12)}``.
         likelihood_options: `weight`, `ignore_index`, `label_smoothing`, … of the likelihood named.
     """

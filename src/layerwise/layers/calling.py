@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -104,7 +105,24 @@ def call(model: nn.Module, x: Tree) -> Tensor:
             out = model(*x)
         else:
             out = model(x)
-    return output_tensor(out)
+    return out if isinstance(out, Tensor) else _chosen(model, out)
+
+
+_CHOSEN: "WeakKeyDictionary[nn.Module, tuple[int, int]]" = WeakKeyDictionary()
+"""How many tensors each model returned when it last had a graph, and which of them was the output."""
+
+
+def _chosen(model: nn.Module, out: Any) -> Tensor:
+    """The output among others: without a graph, which may be what tells them apart, the same as with the last one."""
+    tensors = output_tensors(out)
+    if not any(t.grad_fn is not None for t in tensors):
+        count, place = _CHOSEN.get(model, (0, 0))
+        return tensors[place] if count == len(tensors) > 0 else output_tensor(out)
+    found = output_tensor(out)
+    place = next((i for i, t in enumerate(tensors) if t is found), None)
+    if place is not None:
+        _CHOSEN[model] = len(tensors), place
+    return found
 
 
 @contextmanager
@@ -154,10 +172,11 @@ def output_tensors(out: Any) -> list[Tensor]:
 
 
 def output_tensor(out: Any) -> Tensor:
-    """The tensor in a model's output: itself, ``logits``, or of several the first of those with most axes.
+    """The tensor in a model's output: itself, ``logits``, or of several the first with two axes or more.
 
-    Of several that have names it is the first with two axes. An auxiliary loss beside it is no output. Where a tensor
-    of another shape is computed from it (by a head from features), it is that one.
+    So an auxiliary loss before it is no output, nor are hidden states after it. Of several without names it is another
+    one where that is computed from it (by a head from features), or where it has one number for each row of the other
+    (an entropy, an auxiliary loss of every position) and is of no parameter of its own.
     """
     if isinstance(out, Tensor):
         return out
@@ -165,14 +184,7 @@ def output_tensor(out: Any) -> Tensor:
     if isinstance(named, Tensor):
         return named
     tensors = output_tensors(out)
-    found = max(tensors, key=lambda t: t.ndim, default=None)
-    if hasattr(out, "keys"):  # by name, as Hugging Face's: what matters comes first, hidden states after it
-        found, tensors = next((t for t in tensors if t.ndim > 1), found), []
-    for later in tensors:
-        if found is None or later.ndim < 2 or later.shape == found.shape[: later.ndim]:  # such as each row's entropy
-            continue
-        if _made_from(later, found):
-            found = later
+    found = next((t for t in tensors if t.ndim > 1), max(tensors, key=lambda t: t.ndim, default=None))
     if found is None:
         raise InputError(
             describe(
@@ -181,20 +193,30 @@ def output_tensor(out: Any) -> Tensor:
                 "wrap the model",
             )
         )
+    if hasattr(out, "keys"):  # by name, as Hugging Face's: what matters comes first, hidden states after it
+        return found
+    for other in tensors:
+        if other.ndim > found.ndim and other.shape[: found.ndim] == found.shape:
+            found = other if _leaves_of(found) <= _leaves_of(other) else found
+    for other in tensors:
+        if other.ndim > 1 and other.shape != found.shape[: other.ndim] and found.grad_fn in _behind(other):
+            found = other
     return found
 
 
-def _made_from(later: Tensor, earlier: Tensor) -> bool:
-    """Whether a tensor was computed from another, as far as their graph shows."""
-    goal, seen, pending = earlier.grad_fn, set[Any](), [later.grad_fn]
-    while goal is not None and pending:
+def _behind(t: Tensor) -> set[Any]:
+    """The nodes that a tensor was computed by, as far as there is a graph, and those of the leaves that they used."""
+    seen, pending = set[Any](), [t.grad_fn]
+    while pending:
         node = pending.pop()
-        if node is goal:
-            return True
         if node is not None and node not in seen:
             seen.add(node)
             pending.extend(child for child, _ in node.next_functions)
-    return False
+    return seen
+
+
+def _leaves_of(t: Tensor) -> set[Any]:
+    return {node for node in _behind(t) if hasattr(node, "variable")}
 
 
 def example_count(x: Tree, axis: int, shared: Collection[int] = ()) -> int:

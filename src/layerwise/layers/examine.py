@@ -138,13 +138,16 @@ def _examine_anew(
     for axis in axes:
         n = example_count(x, axis)
         refuse_empty(n)
-        try:
-            notes = _examine_along(_record(model, table, x, axis, n, n if whole else PROBE), _first_axis(y, n))
-            if not notes.conclusive and n > PROBE and not whole:
-                notes = _examine_along(_record(model, table, x, axis, n, WIDER), _first_axis(y, n))
-            return notes
-        except InteractionError as error:
-            trouble = trouble or error
+        for shared in _shared_inputs(model, x, axis, n):
+            try:
+                notes = _examine_along(
+                    _record(model, table, x, shared, axis, n, n if whole else PROBE), _first_axis(y, n)
+                )
+                if not notes.conclusive and n > PROBE and not whole:
+                    notes = _examine_along(_record(model, table, x, shared, axis, n, WIDER), _first_axis(y, n))
+                return notes
+            except InteractionError as error:
+                trouble = trouble or error
     assert trouble is not None
     raise trouble
 
@@ -168,9 +171,10 @@ def _first_axis(y: object, n: int) -> int:
     return 0
 
 
-def _record(model: nn.Module, table: LayerTable, x: Tree, axis: int, n: int, few: int) -> "_Probe":
+def _record(
+    model: nn.Module, table: LayerTable, x: Tree, shared: frozenset[int], axis: int, n: int, few: int
+) -> "_Probe":
     """A forward on the last few examples; on all of them where the model insists on its batch size."""
-    shared = _shared_inputs(model, x, axis, n)
     sizes = (few, n) if n > few else (n,)
     for size in sizes:
         try:
@@ -181,40 +185,52 @@ def _record(model: nn.Module, table: LayerTable, x: Tree, axis: int, n: int, few
     raise AssertionError("unreachable")
 
 
-def _shared_inputs(model: nn.Module, x: Tree, axis: int, n: int) -> frozenset[int]:
+def _shared_inputs(model: nn.Module, x: Tree, axis: int, count: int) -> Iterator[frozenset[int]]:
     """Tensors of the input that do not hold the examples: of another size, or of size N by chance.
 
-    Those must not be cut with the rest. Which they are is seen by cutting: the output of the last examples stays.
+    Those must not be cut with the rest. Which they are is seen by cutting: the outputs of the last example and of the
+    first stay. They may stay by chance too (a norm takes out a factor that all examples share), so that there may be
+    several answers, the likeliest first. One example alone says less: of a mask over N positions the last example may
+    need the last row alone.
     """
     held = holding(x, axis)
     others = frozenset(place for place, holds in enumerate(held) if not holds)
     doubtful = [place for place, holds in enumerate(held) if holds]
-    if len(doubtful) < 2 or n == 1:
-        return others
+    if len(doubtful) < 2 or count == 1:
+        yield others
+        return
     # A head or a gate of zeros would hide what the inputs do.
-    lively = {k: torch.randn(p.shape, generator=stream(0, k)).to(p) for k, p in trainable(model).items() if not p.any()}
+    zero = {k: p for k, p in trainable(model).items() if not p.any()}
+    lively = {k: torch.randn(p.shape, generator=stream(0, k)).to(p).requires_grad_() for k, p in zero.items()}
     whole = _plain_output(model, x, lively)
-    for more in ([], *([place] for place in (*doubtful[1:], doubtful[0])), doubtful[1:], doubtful[:-1]):
-        shared = others.union(more)
+    sets = ([], *([place] for place in (*doubtful[1:], doubtful[0])), doubtful[1:], doubtful[:-1])
+    fitting = 0
+    for shared in dict.fromkeys(others.union(more) for more in sets):
         try:
-            part = _plain_output(model, take(x, n - 1, n, axis, shared), lively)
+            fits = all(
+                _is_part(_plain_output(model, take(x, n, n + 1, axis, shared), lively), whole, n, count)
+                for n in (count - 1, 0)
+            )
         except (RuntimeError, ValueError, IndexError):
             continue
-        if _is_part(part, whole, n):
-            return shared
-    return others
+        if fits:
+            fitting += 1
+            yield shared
+    if not fitting:
+        yield others
 
 
 def _plain_output(model: nn.Module, x: Tree, params: Mapping[str, Tensor]) -> Tensor:
-    with torch.no_grad(), undisturbed(model), substituted(model, params):
-        return call(model, x)
+    """With a graph, by which the output is told from others."""
+    with torch.enable_grad(), undisturbed(model), substituted(model, params):
+        return call(model, x).detach()
 
 
-def _is_part(part: Tensor, whole: Tensor, n: int) -> bool:
-    """Whether `part` is the last example's share of `whole`, wherever that is."""
-    for layout in candidates(tuple(whole.shape), n):
-        last = layout.narrow(whole, n - 1, n, n)
-        if last.shape == part.shape and _agree(last, part):
+def _is_part(part: Tensor, whole: Tensor, n: int, count: int) -> bool:
+    """Whether `part` is example n's share of `whole`, wherever that is."""
+    for layout in candidates(tuple(whole.shape), count):
+        own = layout.narrow(whole, n, n + 1, count)
+        if own.shape == part.shape and _agree(own, part):
             return True
     return False
 

@@ -34,6 +34,10 @@ class OneHot:
         total.index_add_(0, self.index.reshape(-1) + 1, rows)
         return total[1:].mT
 
+    def times(self, q: Float[Tensor, "1 I"]) -> Float[Tensor, "*lead 1"]:
+        """``aᵀ q``: an entry of q for each index."""
+        return torch.nn.functional.pad(q[0], (1, 0))[self.index + 1].unsqueeze(-1)
+
     def example_tokens(self) -> tuple[Int[Tensor, "P"], Int[Tensor, "M"]]:
         """Pairs (example, token), all distinct: the token of each, and for each position which pair it is in.
 

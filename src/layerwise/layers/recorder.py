@@ -33,6 +33,7 @@ from layerwise.layers.calling import (
 )
 from layerwise.layers.copies import Copies
 from layerwise.layers.examine import Notes, examine, likely_axes, specs_at
+from layerwise.layers.explain import Explanation
 from layerwise.layers.generic import ExampleGradients
 from layerwise.layers.graph import Graph, parameter_names
 from layerwise.layers.io import CHUNK_BYTES, GradientIO, LayerIO
@@ -212,16 +213,18 @@ class Recorder:
         standard = likelihood.standardize_asked(as_statistics(f), batch.y, batch.mask, self.arrange(n), asked)
         return standard if batch.part is None else replace(standard, part=batch.part)
 
-    def record(self, batch: Batch, likelihood: Reading, batched: bool = False) -> "Recorded":
+    def record(self, batch: Batch, likelihood: Reading, batched: bool = False, explained: bool = False) -> "Recorded":
         """Run the model on a batch and bring its output to standard form.
 
-        `batched` prepares for many cotangents at once, which fused attention cannot differentiate.
+        `batched` prepares for many cotangents at once, which fused attention cannot differentiate. `explained` says
+        that cotangents will be pulled back for sure: what is to be checked at every batch is then checked with them.
         """
         self.prepare(batch)
         asked = likelihood.ask(batch.y, batch.mask)
         self.checks.ask()
         kernels = [SDPBackend.MATH] if batched else ANY_BACKEND
-        tape, f, copies, n = self._run_verified(batch, kernels)
+        explained = explained and self.check == "always"
+        tape, f, copies, n = self._run_verified(batch, kernels, explained)
         self.checks.read()  # what was asked before the forward, which the device has still to do
         self.check_output(f, batch)
         with torch.enable_grad():
@@ -229,7 +232,7 @@ class Recorder:
         if terms.mask is not None and terms.f.requires_grad and tape.events:
             with sdpa_kernel(kernels):
                 tape.aligned = self._aligned(batch, tape, terms.f, n)
-        return Recorded(self, tape, batch, likelihood, f, terms, n, copies, tuple(kernels))
+        return Recorded(self, tape, batch, likelihood, f, terms, n, copies, tuple(kernels), explained)
 
     # --- running and verifying ---------------------------------------------------------------------------
 
@@ -246,7 +249,7 @@ class Recorder:
             f = call(self.model, batch.x)
         return _Run(tape, f, copies, n)
 
-    def _run_verified(self, batch: Batch, kernels: list[SDPBackend]) -> "_Run":
+    def _run_verified(self, batch: Batch, kernels: list[SDPBackend], explained: bool) -> "_Run":
         """The same, proposed anew where the batch contradicts it: on all its examples, then without what failed."""
         training = any(module.training for module in self.model.modules())
         before = Snapshot([b for b in self.model.buffers() if b.device.type != "meta"] if training else [])
@@ -262,7 +265,7 @@ class Recorder:
                 self._again(batch, attempt, Verdict({}, mixed=tuple(self.findings.copies.axes)))
                 continue
             with sdpa_kernel(kernels):
-                verdict = self._verdict(batch, run, kernels)
+                verdict = self._verdict(batch, run, kernels, explained)
             if verdict.right:
                 run.tape.keep_layouts(verdict.layouts)
                 return run
@@ -280,7 +283,7 @@ class Recorder:
         notes = replace(self.findings, broadcast=frozenset()) if attempt > 1 else self.findings
         self._adopt(notes, {**self._fallen, **failed})
 
-    def _verdict(self, batch: Batch, run: "_Run", kernels: list[SDPBackend]) -> Verdict:
+    def _verdict(self, batch: Batch, run: "_Run", kernels: list[SDPBackend], explained: bool) -> Verdict:
         """Of a forward, by its graph where that has been verified before."""
         found, (tape, f, copies, n) = self.findings, run
         assert found is not None
@@ -291,8 +294,8 @@ class Recorder:
         known = _VERIFIED.setdefault(self.model, {})
         names = {**parameter_names(self.model.named_parameters()), **{id(t): k for k, t in copies.items()}}
         sizes = tuple((t.shape, t.dtype) for t in leaves(batch.x))
-        key = (graph.key(names), sizes, n, found.output, found.broadcast, tuple(self.table.names()))
-        steady = graph.steady and self.check == "first"
+        key = (graph.key(names), sizes, n, found.output, found.broadcast, self._recorded(tape))
+        steady = graph.steady and (self.check == "first" or explained)
         if steady and key in known:
             return known[key]
         verdict = verify(tape, f, found.output, n, copies)
@@ -304,12 +307,16 @@ class Recorder:
             known[key] = replace(verdict, truth={})
         return verdict
 
+    def forget(self) -> None:
+        """What has been verified of this model: every graph is a new one."""
+        _VERIFIED.pop(self.model, None)
+
     def _aligned(self, batch: Batch, tape: Tape, f: Tensor, n: int) -> frozenset[int]:
         """Calls for which a mask of the output's positions holds, by the graph where that is known."""
         known = _ALIGNED.setdefault(self.model, {})
         graph = Graph.of(f)
         sizes = tuple((t.shape, t.dtype) for t in leaves(batch.x))
-        key = (graph.key(parameter_names(self.model.named_parameters())), sizes, n, tuple(self.table.names()))
+        key = (graph.key(parameter_names(self.model.named_parameters())), sizes, n, self._recorded(tape))
         if key not in known:
             found = aligned_calls(tape, f)
             if not graph.steady or self.check == "always":
@@ -318,6 +325,11 @@ class Recorder:
                 known.pop(next(iter(known)))
             known[key] = found
         return known[key]
+
+    def _recorded(self, tape: Tape) -> object:
+        """What is in the table, and which calls were recorded of it: a module's, or all products with its weight."""
+        calls = tuple((*event.key, event.site.used is not None) for event in tape.events)
+        return tuple(self.table.names()), calls
 
     def _covers(self, tape: Tape, graph: Graph, copies: Mapping[str, Tensor]) -> bool:
         """Whether recorded calls are what their rules say, and copies are used once, whatever values they have.
@@ -390,6 +402,8 @@ class Recorded:
     copies: Mapping[str, Tensor]
     kernels: tuple[SDPBackend, ...]
     """What attention may use, also where a checkpoint runs it again in the backward."""
+    explained: bool = False
+    """Whether gradients that are pulled back are compared with autograd's."""
 
     def output_bytes(self) -> int:
         """What the gradients of all recorded outputs take, for one cotangent."""
@@ -408,13 +422,23 @@ class Recorded:
             self._each_generic(generic, v, consume)
         f, mask, leaves = self.terms.f, self.terms.mask, list(self.copies.values())
         self.tape.kept = self.terms.kept
+        check = Explanation(self.tape, v, self.batch.number) if self.explained else None
+        consume_rows = consume if check is None else check.looking(consume)
+        of_params: list[Tensor | None] = []
         if v.shape[0] == 1:
-            grads = self.tape.stream(f, v[0], consume, not last, mask, leaves)
-            grads = [None if g is None else g.unsqueeze(0) for g in grads]
+            more = [] if check is None else list(check.params.values())
+            grads = self.tape.stream(f, v[0], consume_rows, not last, mask, [*leaves, *more])
+            grads, of_params = (
+                [None if g is None else g.unsqueeze(0) for g in grads[: len(leaves)]],
+                grads[len(leaves) :],
+            )
         else:
+            of_params = [] if check is None else check.plain_gradients(f)
             ios, grads = self.tape.pull_beside(f, v, leaves, not last, mask)
             for name, io in ios.items():
-                consume(self.recorder.table.spec(name), io)
+                consume_rows(self.recorder.table.spec(name), io)
+        if check is not None:
+            check.settle(of_params, self.recorder.checks, self.recorder.forget)
         if self.copies:
             self._each_copy(dict(zip(self.copies, grads, strict=True)), v, consume)
 

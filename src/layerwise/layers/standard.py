@@ -94,6 +94,14 @@ class Standard(Chunk):
             return torch.stack([self.a.add_rows(g.flatten(0, -2)) for g in self.g]).unsqueeze(1)
         return torch.einsum("vnsko,nski->vkoi", self.g, self.a)
 
+    def grad_times(
+        self, q: Float[Tensor, "K I"], mixture: Float[Tensor, "V"]
+    ) -> tuple[Float[Tensor, "K O"], Float[Tensor, ""]]:
+        """``Σ_v m_v grad_v q`` without the gradients themselves, and the norms that its terms are bounded by."""
+        g = self.g[0] * mixture[0] if len(mixture) == 1 else torch.tensordot(mixture, self.g, 1)
+        along = self.a.times(q) if isinstance(self.a, OneHot) else torch.einsum("nski,ki->nsk", self.a, q)
+        return torch.einsum("nsko,nsk->ko", g, along), g.norm() * along.norm()
+
     def squared_sum(self) -> Float[Tensor, "K O I"]:
         """Without per-example gradients where each example has one position, or inputs are indices."""
         if isinstance(self.a, OneHot):

@@ -102,7 +102,7 @@ class Sweep:
                 if ready is not None:
                     ready()  # what does not fit is refused before the model is run on all examples
                 for part in self.parts(batch):
-                    recorded = self.recorder.record(part, self.likelihood, batched=many)
+                    recorded = self.recorder.record(part, self.likelihood, batched=many, explained=True)
                     if ready is not None:
                         ready()
                     totals.examples += recorded.examples

@@ -1,8 +1,9 @@
 """Which backward is under way: whether parameters learn from it, and whether another may follow through the same graph.
 
 ``torch.autograd.grad(loss, x)`` passes through every layer and leaves no gradient of a parameter: it is no part of what
-a step is about. Two losses with ``retain_graph=True`` add up their gradients: so do those of a layer's outputs, which
-are kept until no further backward can come.
+a step is about. Nor is a backward of many cotangents at once (``is_grads_batched=True``, `torch.func.vmap`). Two losses
+with ``retain_graph=True`` add up their gradients: so do those of a layer's outputs, which are kept until no further
+backward can come.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,6 +34,12 @@ def graph_is_kept() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
 
 
+def is_of_many(g: Tensor) -> bool:
+    """Whether a gradient is of several cotangents at once, which `torch.vmap` hides: it has no entries to read."""
+    of = torch._C._functorch  # type: ignore[attr-defined]
+    return of.is_legacy_batchedtensor(g) or of.is_batchedtensor(g)
+
+
 def _nothing() -> None:
     return
 
@@ -45,11 +52,12 @@ class Watch:
         self.begins: Callable[[], None] = _nothing
         """Called at the first gradient of a backward that counts."""
 
-    def counts(self) -> bool:
-        """Whether parameters get a gradient from the backward under way; asked once for each."""
+    def counts(self, g: Tensor) -> bool:
+        """Whether parameters get a gradient from the backward under way, of which `g` is one; asked once for each."""
         task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
         if task != self._task:
-            self._task, self._counts = task, reaches(own_tensors(self._model.modules()))
+            self._task = task
+            self._counts = not is_of_many(g) and reaches(own_tensors(self._model.modules()))
             if self._counts:
                 self.begins()
         return self._counts
@@ -87,7 +95,7 @@ class Arrivals:
 
     def arrived(self, event: Event, g: Tensor) -> None:
         """A gradient has reached a recorded output."""
-        if not self._watch.counts():
+        if not self._watch.counts(g):
             return
         g = g.detach() if g.requires_grad else g
         if self._waits:

@@ -197,7 +197,7 @@ class Capture:
 
     def _came_back(self, forward: Forward, f: Tensor | None, g: Tensor) -> None:
         """The user's backward has reached an output of a forward: f, where it is to be read."""
-        if backward_of_another(self) or not forward.watch.counts():
+        if backward_of_another(self) or not forward.watch.counts(g):
             return
         if self.scale_free and self.estimator == "empirical":
             energy = as_statistics(g.detach()).square().sum()
@@ -266,8 +266,8 @@ class Capture:
             with explained():
                 tape.stream(terms.f, rows[0], wait, retain_graph=True)
 
-        def commit(_: Tensor) -> None:
-            if not forward.counted and not backward_of_another(self) and forward.watch.counts():
+        def commit(g: Tensor) -> None:
+            if not forward.counted and not backward_of_another(self) and forward.watch.counts(g):
                 for spec, io, v in waiting:
                     self._keep(spec, io, 1.0, (forward.number, v), n)
                 if not graph_is_kept():
