@@ -242,19 +242,25 @@ class Layerwise(Saving):
         return found.with_matrices(self.model) if only_gradients else found
 
     def _make_collector(self) -> Collector:
-        found, taken = Collector(self.rule, self.sharing), dict[str, bool]()
+        found, known = Collector(self.rule, self.sharing), dict[str, tuple[bool, bool] | None]()
         optimizer = weakref.ref(self)  # nothing that the model's hooks reach may keep it alive
 
-        def takes(spec: LayerSpec) -> bool:
+        def moments(spec: LayerSpec) -> tuple[bool, bool] | None:
             owner = optimizer()
-            if owner is not None and spec.name not in taken:
-                name = spec.parameters[0]
-                group = next((g for g in owner.param_groups if name in g.get("param_names", ())), None)
-                taken[spec.name] = group is not None and owner.rule_for(spec, group) is owner.rule
-            return taken.get(spec.name, False)
+            if owner is not None and spec.name not in known:
+                known[spec.name] = owner._moments_of(spec)
+            return known.get(spec.name)
 
-        found.takes, found.ask_again = takes, taken.clear
+        found.moments, found.ask_again = moments, known.clear
         return found
+
+    def _moments_of(self, spec: LayerSpec) -> tuple[bool, bool] | None:
+        """Which second moments the rule wants of a layer; None where the layer gets the fallback's update."""
+        group = next((g for g in self.param_groups if spec.parameters[0] in g.get("param_names", ())), None)
+        if group is None or self.rule_for(spec, group) is not self.rule:
+            return None
+        first = {spec.parameters[0]: self.model.get_parameter(spec.parameters[0])}
+        return self.rule.moments(Stack(self.rule, (spec,), group, first).shape)
 
     def _make_capture(self, example_axis: int | None, seed: int) -> Capture | None:
         rule = self.rule
