@@ -303,6 +303,7 @@ class Layerwise(Saving):
         asks = auto and rule.needs_outgrads and self._settings["recognised"] is None
         if asks or self._scale.given:
             found.reader = OutputReader(self._scale, asks)
+        found.needs_examples = rule.keeps_recorded and not rule.averages
         found.scale_free = self._scale_free and rule.needs_outgrads
         self._recognise(found, self._settings["recognised"])
         return found
