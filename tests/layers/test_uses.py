@@ -67,6 +67,11 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Any], dict[str
         {"w": (4, D)},
         {"w[0:2]": (1, 2, D), "w[2:4]": (1, 2, D)},
     ),
+    "depthwise conv1d": (
+        lambda m, x: F.conv1d(x, m.w.squeeze(1).unsqueeze(1), None, stride=2, padding=2, dilation=2, groups=T),
+        {"w": (T, 1, 2)},
+        {"w": (T, 1, 2)},
+    ),
     "used twice": (lambda m, x: (x @ m.w).tanh() @ m.w, {"w": (D, D)}, {"w": (1, D, D)}),
     "low rank": (lambda m, x: x @ m.a @ m.b, {"a": (D, 2), "b": (2, 3)}, {"a": (1, 2, D), "b": (1, 3, 2)}),
     "bias in one use of two": (
@@ -106,7 +111,9 @@ def test_a_product_is_a_layer_and_exact(name: str) -> None:
     torch.testing.assert_close(M.to_dense(), _truth(model, x).T @ _truth(model, x) / N, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["linear", "matmul", "bmm", "experts by number", "rows", "bias in one use of two"])
+@pytest.mark.parametrize(
+    "name", ["linear", "matmul", "bmm", "experts by number", "rows", "bias in one use of two", "depthwise conv1d"]
+)
 def test_optimizers_take_its_statistics(name: str) -> None:
     model, forms = _model(name)
     x = torch.randn(N, T, D, dtype=torch.float64)

@@ -97,3 +97,27 @@ def test_a_bias_apart_is_no_matrix_to_be_cut() -> None:
         nn.functional.cross_entropy(model(torch.randn(8, 4)), torch.arange(8) % 4).backward()
         opt.step()
         assert "3 × 4 × " in repr(opt)
+
+
+@pytest.mark.parametrize("member", [lw.optim.Muon, lw.optim.Shampoo, lw.optim.SOAP])
+def test_depthwise_kernels_are_one_matrix_as_they_are_for_bare_parameters(
+    member: type[lw.optim.Layerwise],
+) -> None:
+    """One kernel is a vector, for which an orthogonal update or two factors mean nothing."""
+    torch.manual_seed(0)
+    models = [nn.Conv2d(6, 6, 3, groups=6) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [member(models[0], lr=1e-2), member(models[1].parameters(), lr=1e-2)]
+    assert "fallback" not in str(optimizers[0]).splitlines()[2]
+    for step in range(3):
+        x = torch.randn(4, 6, 5, 5, generator=torch.Generator().manual_seed(step))
+        for model, opt in zip(models, optimizers, strict=True):
+            opt.zero_grad()
+            model(x).square().mean().backward()
+            opt.step()
+    torch.testing.assert_close(models[0].weight, models[1].weight)
+
+
+def test_the_user_may_say_that_depthwise_kernels_are_matrices_apart() -> None:
+    apart = lw.optim.Muon(nn.Conv2d(6, 6, 3, groups=6), matrices={"*": lw.batched()})
+    assert "6 × 1 × 9" in str(apart)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo_images
 from torch import Tensor, nn
 
@@ -24,6 +25,8 @@ class ZooBatch:
     y: Tensor
     n: int
     shared: frozenset[str] = frozenset()
+    causal: bool = False
+    """Whether the model's own loss compares position t with label t + 1; `y` stands where the logits do."""
 
     def alone(self, example: int) -> Any:
         """One example's arguments."""
@@ -39,8 +42,14 @@ class ZooBatch:
         return replace(self, y=torch.where(self.y == IGNORED, drawn, self.y))
 
     def given(self) -> Any:
-        """A batch as the library takes it: a pair, or one mapping with the labels in it."""
-        return (self.x, self.y) if isinstance(self.x, Tensor) or self.shared else {**self.x, "labels": self.y}
+        """A batch as the library takes it: a pair, or one mapping with the labels in it, as the model's loss wants them.
+
+        A label for the last position, which a causal model's loss has none for, needs a pair.
+        """
+        beyond = self.causal and bool((self.y[:, -1] != IGNORED).any())
+        if isinstance(self.x, Tensor) or self.shared or beyond:
+            return self.x, self.y
+        return {**self.x, "labels": F.pad(self.y[:, :-1], (1, 0), value=IGNORED) if self.causal else self.y}
 
 
 @dataclass(frozen=True)
@@ -112,7 +121,7 @@ def _causal(generator: torch.Generator, n: int, t: int) -> ZooBatch:
     ids, mask = _tokens(generator, n, t), _padding(generator, n, t)
     y = torch.cat([ids[:, 1:], torch.full((n, 1), IGNORED)], 1)
     kept = torch.cat([mask[:, 1:], torch.zeros(n, 1, dtype=torch.long)], 1)
-    return ZooBatch({"input_ids": ids, "attention_mask": mask}, y.masked_fill(kept == 0, IGNORED), n)
+    return ZooBatch({"input_ids": ids, "attention_mask": mask}, y.masked_fill(kept == 0, IGNORED), n, causal=True)
 
 
 def _masked(generator: torch.Generator, n: int, t: int) -> ZooBatch:

@@ -8,11 +8,15 @@ from layerwise.layers.one_hot import OneHot
 from layerwise.layers.rule import LayerRule, layer_rule
 
 
+Table = nn.Embedding | nn.EmbeddingBag
+"""Modules that look rows up; their options have the same names."""
+
+
 @layer_rule(nn.Embedding)
-class EmbeddingRule(LayerRule[nn.Embedding]):
+class EmbeddingRule(LayerRule[Table]):
     """K = 1, I = vocabulary, O = dim; the input factor is diagonal."""
 
-    def refuses(self, module: nn.Embedding) -> str | None:
+    def refuses(self, module: Table) -> str | None:
         """Options under which the layer is not a plain linear map."""
         if module.max_norm is not None:
             return "max_norm rescales the weight during the forward"
@@ -22,22 +26,22 @@ class EmbeddingRule(LayerRule[nn.Embedding]):
             return "sparse gradients have no batched pull-back"
         return None
 
-    def forms(self, module: nn.Embedding, parts: dict[str, Part]) -> dict[str, Form]:
+    def forms(self, module: Table, parts: dict[str, Part]) -> dict[str, Form]:
         """The table, transposed."""
         i, o = module.num_embeddings, module.embedding_dim
         return {"": Form(1, o, i, parts["weight"], None, transposed=True, one_hot=True)}
 
-    def lead(self, module: nn.Embedding, site: str, x: Tensor) -> int:
+    def lead(self, module: Table, site: str, x: Tensor) -> int:
         """Every axis of the indices."""
         return x.ndim
 
-    def inputs(self, module: nn.Embedding, site: str, x: Tensor) -> OneHot:
+    def inputs(self, module: Table, site: str, x: Tensor) -> OneHot:
         """Indices; the padding token contributes nothing to the gradient."""
         index = x.long().unsqueeze(-1)
         if module.padding_idx is not None:
             index = torch.where(index == module.padding_idx, -1, index)
         return OneHot(index, module.num_embeddings)
 
-    def outgrads(self, module: nn.Embedding, site: str, dy: Tensor) -> Tensor:
+    def outgrads(self, module: Table, site: str, dy: Tensor) -> Tensor:
         """``[V, *lead, 1, 1, dim]``."""
         return dy.unsqueeze(-2).unsqueeze(-2)

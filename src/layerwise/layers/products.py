@@ -3,7 +3,7 @@
     rows [*lead, I] · W → [*lead, O],   or of K matrices at once   [*lead, K, I] → [*lead, K, O]
 
 `linear`, `matmul` and ``@``, `mm`, `bmm`, `addmm`, `baddbmm` and `einsum` of two tensors; `grouped_mm` as one product
-for each of its groups of rows.
+for each of its groups of rows; a depthwise `conv1d` (Mamba's) as products of windows, one matrix ``[1, k]`` a channel.
 """
 
 import itertools
@@ -40,6 +40,15 @@ def _matrix_last(t: Tensor) -> Tensor:
 def _swap_matrix_last(t: Tensor) -> Tensor:
     """``[*lead, K, d, n] -> [*lead, n, K, d]``."""
     return t.mT.movedim(-3, -2)
+
+
+def _channels_last(t: Tensor) -> Tensor:
+    """``[*lead, K, n] -> [*lead, n, K, 1]``."""
+    return t.mT.unsqueeze(-1)
+
+
+def _channels_first(t: Tensor) -> Tensor:
+    return t.squeeze(-1).mT
 
 
 def _swap_matrix_first(t: Tensor) -> Tensor:
@@ -115,6 +124,17 @@ def _baddbmm(input: Any, batch1: Any, batch2: Any, *, alpha: Any = 1, **_: Any) 
         yield from _matmul(batch1, batch2)
 
 
+def _conv1d(
+    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1
+) -> Iterator[Product]:
+    """One kernel a channel; its bias is read as a parameter by itself."""
+    if groups != weight.shape[0] or weight.shape[1] != 1 or input.shape[-2] != groups or isinstance(padding, str):
+        return
+    s, p, d = (value if isinstance(value, int) else value[0] for value in (stride, padding, dilation))
+    windows = F.pad(input, (p, p)).unfold(-1, d * (weight.shape[-1] - 1) + 1, s)[..., ::d]  # [*lead, K, n, k]
+    yield Product(weight, False, windows.movedim(-3, -2), None, _channels_last, _channels_first)
+
+
 def _einsum(equation: Any, *operands: Any) -> Iterator[Product]:
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], tuple | list) else operands
     if not isinstance(equation, str) or len(tensors) != 2:
@@ -166,6 +186,7 @@ def _contraction(w: str, weight: Tensor, x: str, rows: Tensor, out: str) -> Prod
 
 _READERS: dict[Any, Callable[..., Iterator[Product]]] = {
     F.linear: _linear,
+    F.conv1d: _conv1d,
     torch.einsum: _einsum,
     torch.addmm: _addmm,
     Tensor.addmm: _addmm,

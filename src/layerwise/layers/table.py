@@ -252,7 +252,8 @@ class LayerTable:
     def with_matrices(self, model: nn.Module) -> "LayerTable":
         """The same table with parameters that fall back as matrices, for what needs nothing but the gradient.
 
-        Tables of embeddings (tied to a head, say) stay as they are.
+        Tables of embeddings (tied to a head, say) stay as they are. Kernels of a depthwise convolution are one matrix,
+        a row a channel: a single one is a vector.
         """
         looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
         others = {name for name, p in model.named_parameters() if id(p) not in looked_up}
@@ -261,6 +262,8 @@ class LayerTable:
             bare = not spec.sites and len(spec.form.parts) == 1 and spec.parameters[0] in others
             form = matrix_form(spec.form.parts[0]) if bare else None
             layers.append(spec if form is None else _cut(replace(spec, form=form, reason=None), self.matrices))
+        said = tuple(self.matrices)
+        layers = [spec if any(matches(spec, pattern) for pattern in said) else _rows_together(spec) for spec in layers]
         return replace(self, layers=tuple(layers))
 
     def demote(self, reasons: Mapping[str, str]) -> "LayerTable":
@@ -410,6 +413,14 @@ def _cut(spec: LayerSpec, matrices: Matrices) -> LayerSpec:
         return spec
     sites = tuple(replace(site, rule=SplitRule(site.rule, how.count)) for site in spec.sites)
     return replace(spec, form=split_form(spec.form, how, spec.name), sites=sites)
+
+
+def _rows_together(spec: LayerSpec) -> LayerSpec:
+    """K matrices of one row as one matrix of K rows; other layers as they are."""
+    form = spec.form
+    if form.groups == 1 or form.outputs > 1 or form.inputs == 1 or form.weight is None or form.transposed or form.cut:
+        return spec
+    return replace(spec, form=replace(form, groups=1, outputs=form.groups))
 
 
 def _owner(model: nn.Module, used: Used) -> nn.Module:

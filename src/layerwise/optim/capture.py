@@ -122,6 +122,8 @@ class Capture:
         """Reads the gradient at the output, as long as it wants to."""
         self.scale_free = False
         """Whether empirical statistics are as the gradients come, and their scale is taken out by the step."""
+        self.needs_examples = False
+        """Whether a layer is of use only if its rows are known to be which example's: a routed token's are not."""
         self.rounds = 0
         """Steps that had a training forward: names their labels, so that batches that are accumulated have those that
         they would have as one."""
@@ -283,6 +285,8 @@ class Capture:
 
     def _keep(self, spec: LayerSpec, io: LayerIO, factor: float, batch: tuple[int, int], examples: int) -> None:
         assert isinstance(io, RecordedIO)
+        if self.needs_examples and io.examples != examples:
+            return
         factor *= (io.examples / examples) ** 0.5  # of routed tokens every row is an example; G is a mean over N
         if self.observe is not None and self.observe(spec, Recorded(io, factor, batch)) is False:
             self._unwanted.add(spec.name)
@@ -320,7 +324,8 @@ class Capture:
                 self.model.eval()
                 self.notes = examine(self.model, self.table, x, None, self.example_axis)
             found = self.table.with_uses(self.model, self.notes.uses)
-            self.table, self._recorded = found.demote(_beyond_moments(found, self.notes.reasons)), None
+            reasons = self.notes.reasons if self.needs_examples else _beyond_moments(found, self.notes.reasons)
+            self.table, self._recorded = found.demote(reasons), None
         except InteractionError:
             self.notes = Notes(self.example_axis or 0, Layout())  # examples first, as far as anyone can tell
         return True

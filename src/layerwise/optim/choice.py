@@ -1,6 +1,8 @@
 """Which rule: that of an optimizer's arguments, and whether a layer gets it."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -12,6 +14,10 @@ from layerwise.optim.options import known
 from layerwise.optim.rotated_adam import RotatedAdam
 from layerwise.optim.rule import UpdateRule
 from layerwise.optim.stack import Stack
+
+
+CHOSEN = "overrides"
+"""The reason of layers for which the user has asked for the fallback's update."""
 
 
 def rule_of(
@@ -30,7 +36,7 @@ def rule_of(
 def why_fallback(rule: UpdateRule, spec: LayerSpec, group: Mapping[str, Any], model: nn.Module) -> str | None:
     """Why a layer gets the fallback's update, or None."""
     if group.get("update") == "fallback":
-        return "overrides"
+        return CHOSEN
     if not rule.matrix_only:
         return None
     if spec.reason is not None:
@@ -47,3 +53,36 @@ def why_fallback(rule: UpdateRule, spec: LayerSpec, group: Mapping[str, Any], mo
         return "an embedding"
     first = dict(model.named_parameters())[spec.parameters[0]]
     return rule.accepts(Stack(rule, (spec,), dict(group), {spec.parameters[0]: first}).shape)
+
+
+@dataclass(frozen=True)
+class FallenMatrices:
+    """Matrix parameters that get the fallback's update although nobody asked for it, counted in entries."""
+
+    total: int
+    """Of all matrix parameters that are trained: two or more axes longer than one, tables of embeddings left out."""
+    by_reason: Mapping[str, int]
+    """The commonest reason first."""
+    example: Mapping[str, str]
+    """One parameter for each reason."""
+
+    @property
+    def share(self) -> float:
+        """Between 0 and 1."""
+        return sum(self.by_reason.values()) / max(self.total, 1)
+
+
+def fallen_matrices(layers: Iterable[tuple[LayerSpec, str | None]], model: nn.Module) -> FallenMatrices:
+    """Which of a model's matrices fall back, from its layers with the reasons why they do."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    params, total = dict(model.named_parameters()), 0
+    by_reason, example = Counter[str](), dict[str, str]()
+    for spec, why in layers:
+        for part in spec.form.parts:
+            if id(params[part.name]) in tables or sum(size > 1 for size in part.shape) < 2:
+                continue
+            total += part.numel()
+            if why is not None and why != CHOSEN:
+                by_reason[why] += part.numel()
+                example.setdefault(why, part.name)
+    return FallenMatrices(total, dict(by_reason.most_common()), example)

@@ -23,7 +23,7 @@ from layerwise.layers.matrices import Matrices
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.capture import Capture, Seen
 from layerwise.optim.changes import Watched, owners
-from layerwise.optim.choice import rule_of, why_fallback
+from layerwise.optim.choice import fallen_matrices, rule_of, why_fallback
 from layerwise.optim.damping import Damping
 from layerwise.optim.descent import Descent, Part
 from layerwise.optim.followed import recall
@@ -50,7 +50,7 @@ from layerwise.optim.output_reading import OutputReader
 from layerwise.optim.parameters import BareParameters, model_of
 from layerwise.optim.recorded import RecordedStep
 from layerwise.optim.refreshes import Refreshes
-from layerwise.optim.report import group_lines, headline, layer_row, measure, of_group, table, unseen
+from layerwise.optim.report import group_lines, headline, layer_row, measure, most_fall_back, of_group, table, unseen
 from layerwise.optim.rule import Context, Health, UpdateRule
 from layerwise.optim.saving import Saving
 from layerwise.optim.scale import UpdateScale, unit_of
@@ -61,6 +61,9 @@ from layerwise.optim.statistics import Statistics, take_all_in
 
 OWN_MOMENTUM = ("momentum", "nesterov", "betas")
 """Options of the optimizer's own rule, which a fallback that averages by itself does not take."""
+
+MOST = 0.5
+"""Share of the matrix parameters above which falling back is said."""
 
 
 class Layerwise(Saving):
@@ -229,6 +232,7 @@ class Layerwise(Saving):
         self.steps_taken = 0
         self._strangers: list[tuple[str, nn.Parameter]] | None = None
         self._unseen: set[str] | None = None
+        self._said_fallen = False
         self._watched, self._owners = Watched(self.model), owners(self.model)
         self.processes = Processes()
         self._collector = self._make_collector()
@@ -251,19 +255,25 @@ class Layerwise(Saving):
         return found.with_matrices(self.model) if only_gradients else found
 
     def _make_collector(self) -> Collector:
-        found, taken = Collector(self.rule, self.sharing), dict[str, bool]()
+        found, known = Collector(self.rule, self.sharing), dict[str, tuple[bool, bool] | None]()
         optimizer = weakref.ref(self)  # nothing that the model's hooks reach may keep it alive
 
-        def takes(spec: LayerSpec) -> bool:
+        def moments(spec: LayerSpec) -> tuple[bool, bool] | None:
             owner = optimizer()
-            if owner is not None and spec.name not in taken:
-                name = spec.parameters[0]
-                group = next((g for g in owner.param_groups if name in g.get("param_names", ())), None)
-                taken[spec.name] = group is not None and owner.rule_for(spec, group) is owner.rule
-            return taken.get(spec.name, False)
+            if owner is not None and spec.name not in known:
+                known[spec.name] = owner._moments_of(spec)
+            return known.get(spec.name)
 
-        found.takes, found.ask_again = takes, taken.clear
+        found.moments, found.ask_again = moments, known.clear
         return found
+
+    def _moments_of(self, spec: LayerSpec) -> tuple[bool, bool] | None:
+        """Which second moments the rule wants of a layer; None where the layer gets the fallback's update."""
+        group = next((g for g in self.param_groups if spec.parameters[0] in g.get("param_names", ())), None)
+        if group is None or self.rule_for(spec, group) is not self.rule:
+            return None
+        first = {spec.parameters[0]: self.model.get_parameter(spec.parameters[0])}
+        return self.rule.moments(Stack(self.rule, (spec,), group, first).shape)
 
     def _make_capture(self, example_axis: int | None, seed: int) -> Capture | None:
         rule = self.rule
@@ -302,6 +312,7 @@ class Layerwise(Saving):
         asks = auto and rule.needs_outgrads and self._settings["recognised"] is None
         if asks or self._scale.given:
             found.reader = OutputReader(self._scale, asks)
+        found.needs_examples = rule.keeps_recorded and not rule.averages
         found.scale_free = self._scale_free and rule.needs_outgrads
         self._recognise(found, self._settings["recognised"])
         return found
@@ -450,6 +461,7 @@ class Layerwise(Saving):
             self._require_forward(counts)
             self._stacks = self._build()
             self._unseen = None
+            self._say_fallen()
         if self._capture is not None and self._capture.due and counts is not None and counts.examples:
             self._say_unseen(seen)
         self.steps_taken += 1
@@ -481,6 +493,18 @@ class Layerwise(Saving):
         if missing:
             self._unseen -= {*missing}  # said once
             warnings.warn(unseen(missing, len(own)), UserWarning, stacklevel=2)
+
+    def _say_fallen(self) -> None:
+        """Warn, once, where most matrix parameters get the fallback's update and nobody asked for that."""
+        if self._said_fallen or not self.rule.matrix_only:
+            return
+        layers = [(spec, stack.group) for stack in self._stacks or [] for spec in stack.specs]
+        fallen = fallen_matrices([(spec, self._reason(spec, group)) for spec, group in layers], self.model)
+        if fallen.share > MOST:
+            self._said_fallen = True
+            by_gradient = not (self.rule.needs_inputs or self.rule.needs_outgrads)
+            said = most_fall_back(type(self).__name__, fallen, self.fallback.name, by_gradient)
+            warnings.warn(said, UserWarning, stacklevel=2)
 
     def _advance(self, contexts: list[Context], seen: dict[str, Sums], scale: float) -> None:
         """Gradients, what is learnt of them, and the step."""

@@ -138,6 +138,11 @@ class Factors(UpdateRule):
         fits = self.input_size(shape) <= self.max_factor or shape.one_hot
         return left, self.right != "identity" and fits
 
+    def moments(self, shape: Shape) -> tuple[bool, bool]:
+        """Those of the sides that have a factor: the moment of a side beyond `max_factor` is never formed."""
+        left, right = self.sides(shape)
+        return left and self.needs_outgrads, right and self.needs_inputs
+
     def by_channel(self, shape: Shape) -> bool:
         """Whether a stack's input factor is that of its channels."""
         return self.sua and shape.taps > 1

@@ -64,12 +64,17 @@ class Collector:
 
     def __init__(self, rule: UpdateRule, sharing: str) -> None:
         self.rule, self.sharing = rule, sharing
-        self.takes: Callable[[LayerSpec], bool] = lambda spec: True
-        """Which layers the rule treats: others, such as a head with the fallback's update, need no statistics."""
+        self.moments: Callable[[LayerSpec], tuple[bool, bool] | None] = lambda spec: self._recorded_moments
+        """Which second moments of a layer are formed, of output gradients and of inputs (`UpdateRule.moments`); None
+        for a layer that the rule does not treat, such as a head with the fallback's update."""
         self.ask_again: Callable[[], None] = lambda: None
         """To be called when that may have changed."""
         self._sums: dict[str, Sums] = {}
         self._kept: dict[str, Kept] = {}
+
+    @property
+    def _recorded_moments(self) -> tuple[bool, bool]:
+        return self.rule.needs_outgrads, self.rule.needs_inputs
 
     def forget(self) -> None:
         """The model or its groups may have changed."""
@@ -87,14 +92,15 @@ class Collector:
         kept = self._kept.get(name)
         if kept is None or kept.look != (x.shape, x.dtype, g.shape, g.dtype, x.device, examples):
             return False
-        if name in self._sums or not self.takes(spec):
+        moments = None if name in self._sums else self.moments(spec)
+        if moments is None:
             return False
         rule, half, recorded = self.rule, g.dtype, list[Recorded]()
         if rule.keeps_recorded:
             call = LayerCall(kept.site, x, g.unsqueeze(0), kept.layout)
             recorded.append(Recorded(RecordedIO(spec, (call,), examples, chunk_bytes=kept.chunk_bytes), factor, batch))
-        inputs = Rows(x, half, 1.0, spec.form.bias is not None) if rule.needs_inputs else None
-        outgrads = Rows(g, half, factor**2) if rule.needs_outgrads else None
+        inputs = Rows(x, half, 1.0, spec.form.bias is not None) if moments[1] else None
+        outgrads = Rows(g, half, factor**2) if moments[0] else None
         rows = 0 if inputs is None else len(inputs)
         self._sums[name] = Sums(None, rows, None, examples, recorded, inputs, outgrads)
         return True
@@ -106,7 +112,10 @@ class Collector:
         for the step, nothing is computed here.
         """
         rule, form = self.rule, spec.form
-        if (rule.kronecker_only and (not form.kronecker or form.weight is None)) or not self.takes(spec):
+        if rule.kronecker_only and (not form.kronecker or form.weight is None):
+            return False
+        moments = self.moments(spec)
+        if moments is None:
             return False
         sums = self._sums.get(spec.name)
         if sums is None:
@@ -117,34 +126,35 @@ class Collector:
             sums.examples += io.examples
         if rule.keeps_recorded:
             sums.recorded.append(call._replace(io=io.owned()))
-        if rule.averages and not (first and self._defer(sums, io, factor)):
-            self._add_moments(sums, io, factor, first)
+        of_outgrads, of_inputs = moments[0], moments[1] and first
+        if rule.averages and not (first and self._defer(sums, io, factor, moments)):
+            self._add_moments(sums, io, factor, of_outgrads, of_inputs)
         return True
 
     @torch.no_grad()
-    def _add_moments(self, sums: Sums, io: RecordedIO, factor: float, first: bool) -> None:
+    def _add_moments(self, sums: Sums, io: RecordedIO, factor: float, of_outgrads: bool, of_inputs: bool) -> None:
         if self.sharing == "reduce" and not io.spec.form.one_hot:
-            self._add_reduced(sums, io, factor, first)
+            self._add_reduced(sums, io, factor, of_outgrads, of_inputs)
             return
         sums.settle()
-        if self.rule.needs_inputs and first:
+        if of_inputs:
             A, rows = io.channel_moment() if self._by_channel(io.spec) else io.input_moment()
             sums.A, sums.rows = A if sums.A is None else sums.A + A, sums.rows + rows
-        if self.rule.needs_outgrads:
+        if of_outgrads:
             G = io.output_moment() * factor**2
             sums.G = G if sums.G is None else sums.G + G
 
-    def _defer(self, sums: Sums, io: RecordedIO, factor: float) -> bool:
+    def _defer(self, sums: Sums, io: RecordedIO, factor: float, moments: tuple[bool, bool]) -> bool:
         """Keep the layer's rows for the step, where one kernel then averages the moments of a whole stack."""
         rule = self.rule
         if not rule.takes_rows or sums.rows or sums.G is not None or sums.outgrads is not None:
             return False
         if self.sharing == "reduce" or not waits_for_step(io):
             return False
-        if rule.needs_inputs:
+        if moments[1]:
             sums.inputs = Rows.of_inputs(io)
             sums.rows += len(sums.inputs)
-        if rule.needs_outgrads:
+        if moments[0]:
             sums.outgrads = Rows.of_outgrads(io, factor)
         call = io.calls[0]
         if plain_linear(call) and call.dy is not None:
@@ -153,13 +163,15 @@ class Collector:
             self._kept[io.spec.name] = Kept(look, call.site, call.layout, io.chunk_bytes)
         return True
 
-    def _add_reduced(self, sums: Sums, io: RecordedIO, factor: float, first: bool) -> None:
+    def _add_reduced(self, sums: Sums, io: RecordedIO, factor: float, of_outgrads: bool, of_inputs: bool) -> None:
         """Mean of inputs and sum of gradients over positions, then as for single positions."""
+        if not (of_outgrads or of_inputs):
+            return
         for a, g in io.reduced_chunks():  # [N, K, I], [V, N, K, O]
-            if self.rule.needs_inputs and first:
+            if of_inputs:
                 A = offset_mean(a, io.spec.form) if self._by_channel(io.spec) else gram(a.movedim(1, 0))
                 sums.A, sums.rows = A if sums.A is None else sums.A + A, sums.rows + a.shape[0]
-            if self.rule.needs_outgrads:
+            if of_outgrads:
                 G = gram(g.flatten(0, 1).movedim(1, 0)) * factor**2
                 sums.G = G if sums.G is None else sums.G + G
 
@@ -195,7 +207,8 @@ class Collector:
         return filled
 
     def _wants(self, spec: LayerSpec, factor: str) -> bool:
-        return self.rule.averages and (self.rule.needs_inputs if factor == "A" else self.rule.needs_outgrads)
+        moments = self.moments(spec)
+        return self.rule.averages and moments is not None and moments[1 if factor == "A" else 0]
 
     def _tensors(self, spec: LayerSpec, sums: Sums, device: torch.device) -> list[Tensor]:
         """Counts and moments, zero where this process has none."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from layerwise.layers.table import LayerSpec
+from layerwise.optim.choice import FallenMatrices
 from layerwise.optim.rule import Context, Health
 from layerwise.optim.stack import Stack
 
@@ -58,6 +59,22 @@ def unseen(layers: Sequence[str], total: int) -> str:
         f"{named}. The model's forward did not call them with gradients on. With torch.utils.checkpoint, pass "
         "use_reentrant=False; call the model itself, not its parts; or give these layers the fallback's update: "
         f'overrides={{"{layers[0]}": {{"update": "fallback"}}}}.'
+    )
+
+
+def most_fall_back(member: str, fallen: FallenMatrices, fallback: str, by_gradient: bool) -> str:
+    """What is said where most matrix parameters do not get the member's own update.
+
+    `by_gradient`: the member looks at nothing but gradients, so that no other could treat more.
+    """
+    percent = {why: f"{100 * size / max(fallen.total, 1):.0f} %" for why, size in fallen.by_reason.items()}
+    reasons = "; ".join(f"{percent[why]} {why} ({fallen.example[why]})" for why in [*fallen.by_reason][:3])
+    more = "" if len(percent) <= 3 else f"; and {len(percent) - 3} other reasons"
+    others = "" if by_gradient else "Muon, Shampoo and SOAP need no more than gradients and treat every matrix; "
+    return (
+        f"{100 * fallen.share:.0f} % of the model's matrix parameters, embeddings aside, get the fallback's update "
+        f"({fallback}), not that of {member}. Why: {reasons}{more}. print(opt) says it layer by layer; matrices= says "
+        f'which matrices a parameter holds; {others}overrides={{"...": {{"update": "fallback"}}}} says that it is meant.'
     )
 
 

@@ -307,6 +307,12 @@ class UpdateRule(ABC):
         """Whether a stack has a left and a right factor. Both, as far as a refresh costs something, by default."""
         return self.refreshes, self.refreshes
 
+    def moments(self, shape: Shape) -> tuple[bool, bool]:
+        """Which second moments of a stack are formed: of output gradients, and of inputs. All that are recorded, by
+        default; a rule that keeps no factor for a long side asks for no moment of it.
+        """
+        return self.needs_outgrads, self.needs_inputs
+
     def parts(self, state: State, plan: Any) -> list[Any]:
         """Plans that together make one: what is refreshed (and recorded) apart. The plan itself by default."""
         return [plan]
