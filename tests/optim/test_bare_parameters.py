@@ -45,7 +45,10 @@ def make(name: str, given: Any, **options: Any) -> torch.optim.Optimizer:
 def test_parameters_train_as_the_model_does(name: str, how: str):
     model, other = mlp(), mlp()
     given = {"parameters": other.parameters(), "named": other.named_parameters(), "list": [*other.parameters()]}[how]
-    assert torch.equal(run(model, make(name, model)), run(other, make(name, given)))
+    by_model, by_parameters = run(model, make(name, model)), run(other, make(name, given))
+    # torch's fused Adam rounds the end of a tensor otherwise than the rest, and a bias may be a column or a tensor
+    rtol = 1e-13 if name == "Adam" else 0.0
+    torch.testing.assert_close(by_parameters, by_model, rtol=rtol, atol=rtol)
 
 
 @pytest.mark.parametrize("name", ["Shampoo", "SOAP", "Muon"])

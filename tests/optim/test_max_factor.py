@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import layerwise as lw
 from layerwise.distributed.processes import Processes
@@ -94,7 +94,9 @@ def test_rows_that_wait_for_the_step(over: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(observe, "waits_for_step", rows.has_plain_rows)
     torch.manual_seed(0)
     model = WithHead()
-    opt = lw.optim.KFAC(model, max_factor=LIMIT, likelihood="categorical", factor_every=2, refresh_every=2, statistics_over=over)
+    opt = lw.optim.KFAC(
+        model, max_factor=LIMIT, likelihood="categorical", factor_every=2, refresh_every=2, statistics_over=over
+    )
     with Largest() as seen, torch.autocast("cpu", torch.bfloat16):
         for _ in range(4):
             step(model, opt)

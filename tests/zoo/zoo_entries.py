@@ -42,7 +42,7 @@ class ZooBatch:
         return replace(self, y=torch.where(self.y == IGNORED, drawn, self.y))
 
     def given(self) -> Any:
-        """A batch as the library takes it: a pair, or one mapping with the labels in it, as the model's loss wants them.
+        """A batch as the library takes it: a pair, or one mapping with its labels, as the model's loss wants them.
 
         A label for the last position, which a causal model's loss has none for, needs a pair.
         """

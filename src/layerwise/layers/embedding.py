@@ -7,7 +7,6 @@ from layerwise.layers.form import Form, Part
 from layerwise.layers.one_hot import OneHot
 from layerwise.layers.rule import LayerRule, layer_rule
 
-
 Table = nn.Embedding | nn.EmbeddingBag
 """Modules that look rows up; their options have the same names."""
 

@@ -15,7 +15,6 @@ from layerwise.optim.rotated_adam import RotatedAdam
 from layerwise.optim.rule import UpdateRule
 from layerwise.optim.stack import Stack
 
-
 CHOSEN = "overrides"
 """The reason of layers for which the user has asked for the fallback's update."""
 

@@ -607,9 +607,9 @@ class Layerwise(Saving):
         options = self.param_groups[0]
         relative = "relative" if self._damping.relative else "absolute"
         settings = {
+            **({} if (betas := self._update_scale.betas) is None else {"betas": betas}),
             **of_group(options),
             "scale": self._update_scale.method,
-            "betas": self._update_scale.betas,
             "clip": self._clip.describe(),
             "damping": f"{options['damping']:g} {relative}",
             "estimator": self._settings["estimator"] if self.rule.needs_outgrads else None,

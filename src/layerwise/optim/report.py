@@ -73,8 +73,9 @@ def most_fall_back(member: str, fallen: FallenMatrices, fallback: str, by_gradie
     others = "" if by_gradient else "Muon, Shampoo and SOAP need no more than gradients and treat every matrix; "
     return (
         f"{100 * fallen.share:.0f} % of the model's matrix parameters, embeddings aside, get the fallback's update "
-        f"({fallback}), not that of {member}. Why: {reasons}{more}. print(opt) says it layer by layer; matrices= says "
-        f'which matrices a parameter holds; {others}overrides={{"...": {{"update": "fallback"}}}} says that it is meant.'
+        f"({fallback}), not that of {member}. Why: {reasons}{more}. print(opt) says it layer by layer; matrices= "
+        f"says which matrices a parameter holds; {others}"
+        'overrides={"...": {"update": "fallback"}} says that it is meant.'
     )
 
 
