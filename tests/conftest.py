@@ -9,7 +9,7 @@ import torch
 import annotations
 from interpreter import marks
 from rounding import VARIABLE, OtherOrder
-from thinning import is_left_out
+from thinning import left_out
 from waiting import nothing_waits
 
 annotations.install()
@@ -31,8 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for mark in [*everywhere, *(marks() if item.get_closest_marker("interpreted") else [])]:
             item.add_marker(mark)
-        if is_left_out(item):
-            item.add_marker(pytest.mark.slow)
+    for item in list(left_out(items)):
+        item.add_marker(pytest.mark.slow)
 
 
 ON_CUDA = [

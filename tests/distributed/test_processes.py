@@ -24,9 +24,12 @@ NOT_UNIQUE = ("SOAP", "KFAC sampled")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor | str]]:
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor | str]]:
+    """Of both processes, what the tests ask for that are run."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-W", "ignore", str(HERE / "two_processes.py"), str(folder)]
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = sorted({item.callspec.params["name"] for item in here if "ranks" in item.fixturenames})  # pyright: ignore
+    command = [sys.executable, "-W", "ignore", str(HERE / "two_processes.py"), str(folder), *asked]
     ran = subprocess.run(
         command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
     )

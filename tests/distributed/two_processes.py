@@ -60,11 +60,11 @@ def train(name: str, cut: slice | None, wrapped: bool) -> torch.Tensor:
     return flat(model)
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int, folder: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     found = {}
-    for name in RUNS:
+    for name in names:
         try:
             found[name] = train(name, slice(6 * rank, 6 * rank + 6), True)
         except Exception as error:
@@ -75,4 +75,4 @@ def work(rank: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(work, (sys.argv[1],), nprocs=2)
+    torch.multiprocessing.spawn(work, (sys.argv[1], sys.argv[2:]), nprocs=2)

@@ -188,6 +188,7 @@ def test_a_side_that_is_too_long_has_no_factor():
     assert "right has no factor: 41 > max_factor=16" in repr(opt)
 
 
+@pytest.mark.filterwarnings("ignore:.* get the fallback's update")
 @pytest.mark.parametrize("name", ["KFAC", "KFAC exact split", "EKFAC", "EKFAC running", "FOOF", "Shampoo", "SOAP"])
 def test_layers_that_are_too_long_on_both_sides(name: str):
     model = mlp(30, 40, 3)
