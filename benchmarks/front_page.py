@@ -54,7 +54,7 @@ def features(seeds: range) -> dict[str, list[tuple[int, float]]]:
     """Distance to the true features along the paper's runs, by the median over seeds."""
     experiment = find("head-to-head")
     config = experiment.preset("laptop")
-    outcomes = [outcome for cell in experiment.cells(config) for outcome in experiment.run(config, cell, seeds)]
+    outcomes = [outcome for cell in experiment.cells_of(config) for outcome in experiment.run(config, cell, seeds)]
     found = {}
     for name, label in ALGORITHMS.items():
         curves = [outcome.series[f"{name}/dist"] for outcome in outcomes]

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import layerwise as lw
-from layerwise.layers.bilinear import MOST_PRODUCTS
+from layerwise.foundations.errors import InputError
+from layerwise.layers.bilinear import MOST_PRODUCTS, BilinearRule
 from layerwise.layers.embedding_bag import EmbeddingBagRule
 from layerwise.layers.table import LayerTable
 from layerwise.testing import check_layer_rule
@@ -58,6 +59,31 @@ def test_a_bilinear_layer_of_too_many_products_falls_back():
     table = LayerTable.from_model(nn.Sequential(nn.Bilinear(MOST_PRODUCTS // 2 + 1, 2, 2)))
     assert not table.layers[0].sites
     assert "products of entries" in str(table.layers[0].reason)
+
+
+def test_a_bilinear_layer_keeps_its_precision_under_autocast():
+    layer = nn.Bilinear(3, 2, 4)
+    x1, x2 = torch.randn(5, 3), torch.randn(5, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = BilinearRule().forward(layer, lambda *_: None, x1, x2), layer(x1, x2)
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_long_bags_in_half_precision(dtype: torch.dtype):
+    """More tokens than bfloat16 can count."""
+    bag = nn.EmbeddingBag(7, 3).to(dtype)
+    tokens, offsets = torch.arange(3000) % 7, torch.tensor([0, 1000])
+    found = EmbeddingBagRule().forward(bag, lambda *_: None, tokens, offsets)
+    exact = bag.double()(tokens, offsets)
+    assert (found.double() - exact).abs().max() < 4 * torch.finfo(dtype).eps
+
+
+def test_offsets_that_do_not_begin_at_zero_are_an_error():
+    bag = nn.EmbeddingBag(7, 3)
+    with pytest.raises(InputError, match="offsets begin at 2"):
+        EmbeddingBagRule().forward(bag, lambda *_: None, torch.arange(6), torch.tensor([2, 4]))
 
 
 class Pairs(nn.Module):

@@ -68,6 +68,28 @@ def test_what_a_graph_does_not_tell_is_an_error_that_names_the_layer(layer: str,
         assert (found.diagonal().flat() - expected).abs().max() < 1e-9 * expected.abs().max()
 
 
+@pytest.mark.parametrize("how", ["autocast", "parameters"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_gross_errors_are_noticed_in_bfloat16(estimator: Any, how: str, monkeypatch: pytest.MonkeyPatch):
+    """What rounding may add up to is less than what inputs three times as large do."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    x, y = torch.randn(32, 8), torch.randint(4, (32,))
+    if how == "parameters":
+        model, x = model.to(torch.bfloat16), x.to(torch.bfloat16)
+
+    def call() -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            return lw.fisher(model, (x, y), "categorical", "diag", estimator, check="always")
+
+    for _ in range(3):
+        call()
+    times = RecordedIO.grad_times
+    monkeypatch.setattr(RecordedIO, "grad_times", lambda io, q, m: tuple(3 * part for part in times(io, q, m)))
+    with pytest.raises(UnsupportedError, match="explain another gradient"):
+        call()
+
+
 def _diagonal(model: nn.Module, x: Tensor, y: Tensor, estimator: str) -> Tensor:
     """1/N Σ_n of the squares of J, or of the gradients of ‖f − y‖²/2, one plain backward each."""
     total, parameters = torch.zeros(sum(p.numel() for p in model.parameters())).double(), list(model.parameters())
@@ -123,12 +145,13 @@ def test_gradients_times_a_vector_without_the_gradients(name: str, monkeypatch: 
     times, seen = RecordedIO.grad_times, []
 
     def compared(self: RecordedIO, q: Tensor, mixture: Tensor) -> tuple[Tensor, Tensor]:
-        found, most = times(self, q, mixture)
+        found, terms = times(self, q, mixture)
         expected = torch.einsum("v,vkoi,ki->ko", mixture, self.grad(), q)
         assert torch.allclose(found, expected, atol=1e-12)
-        assert float(expected.norm()) <= float(most) * (1 + 1e-9)
+        count = self.examples * sum(call.sharing(self.examples) for call in self.calls)
+        assert float(expected.norm()) <= float(terms) * count**0.5 * (1 + 1e-9)  # Cauchy–Schwarz
         seen.append(self.spec.name)
-        return found, most
+        return found, terms
 
     monkeypatch.setattr(RecordedIO, "grad_times", compared)
     lw.fisher(model, (x, y), case.likelihood, "diag", "exact", check="always", **case.options)

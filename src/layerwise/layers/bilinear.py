@@ -17,7 +17,6 @@ class BilinearRule(LayerRule[nn.Bilinear]):
     """K = 1, I = in1 · in2, O = out: ``y = W vec(x₁ x₂ᵀ) + b``."""
 
     own_forward = True
-    rounds_inputs = True
 
     def refuses(self, module: nn.Bilinear) -> str | None:
         """Inputs with too many products: the layer itself never forms them."""
@@ -46,8 +45,7 @@ class BilinearRule(LayerRule[nn.Bilinear]):
     def forward(
         self, module: nn.Bilinear, record: Callable[[str, Tensor, Tensor], None], input1: Tensor, input2: Tensor
     ) -> Tensor:
-        """The same as a linear map of all products ``x₁ᵢ x₂ⱼ``."""
-        products = (input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2)
-        y = F.linear(products, module.weight.flatten(1), module.bias)
-        record("", products, y)
+        """torch's own; what is recorded as its input are the products ``x₁ᵢ x₂ⱼ``, of which it is a linear map."""
+        y = F.bilinear(input1, input2, module.weight, module.bias)
+        record("", (input1.detach().unsqueeze(-1) * input2.detach().unsqueeze(-2)).flatten(-2), y)
         return y

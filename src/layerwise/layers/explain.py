@@ -27,16 +27,16 @@ from layerwise.layers.tape import Tape
 from layerwise.layers.vectorised import dense, mixture_of, share_of_largest, tolerance
 
 Consume = Callable[[LayerSpec, LayerIO], None]
-ROUNDINGS = 64
+ROUNDINGS = 8
 """Roundings that a sum may be off by, beside its terms: of a gradient that is zero nothing else is left."""
 
 
 class _Pulled(NamedTuple):
-    """Of one layer: ``Σ g (aᵀ q)``, and the size that it could have had."""
+    """Of one layer: ``Σ g (aᵀ q)``, and the norm of its terms."""
 
     q: Float[Tensor, "K I"]
     product: Float[Tensor, "K O"]
-    most: Tensor
+    terms: Tensor
 
 
 class Explanation:
@@ -100,7 +100,7 @@ class Explanation:
             g = grads.get(name)
             filled[name] = torch.zeros_like(self.params[name]) if g is None else dense(g)
         truth = torch.einsum("koi,ki->ko", spec.form.join(filled).to(pulled.q.dtype), pulled.q)
-        rounding = ROUNDINGS * torch.finfo(self._tape.calls_of(spec)[0].out_dtype).eps * pulled.most
+        rounding = ROUNDINGS * torch.finfo(self._tape.calls_of(spec)[0].out_dtype).eps * pulled.terms
         found = (pulled.product - truth).norm(), truth.norm(), rounding
         return tuple(t.to(self._v) for t in found)  # type: ignore[return-value]
 

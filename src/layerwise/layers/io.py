@@ -206,9 +206,9 @@ class RecordedIO(LayerIO):
     def grad_times(
         self, q: Float[Tensor, "K I"], mixture: Float[Tensor, "V"]
     ) -> tuple[Float[Tensor, "K O"], Float[Tensor, ""]]:
-        """``Σ_v m_v grad_v q`` without the gradients themselves, and the size that it could have."""
+        """``Σ_v m_v grad_v q`` without the gradients themselves, and the norm of its terms."""
         parts = [chunk.grad_times(q, mixture.to(self.dtype)) for chunk in self.chunks(gradients=False)]
-        return torch.stack([p[0] for p in parts]).sum(0), torch.stack([p[1] for p in parts]).sum()
+        return torch.stack([p[0] for p in parts]).sum(0), torch.stack([p[1] for p in parts]).norm()
 
     def reduced_chunks(self) -> Iterator[tuple[Float[Tensor, "N K I"], Float[Tensor, "V N K O"]]]:
         """Mean of a and sum of g over the positions that count, some examples at a time.

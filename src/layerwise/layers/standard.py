@@ -97,10 +97,10 @@ class Standard(Chunk):
     def grad_times(
         self, q: Float[Tensor, "K I"], mixture: Float[Tensor, "V"]
     ) -> tuple[Float[Tensor, "K O"], Float[Tensor, ""]]:
-        """``Σ_v m_v grad_v q`` without the gradients themselves, and the norms that its terms are bounded by."""
+        """``Σ_v m_v grad_v q`` without the gradients themselves, and the norm of its terms."""
         g = self.g[0] * mixture[0] if len(mixture) == 1 else torch.tensordot(mixture, self.g, 1)
         along = self.a.times(q) if isinstance(self.a, OneHot) else torch.einsum("nski,ki->nsk", self.a, q)
-        return torch.einsum("nsko,nsk->ko", g, along), g.norm() * along.norm()
+        return torch.einsum("nsko,nsk->ko", g, along), (g * along.unsqueeze(-1)).norm()
 
     def squared_sum(self) -> Float[Tensor, "K O I"]:
         """Without per-example gradients where each example has one position, or inputs are indices."""

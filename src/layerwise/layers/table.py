@@ -52,13 +52,19 @@ class Site:
         """Whether the module's forward is that of the class the rule was written for, not of a subclass."""
         if self.used is not None:
             return True  # the product itself was seen
-        kind = type(self.module)
-        known = RULES.registered(kind)
-        return known is not None and kind.forward is known.forward and "forward" not in vars(self.module)
+        return has_own_forward(self.module)
 
     def same_role(self, other: "Site") -> bool:
         """Whether two sites may share one form."""
         return type(self.rule) is type(other.rule)
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether its forward is that of the class that a rule was written for, or at present the rule's own."""
+    kind, of_instance = type(module), vars(module).get("forward")
+    known = RULES.registered(kind)
+    patched = of_instance is None or getattr(of_instance, "of_rule", False)
+    return known is not None and kind.forward is known.forward and patched
 
 
 @dataclass(frozen=True)
@@ -418,7 +424,8 @@ def _cut(spec: LayerSpec, matrices: Matrices) -> LayerSpec:
 def _rows_together(spec: LayerSpec) -> LayerSpec:
     """K matrices of one row as one matrix of K rows; other layers as they are."""
     form = spec.form
-    if form.groups == 1 or form.outputs > 1 or form.inputs == 1 or form.weight is None or form.transposed or form.cut:
+    one_row = form.groups > 1 and form.outputs == 1 and form.inputs > 1 and form.kronecker
+    if not one_row or form.weight is None or form.transposed or form.cut:
         return spec
     return replace(spec, form=replace(form, groups=1, outputs=form.groups))
 
@@ -448,6 +455,8 @@ def _uses(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> tuple[lis
             continue
         rule = RULES.find(type(module))
         why = f"{type(module).__name__} has no layer rule" if rule is None else rule.refuses(module)
+        if why is None and rule is not None and rule.own_forward and not has_own_forward(module):
+            why = f"{type(module).__name__} has a forward of its own, which the rule's would replace"
         if rule is None or why is not None:
             reasons |= {part.name: str(why) for part in parts.values()}
             continue

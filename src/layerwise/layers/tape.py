@@ -27,7 +27,7 @@ from layerwise.layers.io import CHUNK_BYTES, LayerCall, LayerIO, RecordedIO
 from layerwise.layers.layout import Layout
 from layerwise.layers.products import Product
 from layerwise.layers.rule import RULES
-from layerwise.layers.table import LayerSpec, LayerTable, Site
+from layerwise.layers.table import LayerSpec, LayerTable, Site, has_own_forward
 from layerwise.layers.uses import Use, Watch, same_use
 from layerwise.layers.vectorised import batched_grad
 
@@ -97,7 +97,10 @@ def _hidden_parents(model: nn.Module, sites: Collection[nn.Module]) -> list[nn.M
     return [
         module
         for module, rule in own
-        if rule is not None and rule.own_forward and any(child in sites for child in module.children())
+        if rule is not None
+        and rule.own_forward
+        and has_own_forward(module)
+        and any(child in sites for child in module.children())
     ]
 
 
@@ -254,6 +257,7 @@ class Tape:
 
             return rule.forward(module, tell, *args, **kwargs)
 
+        vars(forward)["of_rule"] = vars(for_all)["of_rule"] = True
         recorders = _PATCHES.setdefault(module, {})
         if "forward" not in vars(module) or not recorders:
             module.forward = for_all  # type: ignore[method-assign]
