@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.layers.calling import output_tensor, own_backward, uncompiled, without_fast_path
+from layerwise.optim.capture import Capture
 
 pytestmark = pytest.mark.usefixtures("untyped")
 DATA = batches(8, 5)
@@ -222,6 +223,68 @@ def test_the_output_among_others(name: str, average: str, kind: str):
             opt.step()
         models.append((model, opt))
     assert_same(*models[0], *models[1])
+
+
+class WithLoss(nn.Module):
+    """Returns its loss beside the logits, as Hugging Face's models do that are given labels, or the logits alone."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.kind = nn.Linear(5, 4), nn.Linear(4, 3), kind
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        h = self.body(x).tanh()
+        f = self.head(h)
+        if self.kind == "logits":
+            return f
+        loss = F.cross_entropy(f, labels)
+        return (loss, f) if self.kind == "tuple" else {"loss": loss, "logits": f}
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        out = self(x=x, labels=labels)
+        return F.cross_entropy(out, labels) if self.kind == "logits" else out[0 if self.kind == "tuple" else "loss"]
+
+
+LOSSES_INSIDE = {
+    "KFAC": lambda model: lw.optim.KFAC(model, lr=1e-2),
+    "EKFAC": lambda model: lw.optim.EKFAC(model, lr=1e-2),
+    "empirical": lambda model: lw.optim.KFAC(model, lr=1e-2, estimator="empirical"),
+    "exact": lambda model: lw.optim.KFAC(model, lr=1e-2, estimator="exact", likelihood="categorical"),
+    "formula": lambda model: lw.optim.KFAC(model, lr=1e-2, likelihood="categorical", scale="formula"),
+    "NGD": lambda model: lw.optim.NGD(model, lr=1e-2, likelihood="categorical"),
+}
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dictionary"])
+@pytest.mark.parametrize("name", LOSSES_INSIDE)
+def test_a_loss_that_the_model_returns(name: str, kind: str):
+    """The backward reaches the loss before the logits; statistics come of every batch all the same."""
+    ran = []
+    for k in (kind, "logits"):
+        model = WithLoss(k).double()
+        opt = LOSSES_INSIDE[name](model)
+        for x, y in DATA[:6]:
+            opt.zero_grad()
+            model.loss(x, y).backward()
+            opt.step()
+        ran.append((model, opt))
+    assert_same(*ran[0], *ran[1])
+
+
+def test_a_backward_that_brings_no_statistics_is_said(monkeypatch: pytest.MonkeyPatch):
+    model = mlp()
+    opt = member("KFAC", model)
+    for number, batch in enumerate(DATA[:4]):
+        if number < 2:
+            train_step(model, opt, batch, cross_entropy)
+            continue
+        monkeypatch.setattr(Capture, "_keep_arrived", lambda *args, **kwargs: None)
+        if number == 2:
+            with pytest.warns(UserWarning, match="no layer's statistics came"):
+                train_step(model, opt, batch, cross_entropy)
+        else:  # said once
+            train_step(model, opt, batch, cross_entropy)
 
 
 def test_which_tensor_is_the_output():

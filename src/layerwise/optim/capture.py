@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,6 +67,8 @@ class Forward:
     """Whether the user's backward has come."""
     again: bool = False
     """Whether another may follow it."""
+    labelled: bool = False
+    """Whether statistics of drawn labels were taken in: once, whichever outputs the backward reaches first."""
     arrivals: Arrivals | None = None
 
     def let_go(self) -> None:
@@ -87,6 +90,8 @@ class Seen:
     tokens: int = 0
     energy: Tensor | None = None
     """``Σ‖∂L/∂f‖²`` at the output, where statistics are freed of the loss's scale by it."""
+    layers: int = 0
+    """Calls of layers that statistics came of."""
 
 
 class Capture:
@@ -191,17 +196,18 @@ class Capture:
         elif tape is not None:
             self._listen(forward)
         shown = f.detach() if self.reader is not None and self.reader.wants else None
-        for output in output_tensors(out):  # the loss may be of any of them
+        for output in output_tensors(out):  # the loss may be of any of them, or one of them
             if output.requires_grad:
-                read = shown if output is f else None
-                output.register_hook(lambda g, forward=forward, read=read: self._came_back(forward, read, g))
+                read, weighs = shown if output is f else None, output is f or output.ndim > 0
+                came_back = partial(self._came_back, forward, read, weighs)
+                output.register_hook(came_back)
         self._pending.append(forward)
 
-    def _came_back(self, forward: Forward, f: Tensor | None, g: Tensor) -> None:
-        """The user's backward has reached an output of a forward: f, where it is to be read."""
+    def _came_back(self, forward: Forward, f: Tensor | None, weighs: bool, g: Tensor) -> None:
+        """The user's backward has reached an output of a forward: f, where it is to be read; its energy `weighs`."""
         if backward_of_another(self) or not forward.watch.counts(g):
             return
-        if self.scale_free and self.estimator == "empirical":
+        if self.scale_free and self.estimator == "empirical" and weighs:
             energy = as_statistics(g.detach()).square().sum()
             self.seen.energy = energy if self.seen.energy is None else self.seen.energy + energy
         if f is not None and self.reader is not None and self.reader.wants:
@@ -225,7 +231,9 @@ class Capture:
             self._keep_arrived(tape, spec, examples, factor, batch, reached)
 
         def keep_rows(spec: LayerSpec, x: Tensor, g: Tensor) -> bool:
-            return take is not None and take(spec, x, g, examples, factor, batch)
+            taken = take is not None and take(spec, x, g, examples, factor, batch)
+            self.seen.layers += taken
+            return taken
 
         forward.arrivals = Arrivals(tape, forward.watch, keep, keep_rows)
 
@@ -269,7 +277,8 @@ class Capture:
                 tape.stream(terms.f, rows[0], wait, retain_graph=True)
 
         def commit(g: Tensor) -> None:
-            if not forward.counted and not backward_of_another(self) and forward.watch.counts(g):
+            if not forward.labelled and not backward_of_another(self) and forward.watch.counts(g):
+                forward.labelled = True
                 for spec, io, v in waiting:
                     self._keep(spec, io, 1.0, (forward.number, v), n)
                 if not graph_is_kept():
@@ -287,6 +296,7 @@ class Capture:
         assert isinstance(io, RecordedIO)
         if self.needs_examples and io.examples != examples:
             return
+        self.seen.layers += 1
         factor *= (io.examples / examples) ** 0.5  # of routed tokens every row is an example; G is a mean over N
         if self.observe is not None and self.observe(spec, Recorded(io, factor, batch)) is False:
             self._unwanted.add(spec.name)
@@ -375,6 +385,7 @@ class Capture:
         self._begin_step()
         for forward in self._pending:
             forward.counted = forward.counted and not forward.again
+            forward.labelled = forward.labelled and forward.counted
             if forward.arrivals is not None:
                 forward.arrivals.forget()
 

@@ -50,7 +50,17 @@ from layerwise.optim.output_reading import OutputReader
 from layerwise.optim.parameters import BareParameters, model_of
 from layerwise.optim.recorded import RecordedStep
 from layerwise.optim.refreshes import Refreshes
-from layerwise.optim.report import group_lines, headline, layer_row, measure, most_fall_back, of_group, table, unseen
+from layerwise.optim.report import (
+    group_lines,
+    headline,
+    layer_row,
+    measure,
+    most_fall_back,
+    none_came,
+    of_group,
+    table,
+    unseen,
+)
 from layerwise.optim.rule import Context, Health, UpdateRule
 from layerwise.optim.saving import Saving
 from layerwise.optim.scale import UpdateScale, unit_of
@@ -232,7 +242,7 @@ class Layerwise(Saving):
         self.steps_taken = 0
         self._strangers: list[tuple[str, nn.Parameter]] | None = None
         self._unseen: set[str] | None = None
-        self._said_fallen = False
+        self._said_fallen = self._said_none_came = False
         self._watched, self._owners = Watched(self.model), owners(self.model)
         self.processes = Processes()
         self._collector = self._make_collector()
@@ -464,6 +474,7 @@ class Layerwise(Saving):
             self._say_fallen()
         if self._capture is not None and self._capture.due and counts is not None and counts.examples:
             self._say_unseen(seen)
+            self._say_none_came(counts)
         self.steps_taken += 1
         self._health.steps += 1
         self._damping.check(self.steps_taken)
@@ -492,7 +503,15 @@ class Layerwise(Saving):
         missing = [spec.name for spec, on in own if on and spec.name in self._unseen]
         if missing:
             self._unseen -= {*missing}  # said once
+            self._said_none_came = True
             warnings.warn(unseen(missing, len(own)), UserWarning, stacklevel=2)
+
+    def _say_none_came(self, counts: Seen) -> None:
+        """Warn, once, of a backward that reached the output and brought no layer's statistics, after others did."""
+        own = any(stack.rule is self.rule and any(stack.active()) for stack in self._stacks or [])
+        if own and not counts.layers and not self._said_none_came:
+            self._said_none_came = True
+            warnings.warn(none_came(type(self).__name__, self.steps_taken + 1), UserWarning, stacklevel=2)
 
     def _say_fallen(self) -> None:
         """Warn, once, where most matrix parameters get the fallback's update and nobody asked for that."""

@@ -62,6 +62,15 @@ def unseen(layers: Sequence[str], total: int) -> str:
     )
 
 
+def none_came(member: str, step: int) -> str:
+    """What is said where a backward brought no statistics at all."""
+    return (
+        f"{member}: at step {step} the backward reached the model's output, but no layer's statistics came, and steps "
+        "go on with those of earlier batches. Is the loss of another tensor than the model returns, or are layers "
+        "called outside of the model's forward? Shampoo, SOAP and Muon need gradients alone."
+    )
+
+
 def most_fall_back(member: str, fallen: FallenMatrices, fallback: str, by_gradient: bool) -> str:
     """What is said where most matrix parameters do not get the member's own update.
 
