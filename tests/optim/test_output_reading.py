@@ -55,6 +55,29 @@ def test_reductions_and_layouts(loss: Callable[[Tensor], Tensor], shape: tuple[i
     assert found.scale == pytest.approx(1.0, rel=1e-5)
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.03, 1.0, 4.0])
+@pytest.mark.parametrize("smoothing", [0.05, 0.1, 0.3])
+@pytest.mark.parametrize("classes", [3, 10])
+def test_smoothed_labels(classes: int, smoothing: float, spread: float):
+    """Of outputs that are all alike, c and ε cannot be told apart: then their product is the scale."""
+    y = torch.arange(N) % classes
+    found = reading(
+        lambda f: 5 * F.cross_entropy(f, y, label_smoothing=smoothing, reduction="sum"), N, classes, spread=spread
+    )
+    assert found is not None
+    assert (found.law, found.rows) == ("categorical", N)
+    assert found.scale == pytest.approx(
+        5.0 if spread >= 1 else 5.0 * (1 - smoothing / 2), rel=1e-3 + (spread < 1) * 0.3
+    )
+
+
+def test_mixed_targets_are_not_labels():
+    mixed = 0.6 * F.one_hot(LABELS, C) + 0.4 * F.one_hot(LABELS.roll(1), C)
+    found = reading(lambda f: F.cross_entropy(f, mixed.float()), N, C)
+    assert found is not None
+    assert found.law is None
+
+
 def test_log_probabilities():
     f = torch.randn(N, C).log_softmax(-1).requires_grad_()
     (g,) = torch.autograd.grad(F.nll_loss(f, LABELS), f)
@@ -139,7 +162,7 @@ def test_labels_are_drawn_once_the_likelihood_is_known(name: str):
 def test_the_empirical_fisher_is_chosen_or_warned_of():
     model = net()
     opt = lw.optim.KFAC(model)
-    with pytest.warns(UserWarning, match='empirical Fisher matrix.*likelihood="gaussian"'):
+    with pytest.warns(UserWarning, match='empirical Fisher matrix.*"gaussian" for a square loss'):
         step(opt, model, lambda f: F.mse_loss(f, VALUES))
     step(opt, model, lambda f: F.mse_loss(f, VALUES), 1)  # once
     assert "likelihood=auto (empirical)" in repr(opt)

@@ -576,11 +576,15 @@ class Layerwise(Saving):
 
     def _require_forward(self, counts: Any) -> None:
         if self._capture is not None and self._capture.notes is None:
+            evaluating = not self.model.training
             raise LayerwiseError(
                 describe(
-                    f"a step of {type(self).__name__} before it has seen a training forward of its model",
+                    f"a step of {type(self).__name__} before it has seen a training forward of its model"
+                    + (", which is in eval mode" if evaluating else ""),
                     "model(x) in train mode, with gradients, after the optimizer was built",
-                    "build the optimizer before torch.compile and call the model itself, not its parts",
+                    "call model.train() before the loop (from_pretrained returns a model in eval mode)"
+                    if evaluating
+                    else "build the optimizer before torch.compile and call the model itself, not its parts",
                 )
             )
 

@@ -1,7 +1,8 @@
 """What the gradient at a model's output tells of the loss: which likelihood, and by what it was multiplied.
 
-For a categorical output it is ``c (p − e_y)``, p the softmax of the output, and for a Bernoulli output ``c (q − y)``, q
-its sigmoid: c is 1/N for a mean over N examples, 1 for a sum, and carries whatever else the loss was multiplied by.
+For a categorical output it is ``c (p − e_y)``, p the softmax of the output and e_y perhaps smoothed; for a Bernoulli
+output ``c (q − y)``, q its sigmoid. c is 1/N for a mean over N examples, 1 for a sum, and carries whatever else the
+loss was multiplied by.
 """
 
 import warnings
@@ -23,6 +24,8 @@ SPREAD = 0.05
 """Of the outputs: while they are all alike, a square loss looks like a Bernoulli one."""
 EMPIRICAL = "statistics are those of the loss's own gradients (the empirical Fisher matrix)"
 LAWS = ("categorical", "bernoulli", "empirical")
+SWEEPS = 5
+"""Of finding labels and their smoothing by turns."""
 SHARE = 0.2
 """Of entries that must be those of a target of exactly 0 or 1."""
 
@@ -74,9 +77,28 @@ def _categorical(f: Tensor, g: Tensor, rounding: float) -> Reading | None:
     c = (G * R).sum(-1) / R.square().sum(-1).clamp_min(torch.finfo(R.dtype).tiny)
     missed = (G - c.unsqueeze(-1) * R).square().sum() / G.square().sum()
     if float(missed) > rounding**2 or float((c > 0).double().mean()) < 1:
-        return None
+        return _smoothed(p, G, rows, rounding)
     weight = R.square().sum(-1)  # rows that are nearly right say little of c
     return Reading("categorical", _one(c, weight, rounding), rows)
+
+
+def _smoothed(p: Float[Tensor, "N C"], G: Float[Tensor, "N C"], rows: int, rounding: float) -> Reading | None:
+    """``c (p − (1 − ε) e_y − ε/C)``: labels smoothed by the same ε, the same c for all rows."""
+    C = G.shape[-1]
+    if C < 3:  # two numbers explain any two
+        return None
+    y, A, B, c, c_eps = G.argmin(-1), p, p, 0.0, 0.0
+    for _ in range(SWEEPS):
+        one_hot = torch.nn.functional.one_hot(y, C).to(p)
+        A, B = p - one_hot, one_hot - 1 / C
+        columns = torch.stack([A.flatten(), B.flatten()], -1)
+        c, c_eps = torch.linalg.lstsq(columns, G.flatten().unsqueeze(-1)).solution.flatten().tolist()
+        if c <= 0:
+            return None
+        y = (G / c - p).argmin(-1)  # of a row that is nearly right the least entry of G may be another's
+    missed = (G - c * A - c_eps * B).square().sum() / G.square().sum()
+    found = 0 < c_eps < c and float(missed) <= rounding**2
+    return Reading("categorical", c, rows) if found else None
 
 
 def _bernoulli(f: Tensor, g: Tensor, rounding: float) -> Reading:
@@ -173,8 +195,9 @@ class OutputReader:
         if law != "empirical":
             return law
         warnings.warn(
-            f"{name}: {EMPIRICAL}. The gradient at the model's output is not that of a cross-entropy, whose labels "
-            'could be drawn. Pass likelihood="gaussian" for a square loss, or estimator="empirical" to choose this.',
+            f"{name}: {EMPIRICAL}. The gradient at the model's output is not that of a cross-entropy with one "
+            'class or probability as target. Pass likelihood="categorical" if the output holds logits of classes '
+            '(mixed targets, a focal loss), "gaussian" for a square loss, or estimator="empirical" to choose this.',
             stacklevel=2,
         )
         return law
