@@ -275,7 +275,8 @@ def _unexplained(
             elif calls and error > tolerance(calls[0].out_dtype, calls[0].x.device):
                 reasons[name] = (
                     f"its calls explain another gradient than autograd's (relative error {error:.1g}): "
-                    "the weight is used elsewhere, or the forward is not the layer type's own"
+                    "the weight is used elsewhere, the forward is not the layer type's own, or the gradient is zero "
+                    "but for rounding"
                 )
     return reasons
 

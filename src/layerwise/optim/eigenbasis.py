@@ -87,6 +87,11 @@ class EigenFactors(Factors):
         """``U_P Y U_Qᵀ``."""
         return unrotate(state, Y)
 
+    def _words(self, P: str | None, Q: str | None) -> str:
+        """The update, and of what its bases are."""
+        bases = [f"{name} of {of}" for name, of in (("U_P", P), ("U_Q", Q)) if of is not None]
+        return f"{self.formula}  {', '.join(bases)}" if bases else super()._words(P, Q)
+
     def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:
         """Eigenvectors of the factors."""
         plan = self.plan(state, groups, context, health) if context.plan is None else context.plan

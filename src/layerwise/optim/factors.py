@@ -403,11 +403,8 @@ class Factors(UpdateRule):
     def describe(self, shape: Shape) -> str:
         """Which statistics, and what was left out."""
         left, right = self.sides(shape)
-        p, q = self.power
-        terms = [f"P^-{p:g} ({self.left}, {shape.outputs})"] if left else []
-        terms.append("∇L")
-        if right:
-            terms.append(f"Q^-{q:g} ({self.right}, {self.input_words(shape)})")
+        P = f"({self.left}, {shape.outputs})" if left else None
+        Q = f"({self.right}, {self.input_words(shape)})" if right else None
         large = [
             f"{side} has no factor: {size} > max_factor={self.max_factor}"
             for side, size, asked, has in (
@@ -416,7 +413,13 @@ class Factors(UpdateRule):
             )
             if asked and not has
         ]
-        return " ".join(terms) + (f"  [{'; '.join(large)}]" if large else "")
+        return self._words(P, Q) + (f"  [{'; '.join(large)}]" if large else "")
+
+    def _words(self, P: str | None, Q: str | None) -> str:
+        """The update, its factors with what they are made of."""
+        p, q = self.power
+        terms = [None if P is None else f"P^-{p:g} {P}", "∇L", None if Q is None else f"Q^-{q:g} {Q}"]
+        return " ".join(term for term in terms if term is not None)
 
     def input_words(self, shape: Shape) -> str:
         """The size of Q, and what is assumed of it."""

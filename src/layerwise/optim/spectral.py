@@ -167,6 +167,10 @@ class InducedMahalanobis(Factors):
     name = "mahalanobis_spectral"
     formula = "tr(S) P^-½ UVᵀ Q^-½"
 
+    def _words(self, P: str | None, Q: str | None) -> str:
+        """The orthogonal factor of what the factors whiten, whitened once more."""
+        return super()._words(P, Q).replace("∇L", "UVᵀ")
+
     def direction(
         self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
     ) -> Float[Tensor, "K O I"]:
