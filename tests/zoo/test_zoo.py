@@ -3,6 +3,8 @@
 Every call gets batches of different sizes and lengths. `make test-zoo` runs all models, `make test` a few.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,14 @@ from zoo_truth import truth_of
 import layerwise as lw
 
 EXACT = 1e-6
+TWO_PASSES = 2e-6
+"""Of products with a matrix that is never formed, J and then its transpose in float32: CLIP's text model is 1.1e-6 off
+with MKL on a Xeon, and less than 1e-6 on ARM."""
+
+
+def too_far(found: dict[Any, float]) -> dict[Any, float]:
+    """What is not exact."""
+    return {k: g for k, g in found.items() if g > (TWO_PASSES if "implicit" in str(k) else EXACT)}
 
 
 def draws(size: int, columns: int = 6) -> Tensor:
@@ -61,7 +71,7 @@ def test_fisher(entry: Entry):
                 found[estimator, structure, "whole"] = gap(M.to_dense(), expected)
             if structure != "implicit":
                 found[estimator, structure, "trace"] = gap(M.trace(), expected.trace())
-    assert {k: g for k, g in found.items() if g > EXACT} == {}
+    assert too_far(found) == {}
     assert all(torch.equal(t, before[k]) for k, t in model.state_dict().items())
 
 
@@ -81,7 +91,7 @@ def test_ggn_and_moments(entry: Entry):
                 model, data, structure=structure, centered=centered, likelihood=entry.likelihood, **entry.options
             )
             found[f"moment {structure} {centered}"] = gap(M @ v.float(), expected @ v)
-    assert {k: g for k, g in found.items() if g > EXACT} == {}
+    assert too_far(found) == {}
 
 
 @pytest.mark.parametrize("entry", entries())
@@ -103,4 +113,4 @@ def test_jacobian_and_kernel(entry: Entry):
     if truth.batches[0].z.shape[1:] == truth.batches[1].z.shape[1:]:
         one, two = (batch.x for batch in entry.batches()[:2])
         found["K of two batches"] = gap(lw.ntk(model, one, two).matrix(), first @ second.T)
-    assert {k: g for k, g in found.items() if g > EXACT} == {}
+    assert too_far(found) == {}
