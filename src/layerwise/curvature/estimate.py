@@ -322,6 +322,9 @@ def low_rank(sweep: Sweep, centered: bool = False) -> LowRank:
 
     totals = _each_rows(sweep, add, "lowrank")
     count = totals.scale(sweep.normalize)
+    if not kept:  # nothing that is trained takes part: the matrix is zero
+        dtype, device = _first_look(sweep)
+        kept.append(torch.zeros(1, sweep.recorder.table.numel(), dtype=dtype, device=device))
     R = torch.cat(kept)
     if centered:
         R = R - R.sum(0) / count

@@ -327,9 +327,10 @@ class Recorder:
         return known[key]
 
     def _recorded(self, tape: Tape) -> object:
-        """What is in the table, and which calls were recorded of it: a module's, or all products with its weight."""
+        """What is in the table and what of it falls back, and which calls were recorded: a module's, or all products
+        with its weight."""
         calls = tuple((*event.key, event.site.used is not None) for event in tape.events)
-        return tuple(self.table.names()), calls
+        return tuple((spec.name, bool(spec.sites)) for spec in self.table.layers), calls
 
     def _covers(self, tape: Tape, graph: Graph, copies: Mapping[str, Tensor]) -> bool:
         """Whether recorded calls are what their rules say, and copies are used once, whatever values they have.

@@ -1,0 +1,56 @@
+"""Fuzzed seeds whose answer was wrong for what an earlier call had left behind, or that ended in a bare error."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import layerwise as lw
+
+
+class Expanded(nn.Module):
+    """One matrix for all examples, expanded: of a single example the products of a stack, of two no layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w, self.head = nn.Parameter(torch.randn(1, 2, 2)), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.bmm(x.unsqueeze(1), self.w.expand(len(x), -1, -1)).squeeze(1).tanh())
+
+
+@pytest.mark.parametrize("structure", ["dense", "lowrank", "diag"])
+def test_a_layer_that_fell_back_before_is_not_taken_for_a_recorded_one(structure: str):
+    """What is known of a graph holds for a table whose layers fall back as they did then."""
+    model = Expanded().double()
+    data = [(torch.randn(n, 2).double(), torch.zeros(n, 2).double()) for n in (1, 2)]
+    rows = []
+    for x, _ in data:
+        for z in model(x).flatten():
+            g = torch.autograd.grad(z, list(model.parameters()), retain_graph=True)
+            rows.append(torch.cat([t.flatten() for t in g]))
+    J = torch.stack(rows)
+    expected = J.T @ J / 3
+    for _ in range(3):
+        F = lw.fisher(model, data, "gaussian", structure, "exact")  # type: ignore[arg-type]
+        found = F.diagonal().flat() if structure == "diag" else F.to_dense()
+        torch.testing.assert_close(found, expected.diag() if structure == "diag" else expected, rtol=1e-9, atol=1e-12)
+
+
+class Idle(nn.Module):
+    """An expert that no token is routed to, and nothing else to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.expert = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x.sum(-1) > 1e9).nonzero().squeeze(-1)
+        return self.head(x).index_add(0, chosen, self.expert(x[chosen]))
+
+
+@pytest.mark.parametrize("structure", ["dense", "lowrank", "diag"])
+def test_an_expert_without_tokens_has_no_curvature(structure: str):
+    data = torch.randn(3, 2).double(), torch.zeros(3, 2).double()
+    F = lw.fisher(Idle().double(), data, "gaussian", structure, "exact")  # type: ignore[arg-type]
+    assert float(F.trace()) == 0.0
