@@ -54,3 +54,22 @@ def test_an_expert_without_tokens_has_no_curvature(structure: str):
     data = torch.randn(3, 2).double(), torch.zeros(3, 2).double()
     F = lw.fisher(Idle().double(), data, "gaussian", structure, "exact")  # type: ignore[arg-type]
     assert float(F.trace()) == 0.0
+
+
+class Sometimes(nn.Module):
+    """A layer that only some batches use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.extra = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) + self.extra(x) if len(x) > 2 else self.head(x)
+
+
+def test_a_batch_that_uses_nothing_that_is_trained_adds_nothing():
+    model = Sometimes().double()
+    data = [(torch.randn(n, 2).double(), torch.zeros(n, 2).double()) for n in (3, 2)]
+    v = torch.randn(6).double()
+    alone, both = (lw.fisher(model, some, "gaussian", "implicit", "exact") @ v for some in (data[:1], data))
+    torch.testing.assert_close(both, alone * 3 / 5)

@@ -64,6 +64,8 @@ class Linearization:
 
     def pull(self, f: Tensor, u: Tensor, retain_graph: bool = False) -> dict[str, Tensor]:
         """``Jᵀ u`` for columns ``u [B, *f]``."""
+        if not f.requires_grad:  # no parameter takes part in this batch
+            return {k: p.new_zeros(u.shape[0], *p.shape) for k, p in self.params.items()}
         grads = batched_grad(f, list(self.params.values()), u.to(f.dtype), retain_graph)
         return {
             k: p.new_zeros(u.shape[0], *p.shape) if g is None else g
@@ -72,6 +74,8 @@ class Linearization:
 
     def push(self, x: Tree, f: Tensor, v: Mapping[str, Tensor], arrange: Callable[[Tensor], Tensor]) -> Tensor:
         """``J v`` for columns ``v {parameter: [B, *shape]}``: ``[B, *f]``."""
+        if not f.requires_grad:
+            return f.new_zeros(len(next(iter(v.values()))), *f.shape)
         reason = "they do not agree with the gradient"
         graph = Graph.of(f)
         key = graph.key({}), f.shape, f.dtype
