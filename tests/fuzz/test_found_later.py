@@ -73,3 +73,29 @@ def test_a_batch_that_uses_nothing_that_is_trained_adds_nothing():
     v = torch.randn(6).double()
     alone, both = (lw.fisher(model, some, "gaussian", "implicit", "exact") @ v for some in (data[:1], data))
     torch.testing.assert_close(both, alone * 3 / 5)
+
+
+class Masked(nn.Module):
+    """Tokens that are kept, by example, and a mask over positions that all examples share; a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.l = nn.Embedding(5, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, kept: Tensor, mask: Tensor) -> Tensor:
+        h = self.l(self.stem(x) * kept.unsqueeze(-1)).cumsum(1).tanh()
+        return (mask @ h) @ self.stem.weight.T
+
+
+def test_inputs_that_fit_by_chance_are_not_taken_for_what_all_examples_share():
+    """As many positions as examples, and tokens that differ only where they are masked: two answers fit the outputs."""
+    model = Masked().double()
+    kept = torch.tensor([[True, False], [True, True]])
+    inputs = {"x": torch.tensor([[4, 3], [4, 1]]), "kept": kept, "mask": torch.tensor([[-0.4, 0.0], [1.2, -2.1]])}
+    inputs["mask"] = inputs["mask"].double()
+    rows = []
+    for z in model(**inputs).flatten():
+        g = torch.autograd.grad(z, list(model.parameters()), retain_graph=True)
+        rows.append(torch.cat([t.flatten() for t in g]))
+    torch.testing.assert_close(lw.jacobian(model, inputs).to_dense(), torch.stack(rows), rtol=1e-9, atol=1e-12)

@@ -58,6 +58,8 @@ class Notes:
     """Layers that were found by use: their parameters enter products that no layer type makes."""
     conclusive: bool = True
     """Whether every layer had a gradient to be examined by; if not, the notes hold for this call alone."""
+    without_axis: int = 0
+    """Layers whose calls have no axis that holds the examples."""
     more: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
     """What others have found out since about the same model and kind of batch; no modules here either."""
 
@@ -138,6 +140,7 @@ def _examine_anew(
     for axis in axes:
         n = example_count(x, axis)
         refuse_empty(n)
+        found: list[Notes] = []
         for shared in _shared_inputs(model, x, axis, n):
             try:
                 notes = _examine_along(
@@ -145,9 +148,13 @@ def _examine_anew(
                 )
                 if not notes.conclusive and n > PROBE and not whole:
                     notes = _examine_along(_record(model, table, x, shared, axis, n, WIDER), _first_axis(y, n))
-                return notes
+                found.append(notes)
+                if not notes.without_axis:
+                    break
             except InteractionError as error:
                 trouble = trouble or error
+        if found:  # inputs that are only by chance of size N may fit the outputs, but leave layers without examples
+            return min(found, key=lambda notes: notes.without_axis)
     assert trouble is not None
     raise trouble
 
@@ -332,7 +339,8 @@ def _examine_output(probe: _Probe, output: Layout) -> Notes | list[str]:
                 return found
     if _interacts(probe, output):
         return list(verdict.lost)
-    reasons = dict.fromkeys(specs_at(table, verdict.lost), NO_AXIS) | dict(verdict.reasons)
+    without_axis = specs_at(table, verdict.lost)
+    reasons = dict.fromkeys(without_axis, NO_AXIS) | dict(verdict.reasons)
     bare = [name for spec in table.demote(reasons).layers if not spec.sites for name in spec.parameters]
     again = None if probe.uses or not probe.products else probe.by_use(bare)
     if again is not None:
@@ -351,6 +359,7 @@ def _examine_output(probe: _Probe, output: Layout) -> Notes | list[str]:
         probe.shared,
         probe.uses,
         verdict.conclusive,
+        len(without_axis),
     )
 
 
