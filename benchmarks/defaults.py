@@ -2,7 +2,7 @@
 
     LAYERWISE_DATA=… python benchmarks/defaults.py                     # CPU sizes, all tasks and members, one seed
     python benchmarks/defaults.py --tasks gpt digits --members KFAC Muon --seeds 0 1 2 --processes 2
-    python benchmarks/defaults.py --full --device cuda                 # the sizes of the papers
+    python benchmarks/defaults.py --full --device cuda --tf32          # the sizes of the papers
     python benchmarks/defaults.py --members KFAC KFAC/damped --options more.json   # {"KFAC/damped": {"damping": 0.3}}
 
 `torch.optim.AdamW` runs first, at 3e-4, 1e-3 and 3e-3. Every member then gets the best of the three, and a third and
@@ -77,6 +77,7 @@ def run(order: Order, args: argparse.Namespace) -> Run:
     """Train, and measure the loss at the end."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1 if args.processes > 1 else torch.get_num_threads())
+    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     task = make(order.task, Data(args.keep), args.device, args.full, args.steps)
     torch.manual_seed(order.seed)
     model = task.model().to(args.device)
@@ -210,6 +211,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="of every run, in place of each task's own number")
     parser.add_argument("--full", action="store_true", help="sizes for a GPU")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tf32", action="store_true", help="float32 products in TF32, as most loops set it")
     parser.add_argument("--processes", type=int, default=1, help="runs at a time, of one thread each")
     parser.add_argument("--options", type=Path, help="a JSON file: more options of a member, by its name")
     parser.add_argument("--keep", type=Path, help="a file that images and text are kept in, or read from")

@@ -99,3 +99,30 @@ def test_inputs_that_fit_by_chance_are_not_taken_for_what_all_examples_share():
         g = torch.autograd.grad(z, list(model.parameters()), retain_graph=True)
         rows.append(torch.cat([t.flatten() for t in g]))
     torch.testing.assert_close(lw.jacobian(model, inputs).to_dense(), torch.stack(rows), rtol=1e-9, atol=1e-12)
+
+
+class Target(nn.Module):
+    """The loss's target from the model itself, without gradient: forward mode does not know of `no_grad`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.l(x.cos())
+        return self.head(self.l(x).tanh() - target)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_in_half_precision_a_wrong_forward_mode_is_not_taken_for_rounding(seed: int):
+    torch.manual_seed(seed)
+    model, x = Target().to(torch.bfloat16), torch.randn(3, 2)
+    v = torch.randn(12).to(torch.bfloat16)
+    rows = []
+    for z in model(x.to(torch.bfloat16)).flatten():
+        g = torch.autograd.grad(z, list(model.parameters()), retain_graph=True)
+        rows.append(torch.cat([t.flatten() for t in g]).double())
+    J = torch.stack(rows)
+    error = (lw.jacobian(model, x.to(torch.bfloat16)) @ v).double().flatten() - J @ v.double()
+    assert float(error.norm()) < 0.02 * float(J.norm() * v.double().norm())

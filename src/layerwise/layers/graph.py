@@ -86,6 +86,11 @@ class Graph:
         """Whether where rows go is decided by the operations alone, and not by their data."""
         return not any(_moves_rows(node) for node in self.nodes)
 
+    @cached_property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """Of all results on the way: a model may run some of itself under autocast."""
+        return frozenset(result.dtype for node in self.nodes for result in node._input_metadata)
+
     def uses(self) -> Counter[int]:
         """How often each leaf is used, by its `id`.
 
