@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 import warnings
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,7 @@ def hold(orders: list[Order], args: argparse.Namespace) -> list[Run]:
     if args.processes == 1:
         return [_said(run(order, args)) for order in orders]
     with ProcessPoolExecutor(args.processes) as pool:
-        return [_said(r) for r in pool.map(run, orders, [args] * len(orders))]
+        return [_said(done.result()) for done in as_completed([pool.submit(run, order, args) for order in orders])]
 
 
 def _said(r: Run) -> Run:

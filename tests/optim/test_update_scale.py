@@ -20,7 +20,7 @@ pytestmark = [
 ]
 MEMBERS: dict[str, dict[str, Any]] = {
     "KFAC": {}, "EKFAC": {}, "FOOF": {}, "Shampoo": {}, "SOAP": {"skip_first": False},
-    "Muon": {"orthogonalize": "polar"}, "MahalanobisSpectral": {},
+    "Muon": {"orthogonalize": "polar"}, "MahalanobisSpectral": {"orthogonalize": "polar"},
 }  # fmt: skip
 LR, DECAY, WORDS = 3e-3, 0.1, 11
 

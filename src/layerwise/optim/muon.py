@@ -55,13 +55,8 @@ class Muon(Layerwise):
         overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
-        for name, value, known in (
-            ("orthogonalize", orthogonalize, ("newton_schulz", "polar")),
-            ("adjust", adjust, ("original", "match_rms_adamw")),
-        ):
-            if value not in known:
-                expected = " or ".join(f'"{k}"' for k in known)
-                raise InputError(describe(f"{name}={value!r}", expected, "choose one of them"))
+        _check_known("orthogonalize", orthogonalize, ("newton_schulz", "polar"))
+        _check_known("adjust", adjust, ("original", "match_rms_adamw"))
         rule = Orthogonalized(momentum, nesterov, orthogonalize, steps, coefficients, eps, adjust)
         super().__init__(
             model,
@@ -88,6 +83,8 @@ class MahalanobisSpectral(Layerwise):
         scale: "adam": updates of AdamW's size, for AdamW's rate; "formula": the bare formula, momentum being a sum of
             directions.
         ideal: scale the step by ``tr S``.
+        orthogonalize: how ``U Vᵀ`` is found: "newton_schulz" (nearly, as Muon does) or "polar" (exactly, by singular
+            values, which a GPU is slow at). By default the first, and the second for the bare formula.
         left: statistic of P.
         right: statistic of Q.
         clip: bound on the step's predicted change ``η²⟨D, ∇L⟩``, or None. "auto": none, and 1e-3 for the bare formula.
@@ -111,6 +108,7 @@ class MahalanobisSpectral(Layerwise):
         scale: str = "adam",
         clip: float | tuple[str, float] | str | None = "auto",
         ideal: bool = True,
+        orthogonalize: str | None = None,
         left: str = "outgrads",
         right: str = "inputs",
         refresh_every: int = 10,
@@ -120,7 +118,9 @@ class MahalanobisSpectral(Layerwise):
         overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
-        rule = InducedMahalanobis(left, right, max_factor=max_factor, ideal=ideal)
+        orthogonalize = by_scale(scale, orthogonalize, "newton_schulz", "polar")
+        _check_known("orthogonalize", orthogonalize, ("newton_schulz", "polar"))
+        rule = InducedMahalanobis(left, right, max_factor=max_factor, ideal=ideal, orthogonalize=orthogonalize)
         super().__init__(
             model,
             rule=rule,
@@ -135,3 +135,8 @@ class MahalanobisSpectral(Layerwise):
             overrides=overrides,
             **statistics_options(scale, likelihood, options),
         )
+
+
+def _check_known(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise InputError(describe(f"{name}={value!r}", " or ".join(f'"{k}"' for k in known), "choose one of them"))

@@ -164,6 +164,7 @@ class InducedMahalanobis(Factors):
     power: tuple[float, float] = (0.5, 0.5)
     ideal: bool = True
     """Whether the step is scaled by ``tr S``, as steepest descent has it."""
+    orthogonalize: str = "polar"
     name = "mahalanobis_spectral"
     formula = "tr(S) P^-½ UVᵀ Q^-½"
 
@@ -176,7 +177,9 @@ class InducedMahalanobis(Factors):
     ) -> Float[Tensor, "K O I"]:
         """Whiten, orthogonalize, whiten again."""
         whitened = super().direction(state, grad, context, health)
-        U, S, Vh = torch.linalg.svd(whitened, full_matrices=False)
-        kept = S.amax(-1, keepdim=True) * max(grad.shape[-2:]) * torch.finfo(S.dtype).eps < S
-        step = super().direction(state, (U * kept.unsqueeze(-2)) @ Vh, context, health)
-        return S.sum(-1).view(-1, 1, 1) * step if self.ideal else step
+        iterated = self.orthogonalize == "newton_schulz"
+        orthogonal = newton_schulz(whitened, eps=1e-7 * context.unit) if iterated else polar(whitened)
+        step = super().direction(state, orthogonal, context, health)
+        if not self.ideal:
+            return step
+        return (whitened * orthogonal).sum((-2, -1), keepdim=True) * step  # ⟨U S Vᵀ, U Vᵀ⟩ = tr S
