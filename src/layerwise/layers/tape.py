@@ -9,6 +9,7 @@ Gradients are taken with respect to gradient *edges*, not tensors: an in-place o
 (``ReLU(inplace=True)``) would silently make the stored tensor stand for something else.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -123,8 +124,11 @@ class Tape:
         until_released: bool = False,
         listens: bool = False,
         by_rows: bool = False,
+        most_spread: float = math.inf,
     ) -> None:
         self.broadcast, self.examples = broadcast, examples
+        self.most_spread = most_spread
+        """Entries that an input may have when it is given an axis for the examples."""
         self.by_rows = by_rows
         """Whether a layer whose rows are no examples' (tokens that are routed) is handed over, each row an example."""
         self.listens = listens
@@ -207,6 +211,8 @@ class Tape:
         x = args[0] if args else next(iter(kwargs.values()))
         own_axis = x.ndim > 1 and x.shape[0] == 1
         spread = x.expand(self.examples, *(x.shape[1:] if own_axis else x.shape))
+        if spread.numel() > self.most_spread:
+            raise ValueError("the input has an axis for the examples already, from another module before it")
         return ((spread, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): spread})
 
     def _hook(self, sites: list[Site]) -> Callable[..., None]:

@@ -124,9 +124,14 @@ def aligned_calls(tape: Tape, f: Tensor) -> frozenset[int]:
 
 
 def _tells(g: Tensor) -> Tensor:
-    """Whether a gradient tells anything: it is neither zero nor infinite."""
+    """Whether a gradient tells anything: it is neither infinite nor zero, nor so small that it loses digits."""
     largest = g.abs().max() if g.numel() else g.sum()
-    return torch.isfinite(largest) & (largest > 0)
+    return torch.isfinite(largest) & (largest > _smallest(g.dtype))
+
+
+def _smallest(dtype: torch.dtype) -> float:
+    """As far as gradients may be off where the precision's range ends, after some operations."""
+    return 64 * torch.finfo(dtype).tiny * torch.finfo(dtype).eps
 
 
 class Flags:
@@ -192,7 +197,10 @@ def _row_sizes(event: Event, grad: Tensor) -> Tensor:
     rule, module = event.site.rule, event.site.module
     lead = rule.lead(module, event.site.key, event.x)
     g = rule.outgrads(module, event.site.key, grad.unsqueeze(0))[0]
-    return g.reshape(*g.shape[:lead], -1).to(statistics_dtype(g.dtype)).norm(dim=-1)
+    g = g.reshape(*g.shape[:lead], -1).to(statistics_dtype(g.dtype))
+    largest = g.abs().max() if g.numel() else g.new_ones(())  # its square may be too small for the precision
+    unit = torch.where(largest > 0, largest, 1.0)
+    return (g / unit).norm(dim=-1) * unit
 
 
 def _position_sizes(tape: Tape, event: Event, grad: Tensor, n: int) -> Tensor:
@@ -225,6 +233,7 @@ def _follows(rows: Tensor, scaled: Tensor, layout: Layout, n: int, scales: Tenso
     expected = before * scales.to(before.dtype).unsqueeze(1)
     least = 64 * torch.finfo(before.dtype).eps
     floor = least * before.max() * scales.to(before.dtype).unsqueeze(1) + least * scaled.max() * 2.0**-POWERS
+    floor = floor + (scales.to(before.dtype).max() + 1) * _smallest(dtype)
     apart = (after - expected).abs() > max(tolerance(dtype), 1e-3) * expected + floor
     return ~apart.any()  # of what is not finite nothing can be said
 
