@@ -13,6 +13,7 @@ from pathlib import Path
 
 from layerwise.experiments import catalog
 from layerwise.experiments.claims import Claim
+from layerwise.experiments.zhang2025_head_to_head import PAPER
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "paper-coverage.md"
@@ -68,9 +69,11 @@ def _spread(word: str) -> Iterator[str]:
 
 @cache
 def claims() -> list[tuple[str, Claim]]:
-    """All claims of the catalog's experiments, those of all presets, each name once."""
+    """All claims of experiments on the paper, those of all presets, each name once."""
     found: dict[tuple[str, str], Claim] = {}
     for name, experiment in catalog.experiments().items():
+        if experiment.paper != PAPER:
+            continue
         for config in experiment.presets.values():
             for claim in experiment.claims(config):
                 found.setdefault((name, claim.name), claim)

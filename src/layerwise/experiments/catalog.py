@@ -1,13 +1,14 @@
 """The catalog: every experiment of this folder, found by importing it, and experiments of other modules by reference.
 
-A module of this folder that has an `EXPERIMENT` is in the catalog; nothing else needs to be edited. An experiment
-elsewhere is named by where it is: ``my_package.my_module:EXPERIMENT``.
+A module of this folder, or of a folder in it, that has an `EXPERIMENT` is in the catalog; nothing else is edited. An
+experiment elsewhere is named by where it is: ``my_package.my_module:EXPERIMENT``.
 """
 
 import importlib
 import pkgutil
 import re
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -23,22 +24,29 @@ def experiments() -> dict[str, Experiment]:
     """All experiments of the catalog by name, sorted."""
     package = importlib.import_module("layerwise.experiments")
     found: dict[str, Experiment] = {}
-    for info in pkgutil.iter_modules(package.__path__):
-        if not _declares(Path(package.__path__[0]) / f"{info.name}.py"):
-            continue
-        experiment = getattr(importlib.import_module(f"layerwise.experiments.{info.name}"), ATTRIBUTE, None)
+    for module in _modules(Path(package.__path__[0]), package.__name__):
+        experiment = getattr(importlib.import_module(module), ATTRIBUTE, None)
         if experiment is None:
             continue
         if experiment.name in found:
             raise InputError(
-                describe(f"two experiments named {experiment.name!r}", "a name each", f"rename that of {info.name}.py")
+                describe(f"two experiments named {experiment.name!r}", "a name each", f"rename that of {module}")
             )
         found[experiment.name] = experiment
     return dict(sorted(found.items()))
 
 
+def _modules(folder: Path, package: str) -> Iterator[str]:
+    """Modules that assign an `EXPERIMENT`, folders included; the runner and its engines need not be imported."""
+    for info in pkgutil.iter_modules([str(folder)]):
+        name = f"{package}.{info.name}"
+        if info.ispkg:
+            yield from _modules(folder / info.name, name)
+        elif _declares(folder / f"{info.name}.py"):
+            yield name
+
+
 def _declares(file: Path) -> bool:
-    """Whether a module assigns an `EXPERIMENT`; the runner and its engines need not be imported to be listed."""
     return not file.exists() or DECLARATION.search(file.read_text(encoding="utf-8")) is not None
 
 
