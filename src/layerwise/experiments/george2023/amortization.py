@@ -41,7 +41,11 @@ def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
         names = ("distance/kfac", "distance/ekfac")
         rows = zip(found["step"], *(found[name] for name in names), strict=True)
         times = [kfac / ekfac for step, kfac, ekfac in rows if step > config.after]
-        values = {"times/least": min(times), "times/mean": sum(times) / len(times)}
+        values = {
+            "times/least": min(times),
+            "times/mean": sum(times) / len(times),
+            "aged": found["distance/kfac"][-1] / found["distance/kfac"][0],
+        }
         yield Row(seed=seed, values=values, series={name: found[name] for name in ("step", *names)})
 
 
@@ -77,6 +81,16 @@ def claims(config: Config) -> list[Claim]:
             source=SOURCE,
             span=POSITIVE,
             note=CALIBRATED,
+            seeds=config.seeds,
+        ),
+        Claim(
+            name="factors-grow-old",
+            statement="K-FAC's spectrum is many times as far at the end as before training (ratio of distances).",
+            quantity=value(CELL, "aged"),
+            relation=">=",
+            target=3.0,
+            span=POSITIVE,
+            note="With factors of today the distance stays as small as before training.",
             seeds=config.seeds,
         ),
     ]
