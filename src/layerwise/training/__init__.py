@@ -11,3 +11,7 @@ from layerwise.training.recorder import Recorder as Recorder
 from layerwise.training.schedule import At as At
 from layerwise.training.schedule import Every as Every
 from layerwise.training.schedule import Logarithmic as Logarithmic
+from layerwise.training.search import Choice as Choice
+from layerwise.training.search import Method as Method
+from layerwise.training.search import Trial as Trial
+from layerwise.training.search import search as search

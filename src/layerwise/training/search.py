@@ -1,0 +1,244 @@
+"""`search`: the options of an optimizer, chosen by as many trials as every other method gets."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from layerwise.foundations.errors import InputError, NameLookupError, NumericalError, describe, unknown
+from layerwise.foundations.random import stream
+from layerwise.training.loop import BUDGET, train
+from layerwise.training.metrics import Evaluation, Measure, State
+from layerwise.training.problem import Budget, Problem
+from layerwise.training.schedule import Every, Schedule
+
+ABOVE = "loss above that before training"
+Options = Mapping[str, float | int]
+Run = tuple[Options, int]
+"""Options and a seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """An optimizer and what is searched over."""
+
+    name: str
+    make: Callable[..., Optimizer]
+    """Called with the model and, by name, one value of each entry of `grid` and all of `fixed`."""
+    grid: Mapping[str, Sequence[float | int]]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, values in self.grid.items():
+            if not values or len(set(values)) < len(values) or any(not math.isfinite(value) for value in values):
+                given = f"grid of {self.name!r} with {name}={tuple(values)}"
+                raise InputError(describe(given, "finite values, each once", "correct the grid"))
+        if not self.grid:
+            raise InputError(describe(f"an empty grid of {self.name!r}", 'such as {"lr": (0.1, 0.01)}', "give one"))
+
+    def points(self) -> list[dict[str, float | int]]:
+        """Every combination of the grid's values."""
+        return [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
+
+    def near(self, point: Options, generator: torch.Generator) -> dict[str, float]:
+        """A random draw within half a step of the grid on either side of one of its points.
+
+        Steps are ratios where all values are positive, else differences.
+        """
+        return {name: _near(float(value), self.grid[name], generator) for name, value in point.items()}
+
+    def at_edge(self, point: Options) -> tuple[str, ...]:
+        """Options whose value is the smallest or largest of several: the grid may be too small there."""
+        several = {name: values for name, values in self.grid.items() if len(values) > 1}
+        return tuple(name for name, values in several.items() if point[name] in (min(values), max(values)))
+
+
+def _near(value: float, values: Sequence[float | int], generator: torch.Generator) -> float:
+    u = float(torch.rand((), generator=generator, dtype=torch.float64)) - 0.5
+    others = [float(v) for v in values if v != value]
+    if not others:
+        return value
+    if min(values) > 0:
+        step = min(abs(math.log(v / value)) for v in others)
+        return value * math.exp(u * step)
+    return value + u * min(abs(v - value) for v in others)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One training."""
+
+    options: Options
+    seed: int
+    score: float | int
+    """What is to be small, at the end; infinite where the run diverged."""
+    diverged: str = ""
+    """Why it counts as diverged: the loss was not finite, or ended above that before training, or an error."""
+    series: Mapping[str, Sequence[float | int]] = field(default_factory=dict)
+    """The score by "step" and by "seconds" of training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What a search found; `trials` is everything that was tried."""
+
+    method: str
+    trials: tuple[Trial, ...]
+    options: Options | None
+    """Those of the least mean score over seeds; None where a seed diverged for all options."""
+    at_edge: tuple[str, ...]
+    """Options whose best value on the grid is its smallest or largest."""
+    reported: tuple[Trial, ...] = ()
+    """The chosen options on seeds that had no part in the choice."""
+
+    def require(self) -> Choice:
+        """Itself; an error where no options trained."""
+        if self.options is None:
+            reasons = sorted({trial.diverged for trial in self.trials})
+            raise InputError(
+                describe(
+                    f"a search for {self.method!r} in which a run of every one of "
+                    f"{len(self.tried())} options diverged ({'; '.join(reasons)[:200]})",
+                    "options with finite runs",
+                    "search over smaller rates, or larger damping",
+                )
+            )
+        return self
+
+    def tried(self) -> list[Options]:
+        """All options, in the order of their trials."""
+        return [dict(key) for key in dict.fromkeys(tuple(trial.options.items()) for trial in self.trials)]
+
+    def score_of(self, options: Options) -> float:
+        """The mean over seeds; infinite where one of them diverged."""
+        return statistics.fmean(trial.score for trial in self.trials if trial.options == options)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for a record: the choice, and options, scores and reasons of every trial."""
+        tried = [
+            {"options": dict(t.options), "seed": t.seed, "score": t.score, "diverged": t.diverged} for t in self.trials
+        ]
+        chosen = None if self.options is None else dict(self.options)
+        return {"method": self.method, "options": chosen, "at_edge": list(self.at_edge), "trials": tried}
+
+
+def search(
+    problem: Problem,
+    method: Method,
+    *,
+    trials: int,
+    seeds: Sequence[int] = (0, 1),
+    fresh: Sequence[int] = (),
+    score: str = "train/loss",
+    every: int = 100,
+    budget: Budget | None = None,
+    device: torch.device | str = "cpu",
+    draws_seed: int = 0,
+    map: Callable[[Callable[[Run], Trial], Iterable[Run]], Iterable[Trial]] = map,
+) -> Choice:
+    """Try the grid, then random draws around its best point, and train the best options on fresh seeds.
+
+    Options are ranked by the mean of the score over `seeds`; options with a seed that diverged come last. Give every
+    method of a comparison the same `trials`: a method with a smaller grid gets more draws.
+
+    Args:
+        problem: what is trained.
+        method: the optimizer and its grid.
+        trials: options that are tried, those of the grid included.
+        seeds: by which options are chosen.
+        fresh: seeds that the chosen options are trained on for the report; none of `seeds` may be among them.
+        score: a split and a metric of the problem, such as "train/loss" or "test/accuracy_error"; less is better.
+        every: steps between two entries of a trial's series.
+        budget: instead of the problem's.
+        device: where to train.
+        draws_seed: of the random draws.
+        map: as Python's; runs trials elsewhere, such as ``ProcessPoolExecutor().map`` (methods must then be picklable).
+
+    >>> from layerwise.training import tensor_batches
+    >>> x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+    >>> data = {"train": (x, x.sum(1, keepdim=True))}
+    >>> problem = Problem(name="line", model=lambda seed: torch.nn.Linear(3, 1), likelihood="gaussian",
+    ...                   batches=tensor_batches(data, batch_size=16), budget=Budget(epochs=3))
+    >>> sgd = Method(name="SGD", grid={"lr": (1e-3, 1e-2, 0.1, 10.0)},
+    ...              make=lambda model, lr: torch.optim.SGD(model.parameters(), lr=lr))
+    >>> found = search(problem, sgd, trials=6, seeds=(0,), fresh=(7,))
+    >>> len(found.tried()), 0.02 < found.options["lr"] < 1, found.at_edge, len(found.reported)
+    (6, True, (), 1)
+    """
+    points = method.points()
+    if trials < len(points):
+        given = f"trials={trials} for {method.name!r}, whose grid has {len(points)} points"
+        raise InputError(describe(given, "at least one trial a point", "give more trials or a smaller grid"))
+    if not seeds or set(seeds) & set(fresh):
+        given = f"seeds={tuple(seeds)} and fresh={tuple(fresh)}"
+        raise InputError(describe(given, "some seeds, and fresh ones that are not among them", "change one"))
+    trial = _Trainer(problem, method, score, every, budget, device)
+
+    def tried(some: Iterable[Options], on: Sequence[int]) -> tuple[Trial, ...]:
+        return tuple(map(trial, [(options, seed) for options in some for seed in on]))
+
+    found = Choice(method=method.name, trials=tried(points, seeds), options=None, at_edge=())
+    best = min(points, key=found.score_of)  # where all diverge: the first
+    draws = [method.near(best, stream(draws_seed, "draw", method.name, k)) for k in range(trials - len(points))]
+    found = Choice(method=method.name, trials=found.trials + tried(draws, seeds), options=None, at_edge=())
+    chosen = min([*points, *draws], key=found.score_of)
+    if not math.isfinite(found.score_of(chosen)):
+        return found
+    return Choice(
+        method=method.name,
+        trials=found.trials,
+        options=chosen,
+        at_edge=method.at_edge(best),
+        reported=tried([chosen], fresh),
+    )
+
+
+def _seconds(state: State) -> dict[str, float]:
+    return {"seconds": state.seconds}
+
+
+@dataclass(frozen=True)
+class _Trainer:
+    """Trains with some options on a seed; an object, so that another process can be given it."""
+
+    problem: Problem
+    method: Method
+    score: str
+    every: int
+    budget: Budget | None
+    device: torch.device | str
+
+    def __call__(self, run: Run) -> Trial:
+        options, seed = run
+        split = self.score.partition("/")[0]
+        when = Every(self.every)
+        measures: list[tuple[Schedule, Measure]] = [(when, Evaluation(split)), (when, _seconds)]
+        known = {f"{split}/{name}" for name in ("loss", *self.problem.metrics)}
+        if self.score not in known:
+            raise NameLookupError(unknown("score", self.score, known))
+        try:
+            trained = train(
+                self.problem,
+                lambda model: self.method.make(model, **options, **self.method.fixed),
+                seed=seed,
+                budget=self.budget,
+                measures=measures,
+                device=self.device,
+            )
+        except (NumericalError, torch.linalg.LinAlgError) as error:  # pyright: ignore[reportPrivateImportUsage]
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            return Trial(options=options, seed=seed, score=math.inf, diverged=why)
+        found = trained.recorder.series()
+        curve = found[self.score]
+        why = "" if trained.stopped == BUDGET else trained.stopped
+        if not why and not curve[-1] <= curve[0]:  # NaN too
+            why = ABOVE
+        series = {name: found[name] for name in ("step", "seconds", self.score)}
+        return Trial(options=options, seed=seed, score=math.inf if why else curve[-1], diverged=why, series=series)
