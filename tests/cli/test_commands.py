@@ -595,6 +595,13 @@ BAD_VALUES = {
     "amortization": (["--refresh", "70"], ["--images", "minst"], ["--examples", "0"], ["--hidden", "0"]),
     "decorrelation": (["--every", "100"], ["--images", "minst"], ["--steps", "250"], ["--hidden", "0"]),
     "kfe-theorems": (["--layers", "0"], ["--seeds", "0"]),
+    "autoencoder": (
+        ["--trials", "1"],
+        ["--methods", "kafc"],
+        ["--images", "minst"],
+        ["--epochs", "0"],
+        ["--rates", "0"],
+    ),
     "contraction": (["--k", "200"], ["--steps", "0"], ["--inputs", "isotorpic"], ["--conditions", "0.5"]),
     "correlation-anisotropy": (["--dx", "7"], ["--damping", "nan"], ["--activation", "tahn"]),
     "correlation-damping": (["--n", "0"], ["--anisotropy", "1.5"], ["--dampings", "0"]),

@@ -1,6 +1,9 @@
 """Experiments on the eigenbasis of K-FAC: smoke presets hold what they claim, and claims can fail."""
 
 import dataclasses
+import json
+import math
+from functools import cache
 
 import jaxtyping
 import pytest
@@ -10,15 +13,20 @@ from layerwise.experiments.catalog import find
 from layerwise.experiments.claims import HELD, NOT_HELD, judge
 
 pytest.importorskip("sklearn")
-NAMES = ("amortization", "decorrelation", "kfe-theorems")
+NAMES = ("amortization", "autoencoder", "decorrelation", "kfe-theorems")
+
+
+@cache
+def smoke(name: str):
+    experiment = find(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+        return experiment, records(experiment, experiment.preset("smoke"), [0])
 
 
 @pytest.fixture(scope="module", params=NAMES)
 def ran(request: pytest.FixtureRequest):
-    experiment = find(request.param)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-        return experiment, records(experiment, experiment.preset("smoke"), [0])
+    return smoke(request.param)
 
 
 def test_smoke_holds_what_it_claims(ran):
@@ -32,16 +40,41 @@ def test_every_claim_can_fail(ran):
     """Ratios that are one, gains that are losses, errors that are not rounding."""
     experiment, found = ran
     worse = {"nearer than others": -1e-3, "nearer than K-FAC": -1e-3}
-    broken = [r | {"values": {name: worse.get(name, 1.0) for name in r["values"]}} for r in found]
+    broken = [r | {"values": {name: worse.get(name, 1.0) for name in r["values"]}} for r in found]  # all methods alike
     claims = experiment.claims(experiment.preset("smoke"))
     assert [claim.name for claim in claims if judge(claim, broken).status != NOT_HELD] == []
+
+
+def test_the_whole_grid_and_the_choice_are_recorded():
+    experiment, found = smoke("autoencoder")
+    config = experiment.preset("smoke")
+    for record in found:
+        tried = json.loads(record["values"]["trials"])
+        names = record["values"]["options"].split(", ")
+        assert len(tried) == config.trials
+        assert all(len(row) == len(names) + 1 for row in tried)
+        best = min(tried, key=lambda row: row[-1])
+        assert [record["values"][f"chosen/{name}"] for name in names] == best[:-1]
+        assert record["values"]["best"] == pytest.approx(best[-1], abs=1e-3)
+        assert len(record["series"]["step"]) == config.epochs + 1
+
+
+def test_a_method_that_never_trains_is_a_record():
+    experiment = find("autoencoder")
+    config = dataclasses.replace(experiment.preset("smoke"), methods=("sgd",), rates=(1e20, 1e21), epochs=1)
+    (record,) = records(experiment, config, [0])
+    assert record["values"]["diverged"] == 2
+    assert math.isinf(record["values"]["best"])
+    assert "final" not in record["values"]
+    assert experiment.figures(config, [record])
 
 
 @pytest.mark.parametrize("preset", ["laptop", "paper"])
 def test_claims_of_larger_presets_read_what_is_recorded(ran, preset: str):
     experiment, found = ran
     config = dataclasses.replace(experiment.preset(preset), seeds=2)
-    again = [r | {"seed": seed} for r in found for seed in (0, 1)]
+    cells = [cell.key for cell in experiment.cells_of(config)]
+    again = [found[k % len(found)] | {"cell": c, "seed": seed} for k, c in enumerate(cells) for seed in (0, 1)]
     assert all(judge(claim, again).n == 2 for claim in experiment.claims(config))
 
 

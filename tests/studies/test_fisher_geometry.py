@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from layerwise.experiments.george2023.autoencoder import LABELS
 from layerwise.foundations.errors import InputError
 from layerwise.studies.fisher_geometry.along_training import AlongTraining
+from layerwise.studies.fisher_geometry.autoencoder import autoencoder, method, problem
 from layerwise.studies.fisher_geometry.classifiers import Classifier
 from layerwise.studies.fisher_geometry.kronecker_basis import (
     KroneckerBasis,
@@ -15,6 +17,7 @@ from layerwise.studies.fisher_geometry.kronecker_basis import (
     spectral_distance,
 )
 from layerwise.studies.fisher_geometry.theorems import of_convolution, of_linear, random_layer
+from layerwise.training import search
 
 
 def plain(model: nn.Sequential, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -86,3 +89,17 @@ def test_unknown_words_are_answered(wrong: dict):
 def test_refreshes_must_be_measured():
     with pytest.raises(InputError, match="multiple"):
         AlongTraining(every=30)
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_every_method_trains_the_auto_encoder(name: str):
+    given = problem("digits", batch=600, epochs=2, batch_norm=name.endswith("-bn"))
+    (trial,) = search(given, method(name, (0.3,), (0.1,), refresh=2), trials=1, seeds=(0,)).require().trials
+    assert trial.score < trial.series["train/loss"][0]
+
+
+def test_auto_encoders_mirror_their_encoders():
+    sizes = [tuple(p.shape) for p in autoencoder((6, 4, 2)).parameters() if p.ndim == 2]
+    assert sizes == [(4, 6), (2, 4), (4, 2), (6, 4)]
+    assert not any(isinstance(m, nn.Sigmoid) for m in list(autoencoder((6, 4, 2)))[-1:])
+    assert sum(isinstance(m, nn.BatchNorm1d) for m in autoencoder((6, 4, 2), batch_norm=True)) == 3

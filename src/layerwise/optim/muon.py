@@ -118,9 +118,9 @@ class MahalanobisSpectral(Layerwise):
         overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
-        orthogonalize = by_scale(scale, orthogonalize, "newton_schulz", "polar")
-        _check_known("orthogonalize", orthogonalize, ("newton_schulz", "polar"))
-        rule = InducedMahalanobis(left, right, max_factor=max_factor, ideal=ideal, orthogonalize=orthogonalize)
+        way: str = by_scale(scale, orthogonalize, "newton_schulz", "polar")
+        _check_known("orthogonalize", way, ("newton_schulz", "polar"))
+        rule = InducedMahalanobis(left, right, max_factor=max_factor, ideal=ideal, orthogonalize=way)
         super().__init__(
             model,
             rule=rule,
