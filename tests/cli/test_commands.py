@@ -592,7 +592,13 @@ MODULES = {
 
 
 BAD_VALUES = {
-    "amortization": (["--refresh", "70"], ["--images", "minst"], ["--examples", "0"], ["--hidden", "0"]),
+    "amortization": (
+        ["--every", "70"],
+        ["--after", "200"],
+        ["--images", "minst"],
+        ["--examples", "0"],
+        ["--hidden", "0"],
+    ),
     "decorrelation": (["--every", "100"], ["--images", "minst"], ["--steps", "250"], ["--hidden", "0"]),
     "kfe-theorems": (["--layers", "0"], ["--seeds", "0"]),
     "autoencoder": (

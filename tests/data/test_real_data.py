@@ -19,6 +19,7 @@ def needs(name):
     return pytest.mark.skipif(not there, reason=f"needs LAYERWISE_DATA to name a folder with {name}/")
 
 
+@pytest.mark.slow
 @needs("mnist")
 def test_mnist_is_bit_for_bit_the_published_one():
     pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'layerwise[data]'")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from functools import cache
 
 import jaxtyping
@@ -64,7 +63,7 @@ def test_a_method_that_never_trains_is_a_record():
     config = dataclasses.replace(experiment.preset("smoke"), methods=("sgd",), rates=(1e20, 1e21), epochs=1)
     (record,) = records(experiment, config, [0])
     assert record["values"]["diverged"] == 2
-    assert math.isinf(record["values"]["best"])
+    assert "best" not in record["values"]
     assert "final" not in record["values"]
     assert experiment.figures(config, [record])
 

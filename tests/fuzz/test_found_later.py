@@ -126,3 +126,23 @@ def test_in_half_precision_a_wrong_forward_mode_is_not_taken_for_rounding(seed: 
     J = torch.stack(rows)
     error = (lw.jacobian(model, x.to(torch.bfloat16)) @ v).double().flatten() - J @ v.double()
     assert float(error.norm()) < 0.02 * float(J.norm() * v.double().norm())
+
+
+class Doubled(nn.Module):
+    """A deep network in float32 that hands its output on in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [m for _ in range(30) for m in (nn.LayerNorm(64), nn.Linear(64, 64), nn.ReLU())]
+        self.blocks, self.head = nn.Sequential(*blocks), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x)).double()
+
+
+def test_a_float64_output_of_a_float32_network_has_products():
+    model, x, y = Doubled(), torch.randn(64, 64), torch.randint(3, (64,))
+    F = lw.fisher(model, (x, y), "categorical", "implicit")
+    v = torch.randn(sum(p.numel() for p in model.parameters()))
+    assert float(v @ (F @ v)) > 0

@@ -37,6 +37,33 @@ class Joined(nn.Module):
         return self.head((x + both).tanh().mean(1))
 
 
+class Blocks(nn.Module):
+    """Many tables and layers that all examples share, two in each block."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(T, D) for _ in range(count))
+        self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(count))
+        self.head = nn.Linear(D, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for table, layer in zip(self.tables, self.layers, strict=True):
+            x = (x + layer(table(torch.arange(T)))).tanh()
+        return self.head(x.mean(1))
+
+
+def test_many_shared_modules_are_found_at_once():
+    torch.manual_seed(0)
+    model, x = Blocks(20).double(), torch.randn(N, T, D, dtype=torch.float64)
+    forwards = []
+    model.register_forward_pre_hook(lambda module, args: forwards.append(1))
+    found = examine(model, lw.layers(model), x, None, None)
+    assert found.reasons == {}
+    assert len(found.broadcast) == 20  # the layers after the tables have the axis from them
+    assert len(forwards) < 8
+    torch.testing.assert_close(lw.jacobian(model, x).to_dense(), rows(model, x), rtol=1e-9, atol=1e-12)
+
+
 def rows(model: nn.Module, x: Tensor) -> Tensor:
     """The Jacobian by autograd."""
     params = list(model.parameters())

@@ -1,6 +1,7 @@
 """A search gives every method as many trials, chooses by the mean over seeds, and counts what diverged."""
 
 import math
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from layerwise.foundations.errors import InputError, NameLookupError, NumericalError
+from layerwise.foundations.errors import InputError, NumericalError
 from layerwise.training import Budget, Choice, Method, Problem, search, tensor_batches
 
 
@@ -67,18 +68,39 @@ def test_a_rate_at_the_edge_is_said():
     assert search(problem(), sgd(0.1), trials=1).at_edge == ()
 
 
-def test_values_of_zero_are_moved_by_differences():
-    method = sgd(0.1, momentum=(0.0, 0.5, 0.9))
-    drawn = [method.near({"lr": 0.1, "momentum": 0.0}, torch.Generator().manual_seed(s))["momentum"] for s in range(9)]
-    assert min(drawn) < 0 < max(drawn)
-    assert max(map(abs, drawn)) <= 0.25
+def test_draws_stay_inside_the_grid_and_keep_their_kind():
+    grid = {"a": (0.0, 0.5, 0.9), "b": (0.9, 0.5, 0.98), "whole": (1, 5, 10), "flag": (False, True), "one": (3.0,)}
+    method = Method(name="M", make=torch.optim.SGD, grid=grid)
+    points = [dict.fromkeys(grid, 0) | {"a": a, "b": b, "whole": w, "flag": True, "one": 3.0}
+              for a, b, w in zip(*(grid[n] for n in ("a", "b", "whole")), strict=True)]  # fmt: skip
+    drawn = [method.near(p, torch.Generator().manual_seed(s)) for p in points for s in range(20)]
+    assert all(0 <= d["a"] <= 0.9 and 0.5 <= d["b"] <= 0.98 and 1 <= d["whole"] <= 10 for d in drawn)
+    assert all(type(d["whole"]) is int and d["flag"] is True and d["one"] == 3 for d in drawn)
+    assert len({d["a"] for d in drawn}) > 50
+
+
+def test_processes_may_run_the_trials():
+    data = {"train": (torch.randn(20, 2), torch.randn(20, 1))}
+    batches = tensor_batches(data, batch_size=5)
+    given = Problem(name="p", model=_model, likelihood="gaussian", batches=batches, budget=Budget(epochs=1))
+    method = Method(name="SGD", make=_sgd, grid={"lr": (0.01, 0.1)})
+    again = pickle.loads(pickle.dumps((given, method)))
+    assert search(*again, trials=2).as_dict() == search(given, method, trials=2).as_dict()
+
+
+def _model(seed: int) -> nn.Module:
+    return nn.Linear(2, 1)
+
+
+def _sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
 
 
 def test_what_diverges_comes_last_and_is_counted():
     found = search(problem(), sgd(0.1, 1e30, 3.0), trials=3, seeds=(0, 1))
     assert found.options == {"lr": 0.1}
     why = {trial.options["lr"]: trial.diverged for trial in found.trials}
-    assert why == {0.1: "", 1e30: "loss not finite", 3.0: "loss above that before training"}
+    assert why == {0.1: "", 1e30: "loss not finite", 3.0: "training loss above that before training"}
     assert all(math.isinf(trial.score) == bool(trial.diverged) for trial in found.trials)
 
 
@@ -124,17 +146,27 @@ def test_held_out_data_may_choose():
     found = search(problem(metrics=metrics), sgd(0.01, 0.1), trials=2, score="held/far", seeds=(0,))
     assert found.options == {"lr": 0.1}
     assert "held/far" in found.trials[0].series
-    with pytest.raises(NameLookupError, match="far"):
+    with pytest.raises(InputError, match="held/far"):
         search(problem(metrics=metrics), sgd(0.01), trials=1, score="held/fra")
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
-    [({"trials": 1}, "3 points"), ({"seeds": ()}, "some seeds"), ({"fresh": (0, 9)}, "not among them")],
+    [
+        ({"trials": 1}, "3 points"),
+        ({"seeds": ()}, "some seeds"),
+        ({"fresh": (0, 9)}, "not among them"),
+        ({"seeds": (0, 0)}, "each once"),
+    ],
 )
 def test_bad_arguments(wrong: dict[str, Any], says: str):
     with pytest.raises(InputError, match=says):
         search(problem(), sgd(0.001, 0.01, 0.1), **{"trials": 3, "seeds": (0,), **wrong})
+
+
+def test_a_single_point_has_nothing_around_it():
+    with pytest.raises(InputError, match="single point"):
+        search(problem(), sgd(0.1), trials=4)
 
 
 @pytest.mark.parametrize("grid", [{}, {"lr": ()}, {"lr": (0.1, 0.1)}, {"lr": (math.nan,)}])

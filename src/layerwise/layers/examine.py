@@ -5,8 +5,7 @@ an input for each, and parameters that no rule covers a copy for each, where the
 a proposal: `Recorder` verifies it again on the graph of every batch that differs, and proposes anew where it fails.
 """
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,10 +34,6 @@ With two, the middle of an odd number of positions would belong to either exampl
 """
 WIDER = 16
 """Examples that are used where some layer has no gradient on the first few (dead units, zero-initialised branches)."""
-
-
-MOST_SPREAD = 16
-"""Modules that are given an axis for the examples one by one; each costs a forward and some backwards on a few."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +269,7 @@ class _Probe:
         shared: frozenset[int],
         broadcast: frozenset[str] = frozenset(),
         uses: tuple[Used, ...] = (),
-        most_spread: float = math.inf,
+        sizes: Mapping[str, int] | None = None,
     ) -> "_Probe":
         products = list[Use]()
 
@@ -286,23 +281,25 @@ class _Probe:
             undisturbed(model),
             torch.enable_grad(),
             Watch(model, seen),
-            Tape(model, table, broadcast=broadcast, examples=n, most_spread=most_spread) as tape,
+            Tape(model, table, broadcast=broadcast, examples=n, sizes=sizes) as tape,
         ):
             f = call(model, x)
         if not f.requires_grad:
             raise InputError(
                 describe("an output that no trainable parameter takes part in", "a differentiable model", "check it")
             )
-        return cls(tape, x, f, n, axis, shared, broadcast, tuple(products), uses)
+        spread = broadcast if sizes is None else frozenset(tape.spread)
+        return cls(tape, x, f, n, axis, shared, spread, tuple(products), uses)
 
     def spread(self, modules: Collection[str]) -> "_Probe | None":
         """The same with an example axis for the inputs of these modules; None if that changes the output."""
-        table, among = self.tape.table, self.broadcast.union(modules)
-        # One after another, modules would each multiply what they get by the number of examples.
-        most = 2.0 * self.n * max((event.x.numel() for event in self.tape.events), default=0)
+        table, among = self.tape.table, frozenset(modules)
+        sizes = {}
+        for event in self.tape.events:
+            sizes[event.site.module_name] = max(event.x.numel(), sizes.get(event.site.module_name, 0))
         try:
             again = _Probe.run(
-                self.tape.model, table, self.x, self.n, self.axis, self.shared, among, self.uses, most_spread=most
+                self.tape.model, table, self.x, self.n, self.axis, self.shared, among, self.uses, sizes=sizes
             )
         except Exception:  # a model may do anything with an input of another shape
             return None
@@ -340,8 +337,8 @@ def _examine_output(probe: _Probe, output: Layout) -> Notes | list[str]:
     """What is found if the output's examples are where `output` says, or the layers that contradict it."""
     n, tape, table = probe.n, probe.tape, probe.tape.table
     verdict = verify(tape, probe.f, output, n)
-    for modules in _to_spread(probe, verdict.lost):
-        shared = probe.spread(modules)
+    if verdict.lost and not probe.broadcast:
+        shared = probe.spread(verdict.lost)
         if shared is not None:
             found = _examine_output(shared, output)
             if isinstance(found, Notes) and not found.without_axis:
@@ -370,14 +367,6 @@ def _examine_output(probe: _Probe, output: Layout) -> Notes | list[str]:
         verdict.conclusive,
         len(without_axis),
     )
-
-
-def _to_spread(probe: _Probe, lost: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Modules whose inputs may be shared by all examples: all of them, else the first, which others may come after."""
-    if not probe.broadcast and len(lost) > 1:
-        yield lost
-    if lost and lost[0] not in probe.broadcast and len(probe.broadcast) < MOST_SPREAD:
-        yield lost[:1]
 
 
 def _find_copies(probe: _Probe, output: Layout, bare: list[str]) -> Copies:

@@ -141,7 +141,8 @@ class Linearization:
             by_push = torch.tensordot(pushed, u.double(), u.ndim)
             errors.append(by_push - sum(_products(back[k], w[k]).to(f.device) for k in self.params))
         error = torch.stack(errors).square().mean(0).sqrt()
-        limit = 0.1 if half else tolerance(f.dtype, f.device)
+        coarsest = torch.float32 if torch.float32 in graph.dtypes else f.dtype
+        limit = 0.1 if half else tolerance(coarsest, f.device)
         return bool((error <= limit * pushed.flatten(1).norm(dim=1) + 1e-30).all())
 
 

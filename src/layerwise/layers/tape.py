@@ -9,11 +9,11 @@ Gradients are taken with respect to gradient *edges*, not tensors: an in-place o
 (``ReLU(inplace=True)``) would silently make the stored tensor stand for something else.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,11 +124,14 @@ class Tape:
         until_released: bool = False,
         listens: bool = False,
         by_rows: bool = False,
-        most_spread: float = math.inf,
+        sizes: Mapping[str, int] | None = None,
     ) -> None:
         self.broadcast, self.examples = broadcast, examples
-        self.most_spread = most_spread
-        """Entries that an input may have when it is given an axis for the examples."""
+        self.sizes = sizes
+        """Entries of the input of each module in `broadcast` before any of them was given an axis for the examples: one
+        that has more has the axis from a module before it. None where `broadcast` has no such modules."""
+        self.spread: set[str] = set()
+        """Modules of `broadcast` whose input was given an axis for the examples."""
         self.by_rows = by_rows
         """Whether a layer whose rows are no examples' (tokens that are routed) is handed over, each row an example."""
         self.listens = listens
@@ -177,7 +180,8 @@ class Tape:
                 self._patch(module, of_module)
                 continue
             if of_module[0].module_name in self.broadcast:
-                self._handles.append(module.register_forward_pre_hook(self._spread, with_kwargs=True))
+                hook = partial(self._spread, of_module[0].module_name)
+                self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._hook(of_module), with_kwargs=True))
         self._recording, self._own = True, in_own_forward()
         if by_use:
@@ -205,14 +209,15 @@ class Tape:
         self._held = []
 
     def _spread(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Give an input that all examples share (position indices) an axis of its own for them."""
         x = args[0] if args else next(iter(kwargs.values()))
+        if self.sizes is not None and x.numel() > self.sizes[name]:
+            return args, kwargs
+        self.spread.add(name)
         own_axis = x.ndim > 1 and x.shape[0] == 1
         spread = x.expand(self.examples, *(x.shape[1:] if own_axis else x.shape))
-        if spread.numel() > self.most_spread:
-            raise ValueError("the input has an axis for the examples already, from another module before it")
         return ((spread, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): spread})
 
     def _hook(self, sites: list[Site]) -> Callable[..., None]:

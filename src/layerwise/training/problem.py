@@ -75,9 +75,7 @@ class Problem:
         return likelihood.loss(terms).sum() / f.shape[0]
 
 
-def tensor_batches(
-    data: Mapping[str, tuple[Tensor, Tensor]], batch_size: int
-) -> Callable[[str, int], Iterator[tuple[Tensor, Tensor]]]:
+def tensor_batches(data: Mapping[str, tuple[Tensor, Tensor]], batch_size: int) -> "TensorBatches":
     """`Problem.batches` for data in memory: "train" is shuffled by the seed, the other splits keep their order.
 
     >>> batches = tensor_batches({"train": (torch.arange(5.0), torch.arange(5))}, batch_size=2)
@@ -94,13 +92,24 @@ def tensor_batches(
                 )
             )
 
-    def batches(split: str, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        if split not in data:
-            raise InputError(describe(f"split {split!r}", f"one of {', '.join(data)}", "name one of them"))
-        x, y = data[split]
-        order = torch.randperm(len(x), generator=stream(seed, "order")) if split == "train" else torch.arange(len(x))
-        for k in range(math.ceil(len(x) / batch_size)):
-            chosen = order[k * batch_size : (k + 1) * batch_size].to(x.device)
-            yield x[chosen], y[chosen.to(y.device)]
+    return TensorBatches(dict(data), batch_size)
 
-    return batches
+
+@dataclass(frozen=True)
+class TensorBatches:
+    """What `tensor_batches` makes; an object, so that another process can be given it."""
+
+    data: Mapping[str, tuple[Tensor, Tensor]]
+    batch_size: int
+
+    def __call__(self, split: str, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """One pass over a split."""
+        if split not in self.data:
+            raise InputError(describe(f"split {split!r}", f"one of {', '.join(self.data)}", "name one of them"))
+        return self._pass(*self.data[split], shuffled=split == "train", seed=seed)
+
+    def _pass(self, x: Tensor, y: Tensor, shuffled: bool, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(len(x), generator=stream(seed, "order")) if shuffled else torch.arange(len(x))
+        for k in range(math.ceil(len(x) / self.batch_size)):
+            chosen = order[k * self.batch_size : (k + 1) * self.batch_size].to(x.device)
+            yield x[chosen], y[chosen.to(y.device)]

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from layerwise.foundations.errors import InputError, NameLookupError, NumericalError, describe, unknown
+from layerwise.foundations.errors import InputError, NumericalError, describe
 from layerwise.foundations.random import stream
 from layerwise.training.loop import BUDGET, train
 from layerwise.training.metrics import Evaluation, Measure, State
 from layerwise.training.problem import Budget, Problem
 from layerwise.training.schedule import Every, Schedule
 
-ABOVE = "loss above that before training"
+ABOVE = "training loss above that before training"
 Options = Mapping[str, float | int]
 Run = tuple[Options, int]
 """Options and a seed."""
@@ -37,9 +37,10 @@ class Method:
 
     def __post_init__(self) -> None:
         for name, values in self.grid.items():
-            if not values or len(set(values)) < len(values) or any(not math.isfinite(value) for value in values):
+            numbers = all(isinstance(value, int | float) and math.isfinite(value) for value in values)
+            if not values or not numbers or len(set(values)) < len(values):
                 given = f"grid of {self.name!r} with {name}={tuple(values)}"
-                raise InputError(describe(given, "finite values, each once", "correct the grid"))
+                raise InputError(describe(given, "finite numbers, each once", "give others in `fixed`, or to `make`"))
         if not self.grid:
             raise InputError(describe(f"an empty grid of {self.name!r}", 'such as {"lr": (0.1, 0.01)}', "give one"))
 
@@ -47,12 +48,13 @@ class Method:
         """Every combination of the grid's values."""
         return [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
 
-    def near(self, point: Options, generator: torch.Generator) -> dict[str, float]:
-        """A random draw within half a step of the grid on either side of one of its points.
+    def near(self, point: Options, generator: torch.Generator) -> dict[str, float | int]:
+        """A random draw within half a step of the grid on either side of one of its points, never outside the grid.
 
-        Steps are ratios where all values are positive, else differences.
+        Steps are ratios where all values are positive, else differences; whole numbers stay whole, and True and False
+        as they are.
         """
-        return {name: _near(float(value), self.grid[name], generator) for name, value in point.items()}
+        return {name: _near(value, sorted(self.grid[name]), generator) for name, value in point.items()}
 
     def at_edge(self, point: Options) -> tuple[str, ...]:
         """Options whose value is the smallest or largest of several: the grid may be too small there."""
@@ -60,15 +62,19 @@ class Method:
         return tuple(name for name, values in several.items() if point[name] in (min(values), max(values)))
 
 
-def _near(value: float, values: Sequence[float | int], generator: torch.Generator) -> float:
-    u = float(torch.rand((), generator=generator, dtype=torch.float64)) - 0.5
-    others = [float(v) for v in values if v != value]
-    if not others:
+def _near(value: float | int, values: Sequence[float | int], generator: torch.Generator) -> float | int:
+    u = float(torch.rand((), generator=generator, dtype=torch.float64))
+    if isinstance(value, bool):
         return value
-    if min(values) > 0:
-        step = min(abs(math.log(v / value)) for v in others)
-        return value * math.exp(u * step)
-    return value + u * min(abs(v - value) for v in others)
+    place = values.index(value)
+    below, above = values[max(place - 1, 0)], values[min(place + 1, len(values) - 1)]
+    if values[0] > 0:
+        low, high = math.sqrt(below * value), math.sqrt(above * value)
+        drawn = low * (high / low) ** u
+    else:
+        low, high = (below + value) / 2, (above + value) / 2
+        drawn = low + (high - low) * u
+    return round(drawn) if all(isinstance(v, int) for v in values) else drawn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +86,7 @@ class Trial:
     score: float | int
     """What is to be small, at the end; infinite where the run diverged."""
     diverged: str = ""
-    """Why it counts as diverged: the loss was not finite, or ended above that before training, or an error."""
+    """Why it counts as diverged: the training loss was not finite, or ended above where it began, or an error."""
     series: Mapping[str, Sequence[float | int]] = field(default_factory=dict)
     """The score by "step" and by "seconds" of training."""
 
@@ -154,12 +160,13 @@ def search(
         trials: options that are tried, those of the grid included.
         seeds: by which options are chosen.
         fresh: seeds that the chosen options are trained on for the report; none of `seeds` may be among them.
-        score: a split and a metric of the problem, such as "train/loss" or "test/accuracy_error"; less is better.
+        score: a split and a metric of the problem, such as "train/loss" or "test/error"; less is better.
         every: steps between two entries of a trial's series.
         budget: instead of the problem's.
         device: where to train.
         draws_seed: of the random draws.
-        map: as Python's; runs trials elsewhere, such as ``ProcessPoolExecutor().map`` (methods must then be picklable).
+        map: as Python's; runs trials elsewhere, such as ``ProcessPoolExecutor().map`` (problem and
+            method must then be picklable: no lambdas).
 
     >>> from layerwise.training import tensor_batches
     >>> x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
@@ -176,9 +183,13 @@ def search(
     if trials < len(points):
         given = f"trials={trials} for {method.name!r}, whose grid has {len(points)} points"
         raise InputError(describe(given, "at least one trial a point", "give more trials or a smaller grid"))
-    if not seeds or set(seeds) & set(fresh):
+    if trials > len(points) and all(len(values) == 1 for values in method.grid.values()):
+        given = f"trials={trials} for {method.name!r}, whose grid has a single point"
+        raise InputError(describe(given, "two values of an option, between which to draw", "give a larger grid"))
+    every_seed = [*seeds, *fresh]
+    if not seeds or len(set(every_seed)) < len(every_seed):
         given = f"seeds={tuple(seeds)} and fresh={tuple(fresh)}"
-        raise InputError(describe(given, "some seeds, and fresh ones that are not among them", "change one"))
+        raise InputError(describe(given, "some seeds, and fresh ones that are not among them, each once", "change one"))
     trial = _Trainer(problem, method, score, every, budget, device)
 
     def tried(some: Iterable[Options], on: Sequence[int]) -> tuple[Trial, ...]:
@@ -217,12 +228,15 @@ class _Trainer:
 
     def __call__(self, run: Run) -> Trial:
         options, seed = run
-        split = self.score.partition("/")[0]
+        split, _, metric = self.score.partition("/")
+        known = ("loss", *self.problem.metrics)
+        if metric not in known:
+            names = ", ".join(f"{split or 'train'}/{name}" for name in known)
+            raise InputError(describe(f"score={self.score!r}", f"a split and a metric, such as {names}", "name one"))
         when = Every(self.every)
-        measures: list[tuple[Schedule, Measure]] = [(when, Evaluation(split)), (when, _seconds)]
-        known = {f"{split}/{name}" for name in ("loss", *self.problem.metrics)}
-        if self.score not in known:
-            raise NameLookupError(unknown("score", self.score, known))
+        splits = dict.fromkeys((split, "train"))
+        measures: list[tuple[Schedule, Measure]] = [(when, Evaluation(name)) for name in splits]
+        measures.append((when, _seconds))
         try:
             trained = train(
                 self.problem,
@@ -236,9 +250,11 @@ class _Trainer:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             return Trial(options=options, seed=seed, score=math.inf, diverged=why)
         found = trained.recorder.series()
-        curve = found[self.score]
+        loss, score = found["train/loss"], found[self.score][-1]
         why = "" if trained.stopped == BUDGET else trained.stopped
-        if not why and not curve[-1] <= curve[0]:  # NaN too
+        if not why and not loss[-1] <= loss[0]:  # NaN too
             why = ABOVE
+        elif not why and math.isnan(score):
+            why = f"{self.score} is NaN"
         series = {name: found[name] for name in ("step", "seconds", self.score)}
-        return Trial(options=options, seed=seed, score=math.inf if why else curve[-1], diverged=why, series=series)
+        return Trial(options=options, seed=seed, score=math.inf if why else score, diverged=why, series=series)

@@ -9,9 +9,10 @@ from typing import Any
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Figure
-from layerwise.experiments.george2023 import PAPER, decorrelation
-from layerwise.experiments.george2023.decorrelation import CELL, METHODS, columns, panel
+from layerwise.experiments.george2023 import PAPER
+from layerwise.experiments.george2023.decorrelation import CELL, METHODS, Layer, columns, panel
 from layerwise.experiments.over_seeds import POSITIVE, value
+from layerwise.foundations.errors import InputError, describe
 
 SOURCE = "Figure 4 of chapter 4"
 CALIBRATED = (
@@ -22,8 +23,8 @@ CALIBRATED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(decorrelation.Config):
-    """The second layer of a sigmoid network, as it trains; `refresh` is of no account."""
+class Config(Layer):
+    """The layer, with factors of the first step."""
 
     after: int = 100
     """Steps after which spectra are compared: before, those of the first step are still good."""
@@ -34,10 +35,18 @@ def cells(config: Config) -> list[Cell]:
     return [Cell(key=CELL)]
 
 
+def check(config: Config) -> None:
+    """Some step must be compared."""
+    config.along()
+    if config.after >= config.steps:
+        given = f"after={config.after} and steps={config.steps}"
+        raise InputError(describe(given, "steps beyond `after`", "train longer, or compare earlier"))
+
+
 def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
     """Seed by seed: how many times as far as EKFAC's the spectrum of K-FAC is, at the worst step and on average."""
     for seed in seeds:
-        found = columns(config, seed)
+        found = columns(config.along(), seed)
         names = ("distance/kfac", "distance/ekfac")
         rows = zip(found["step"], *(found[name] for name in names), strict=True)
         times = [kfac / ekfac for step, kfac, ekfac in rows if step > config.after]
@@ -130,5 +139,5 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke a second, laptop half a minute, paper half an hour",
-    check=lambda config: config.along(),
+    check=check,
 )

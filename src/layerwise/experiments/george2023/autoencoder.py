@@ -66,7 +66,7 @@ def cells(config: Config) -> list[Cell]:
 def check(config: Config) -> None:
     """The grid must fit into the trials, for otherwise methods would get different numbers of them."""
     points = len(config.rates) * len(config.dampings)
-    if config.trials < points or len(config.dampings) > 3:
+    if not 0 < points <= config.trials or len(config.dampings) > 3:
         given = f"trials={config.trials} for {len(config.rates)} rates and {len(config.dampings)} dampings"
         raise InputError(describe(given, "a trial for each of their pairs, and at most three dampings", "change one"))
     if config.images not in ("digits", "mnist"):
@@ -100,7 +100,6 @@ def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
         )
         tried = [[*t.options.values(), None if math.isinf(t.score) else round(t.score, 4)] for t in found.trials]
         values: dict[str, float | str] = {
-            "best": min(t.score for t in found.trials),
             "diverged": float(sum(bool(t.diverged) for t in found.trials)),
             "at_edge": ", ".join(found.at_edge),
             "options": ", ".join(chosen.grid),
@@ -108,9 +107,10 @@ def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
         }
         series: Mapping[str, Sequence[float | int]] = {}
         if found.options is not None:
+            values["best"] = found.score_of(found.options)
             values |= {f"chosen/{name}": float(value) for name, value in found.options.items()}
             values["final"] = found.reported[0].score
-            series = found.reported[0].series
+            series = {} if found.reported[0].diverged else found.reported[0].series
         yield Row(seed=seed, values=values, series=series)
 
 
@@ -162,7 +162,7 @@ def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
     ]
     caption = (
         f"Median over seeds; the band spans all. {config.trials} trials for each method, chosen by the loss at the "
-        "end; the runs shown have fresh seeds."
+        "end; the runs shown have fresh seeds. Seconds are those of the first of them."
     )
     return [Figure(name="autoencoder", title="A deep auto-encoder", caption=caption, panels=panels)]
 

@@ -21,7 +21,7 @@ METHODS = {"kfac": "KFAC", "ekfac": "EKFAC"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Layer:
     """The second layer of a sigmoid network, as it trains."""
 
     seeds: int = 5
@@ -34,10 +34,8 @@ class Config:
     steps: int = 600
     every: int = 20
     """Steps between measurements."""
-    refresh: int = 100
-    """Steps between new factors."""
 
-    def along(self) -> AlongTraining:
+    def along(self, refresh: int | None = None) -> AlongTraining:
         """What is measured."""
         from layerwise.studies.fisher_geometry.along_training import AlongTraining
         from layerwise.studies.fisher_geometry.classifiers import Classifier
@@ -47,8 +45,16 @@ class Config:
             examples=self.examples,
             steps=self.steps,
             every=self.every,
-            refresh=self.refresh,
+            refresh=refresh,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Layer):
+    """The layer, with factors that are renewed now and then."""
+
+    refresh: int = 100
+    """Steps between new factors."""
 
 
 def cells(config: Config) -> list[Cell]:
@@ -56,9 +62,8 @@ def cells(config: Config) -> list[Cell]:
     return [Cell(key=CELL)]
 
 
-def columns(config: Config, seed: int) -> dict[str, list[float | int]]:
+def columns(along: AlongTraining, seed: int) -> dict[str, list[float | int]]:
     """Measurements of one training by name, one entry a step."""
-    along = config.along()
     rows = list(within_cell().track(along.measured(seed), f"seed {seed}", len(along.measured_steps())))
     return {name: [row[name] for row in rows] for name in rows[0]}
 
@@ -66,7 +71,7 @@ def columns(config: Config, seed: int) -> dict[str, list[float | int]]:
 def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
     """Seed by seed; of what claims are about, the worst step."""
     for seed in seeds:
-        found = columns(config, seed)
+        found = columns(config.along(config.refresh), seed)
         names = ("correlation/basis", "correlation/parameters", "error/ekfac", "error/kfac")
         rows = list(zip(found["step"], *(found[name] for name in names), strict=True))
         values = {
@@ -152,5 +157,5 @@ EXPERIMENT = Experiment(
     claims=claims,
     figures=figures,
     cost="on two cores: smoke a second, laptop half a minute, paper half an hour",
-    check=lambda config: config.along(),
+    check=lambda config: config.along(config.refresh),
 )

@@ -25,12 +25,16 @@ class AlongTraining:
     steps: int = 600
     every: int = 20
     """Steps between measurements."""
-    refresh: int = 100
-    """Steps between new factors."""
+    refresh: int | None = 100
+    """Steps between new factors; None: never."""
 
     def __post_init__(self) -> None:
-        if self.refresh % self.every or self.refresh == self.every or self.steps % self.refresh:
-            given = f"steps={self.steps}, refresh={self.refresh}, every={self.every}"
+        given = f"steps={self.steps}, refresh={self.refresh}, every={self.every}"
+        if not 1 <= self.every <= self.steps or self.steps % self.every:
+            raise InputError(describe(given, "steps a multiple of every, which is at least 1", "change one of them"))
+        if self.refresh is not None and not (
+            self.every < self.refresh <= self.steps and self.refresh % self.every == self.steps % self.refresh == 0
+        ):
             expected = "steps a multiple of refresh, and refresh a larger multiple of every"
             raise InputError(describe(given, expected, "change one of them"))
 
@@ -44,7 +48,8 @@ class AlongTraining:
         first = last = None
         for step, model in self.classifier.trained(x, y, self.measured_steps(), seed):
             F, fresh = empirical_fisher(model, self.layer, *batch), KroneckerBasis.of(model, self.layer, *batch)
-            last = fresh if last is None or step % self.refresh == 0 else last
+            if last is None or (self.refresh is not None and step % self.refresh == 0):
+                last = fresh
             first = first or fresh
             yield {
                 "step": step,

@@ -33,6 +33,8 @@ class Classifier:
     batch: int = 100
 
     def __post_init__(self) -> None:
+        if not self.hidden or min(self.hidden) < 1:
+            raise InputError(describe(f"hidden={self.hidden}", "one layer at least, of one unit", "give widths"))
         for name, known in (("images", ("digits", "mnist")), ("activation", tuple(ACTIVATIONS))):
             if getattr(self, name) not in known:
                 raise InputError(describe(f"{name}={getattr(self, name)!r}", f"one of {', '.join(known)}", "name one"))
