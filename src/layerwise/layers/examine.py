@@ -304,7 +304,7 @@ class _Probe:
         except Exception:  # a model may do anything with an input of another shape
             return None
         same = again.f.shape == self.f.shape and torch.allclose(again.f, self.f, rtol=1e-4, atol=1e-6)
-        return again if same else None
+        return again if same and again.broadcast else None  # a layer that is found by use has no module to spread at
 
     def by_use(self, wanted: Collection[str]) -> "_Probe | None":
         """The same with layers for parameters that are used in products; None where there are none."""
