@@ -100,3 +100,21 @@ def test_gradients_that_vanish_cost_no_memory_and_no_rule(depth: int):
     assert max(sizes) <= 4 * x.numel()  # layers that seem to have no examples must not each be given an axis for them
     states = [own for of in opt.state_dict()["state"].values() for own in of.values() if isinstance(own, dict)]
     assert sum("P" in own and "Q" in own for own in states) == depth + 1
+
+
+class Product(nn.Module):
+    """A matrix that is used outside a module, on an input that all examples share: no module can be given an axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.head = nn.Parameter(torch.randn(D, D)), nn.Linear(D, 2)
+        self.register_buffer("positions", torch.randn(T, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x + self.positions @ self.w).tanh().mean(1))  # type: ignore[operator]
+
+
+def test_a_shared_input_of_no_module_ends():
+    torch.manual_seed(0)
+    model, x = Product().double(), torch.randn(N, T, D, dtype=torch.float64)
+    torch.testing.assert_close(lw.jacobian(model, x).to_dense(), rows(model, x), rtol=1e-9, atol=1e-12)
