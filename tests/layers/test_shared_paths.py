@@ -102,19 +102,20 @@ def test_gradients_that_vanish_cost_no_memory_and_no_rule(depth: int):
     assert sum("P" in own and "Q" in own for own in states) == depth + 1
 
 
-class Product(nn.Module):
-    """A matrix that is used outside a module, on an input that all examples share: no module can be given an axis."""
+class Attended(nn.Module):
+    """Attention among positions, the same for all examples: its rule has a forward of its own, and is not spread."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.w, self.head = nn.Parameter(torch.randn(D, D)), nn.Linear(D, 2)
-        self.register_buffer("positions", torch.randn(T, D))
+        self.mix, self.head = nn.MultiheadAttention(D, 2, batch_first=True), nn.Linear(D, 2)
+        self.register_buffer("positions", torch.randn(1, T, D))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head((x + self.positions @ self.w).tanh().mean(1))  # type: ignore[operator]
+        p = self.positions
+        return self.head((x + self.mix(p, p, p)[0]).tanh().mean(1))  # type: ignore[arg-type]
 
 
-def test_a_shared_input_of_no_module_ends():
+def test_what_cannot_be_spread_falls_back():
     torch.manual_seed(0)
-    model, x = Product().double(), torch.randn(N, T, D, dtype=torch.float64)
+    model, x = Attended().double(), torch.randn(N, T, D, dtype=torch.float64)
     torch.testing.assert_close(lw.jacobian(model, x).to_dense(), rows(model, x), rtol=1e-9, atol=1e-12)
