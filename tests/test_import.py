@@ -83,6 +83,9 @@ PUBLIC = {
     "optim",
     "feature_learning",
     "theory",
+    "bounds",
+    "regimes",
+    "linearized",
 }
 
 

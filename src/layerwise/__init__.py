@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 from layerwise.foundations.lazy_names import import_when_used
 
 if TYPE_CHECKING:
+    from layerwise import bounds as bounds
     from layerwise import optim as optim
+    from layerwise import regimes as regimes
     from layerwise import theory as theory
     from layerwise.curvature.build import fisher as fisher
     from layerwise.curvature.build import ggn as ggn
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from layerwise.layers.rule import layer_rule as layer_rule
     from layerwise.layers.table import LayerTable as LayerTable
     from layerwise.layers.table import layers as layers
+    from layerwise.regimes.linearized import linearized as linearized
     from layerwise.studies import feature_learning as feature_learning
 
 import_when_used(__name__)

@@ -92,6 +92,32 @@ def test_run_all_runs_every_experiment(capsys, monkeypatch):
     assert document["failed"] == {}
 
 
+def test_a_folder_of_the_catalog_runs_what_is_in_it(capsys, monkeypatch):
+    two_experiments(monkeypatch)
+    monkeypatch.setattr(catalog, "folders", lambda: {"thesis2023": ("second",)})
+    assert main(["run", "thesis2023", "--preset", "smoke"]) == 0
+    out = capsys.readouterr().out
+    assert "Claims of second" in out
+    assert "toy-descent" not in out
+    assert "1 of 1 experiments ran" in out
+
+
+def test_the_cost_of_preset_paper_is_said_before_it_starts(capsys):
+    assert main(["run", "toy-descent", "--preset", "paper", "--steps", "2"]) == 0
+    err = capsys.readouterr().err
+    cost = "toy-descent: 4 cells, 5 seeds each, on cpu"
+    assert err.startswith(cost)
+    assert main(SMOKE) == 0
+    assert cost not in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there(capsys):
+    where = "layerwise.experiments.george2023.autoencoder:EXPERIMENT"
+    assert main(["run", where, "--preset", "smoke", "--device", "cuda:99"]) == 2
+    assert "given: device='cuda:99', which cannot be used here" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
 def test_run_all_goes_on_after_a_failure(capsys, monkeypatch):
     two_experiments(monkeypatch, fail_at=0)
     assert main(["run", "all", "--preset", "smoke"]) == 4
@@ -601,6 +627,23 @@ BAD_VALUES = {
     ),
     "decorrelation": (["--every", "100"], ["--images", "minst"], ["--steps", "250"], ["--hidden", "0"]),
     "kfe-theorems": (["--layers", "0"], ["--seeds", "0"]),
+    "fisher-quality": (
+        ["--networks", "resnet50"],
+        ["--width", "15"],
+        ["--directions", "1"],
+        ["--examples", "0"],
+        ["--steps", "0", "0"],
+    ),
+    "tangent-features": (["--images", "minst"], ["--pairs", "3-3"], ["--pairs", "3"], ["--each", "0"]),
+    "conv-nets": (
+        ["--methods", "kafc"],
+        ["--networks", "vgg12"],
+        ["--trials", "1"],
+        ["--images", "minst"],
+        ["--networks", "vgg11"],
+        ["--epochs", "0"],
+    ),
+    "batch-and-schedule": (["--methods", "kafc"], ["--parts", "9"], ["--batches", "0"], ["--trials", "1"]),
     "autoencoder": (
         ["--trials", "1"],
         ["--methods", "kafc"],
@@ -608,6 +651,39 @@ BAD_VALUES = {
         ["--epochs", "0"],
         ["--rates", "0"],
     ),
+    "ekfac-options": (
+        ["--methods", "sgd"],
+        ["--variants", "sample"],
+        ["--epochs", "0"],
+        ["--rates", "0"],
+        ["--batch", "0"],
+        ["--refresh", "0"],
+    ),
+    "yin-yang": (
+        ["--points", "0"],
+        ["--alphas", "1"],
+        ["--alphas", "0", "1"],
+        ["--variant", "rigth"],
+        ["--thresholds", "nan"],
+        ["--side", "0"],
+        ["--lr", "0"],
+    ),
+    "c-scores": (["--images", "minst"], ["--train", "0"], ["--part", "1.5"], ["--deciles", "1"], ["--batch", "0"]),
+    "label-noise": (["--network", "resnet20"], ["--fraction", "1.5"], ["--alphas", "1"], ["--epochs", "0"]),
+    "spurious": (["--images", "minst"], ["--agreement", "1.5"], ["--train", "5000"], ["--coordinates", "0"]),
+    "rate-is-not-alpha": (["--rates", "0"], ["--alpha", "-1"], ["--thresholds", "nan"], ["--train", "0"]),
+    "quadratic-model": (["--flipped", "10"], ["--mu", "5", "9"], ["--threshold", "1"], ["--scale", "0"]),
+    "disk-eigenfunctions": (["--side", "1"], ["--steps", "0"], ["--depth", "0"], ["--lr", "nan"]),
+    "fourier-modes": (["--modes", "60"], ["--points", "1"], ["--width", "0"]),
+    "spectrum": (["--settings", "digits/vgg20"], ["--random-labels", "2"], ["--trained-on", "9000"], ["--ratio", "1"]),
+    "label-alignment": (["--settings", "minst/mlp"], ["--examples", "0"], ["--batch", "0"]),
+    "easy-and-difficult": (["--images", "minst"], ["--random-labels", "0"], ["--depths", "0"], ["--steps", "0"]),
+    "supernat": (["--examples", "0"], ["--rate", "0"], ["--variance", "-1"], ["--steps", "0"]),
+    "which-norm": (["--examples", "2000"], ["--half-width", "0"], ["--scales", "1"], ["--least", "2"]),
+    "complexity": (["--images", "minst"], ["--corruptions", "2"], ["--widths", "0"], ["--stop", "0"]),
+    "sensitivity": (["--network", "vgg12"], ["--directions", "0"], ["--size", "0"], ["--trained-on", "0"]),
+    "alignment-by-optimizer": (["--methods", "kafc"], ["--rates", "0"], ["--trials", "1"], ["--losses", "nan"]),
+    "regime-errata": (["--seeds", "0"],),
     "contraction": (["--k", "200"], ["--steps", "0"], ["--inputs", "isotorpic"], ["--conditions", "0.5"]),
     "correlation-anisotropy": (["--dx", "7"], ["--damping", "nan"], ["--activation", "tahn"]),
     "correlation-damping": (["--n", "0"], ["--anisotropy", "1.5"], ["--dampings", "0"]),

@@ -47,3 +47,9 @@ def test_every_experiment_is_well_formed():
             assert len({claim.name for claim in experiment.claims(config)}) == len(experiment.claims(config))
         assert experiment.claims(experiment.presets["paper"])
         assert list(catalog.experiments()) == sorted(catalog.experiments())
+
+
+def test_folders_of_the_catalog():
+    found = catalog.folders()["george2023"]
+    assert {"autoencoder", "fisher-quality", "kfe-theorems"} <= set(found) <= set(catalog.experiments())
+    assert "head-to-head" not in found

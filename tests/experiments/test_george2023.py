@@ -10,9 +10,13 @@ from experiment_records import records
 
 from layerwise.experiments.catalog import find
 from layerwise.experiments.claims import HELD, NOT_HELD, judge
+from layerwise.experiments.george2023.autoencoder import PROPORTIONAL
+from layerwise.foundations.errors import InputError
+from layerwise.studies.fisher_geometry import autoencoder
+from layerwise.training.stacked import refuse_other_rates
 
 pytest.importorskip("sklearn")
-NAMES = ("amortization", "autoencoder", "decorrelation", "kfe-theorems")
+NAMES = ("amortization", "autoencoder", "decorrelation", "ekfac-options", "kfe-theorems")
 
 
 @cache
@@ -51,9 +55,9 @@ def test_the_whole_grid_and_the_choice_are_recorded():
         tried = json.loads(record["values"]["trials"])
         names = record["values"]["options"].split(", ")
         assert len(tried) == config.trials
-        assert all(len(row) == len(names) + 1 for row in tried)
+        assert all(len(row) == len(names) + 2 for row in tried)
         best = min(tried, key=lambda row: row[-1])
-        assert [record["values"][f"chosen/{name}"] for name in names] == best[:-1]
+        assert [record["values"][f"chosen/{name}"] for name in names] == best[:-2]
         assert record["values"]["best"] == pytest.approx(best[-1], abs=1e-3)
         assert len(record["series"]["step"]) == config.epochs + 1
 
@@ -63,7 +67,7 @@ def test_a_method_that_never_trains_is_a_record():
     config = dataclasses.replace(experiment.preset("smoke"), methods=("sgd",), rates=(1e20, 1e21), epochs=1)
     (record,) = records(experiment, config, [0])
     assert record["values"]["diverged"] == 2
-    assert "best" not in record["values"]
+    assert record["values"]["best"] == float("inf")
     assert "final" not in record["values"]
     assert experiment.figures(config, [record])
 
@@ -81,3 +85,35 @@ def test_figures_have_all_points(ran):
     experiment, found = ran
     (figure,) = experiment.figures(experiment.preset("smoke"), found)
     assert all(curve.y for panel in figure.panels for curve in panel.curves)
+
+
+def test_a_method_that_never_trains_fails_its_claims():
+    """Infinite losses are recorded, and neither hide the seed nor hold anything."""
+    experiment = find("autoencoder")
+    config = dataclasses.replace(
+        experiment.preset("smoke"), methods=("sgd", "kfac"), rates=(1e20, 1e21), epochs=1, choosing=1
+    )
+    found = records(experiment, config, [0])
+    assert [record["values"]["best"] for record in found] == [float("inf")] * 2
+    assert all(not record["series"] for record in found)
+    (claim,) = experiment.claims(config)
+    assert judge(claim, found).status == NOT_HELD
+    assert experiment.figures(config, found)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [({"rates": (0.3,), "trials": 3}, "a single rate"), ({"methods": ("sgd", "sgd")}, "each once")],
+)
+def test_settings_of_the_search_that_cannot_be(wrong: dict, says: str):
+    experiment = find("autoencoder")
+    with pytest.raises(InputError, match=says):
+        experiment.refuse_bad(dataclasses.replace(experiment.preset("smoke"), **wrong))
+
+
+@pytest.mark.parametrize("name", PROPORTIONAL)
+def test_methods_that_are_searched_as_one_program_can_be(name: str):
+    """Their updates are in proportion to the rate, whatever other options the grid has."""
+    chosen = autoencoder.method(name, (1.0, 0.1), (0.1, 0.01), 5)
+    others = {option: values[0] for option, values in chosen.grid.items() if option != "lr"}
+    refuse_other_rates(chosen.make(autoencoder.autoencoder((6, 4)), lr=1.0, **others, **chosen.fixed))

@@ -165,6 +165,8 @@ def test_seeds_that_agree_bit_by_bit(toy):
     assert said(toy, rows(0.1, 0.1, series=[{"loss": [1.0, 2.0]}, {"loss": [1.0, 3.0]}])) == []
     assert said(toy, rows(math.nan, math.nan)) == []  # all diverged: nothing is left that could differ
     assert said(toy, [{"cell": "trace", "seed": seed, "values": {}, "series": {}} for seed in (0, 1)]) == []
+    gone = {"best": math.inf, "diverged": 12.0, "options": "lr"}
+    assert said(toy, [{"cell": "trace", "seed": seed, "values": gone, "series": {}} for seed in (0, 1)]) == []
 
 
 def test_no_seed_of_the_toy_agrees(toy, tmp_path):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,6 +10,7 @@ from layerwise.experiments.claims import Claim, by_seed
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Curve, Figure, Panel
 from layerwise.experiments.progress import within_cell
+from layerwise.experiments.scratch import scratch
 from layerwise.foundations.random import stream
 
 
@@ -108,3 +109,16 @@ EXPERIMENT = Experiment(
     figures=figures,
     cost="less than a second",
 )
+
+
+def run_and_keep(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
+    """Writes down what it was asked for, each time."""
+    folder = scratch()
+    assert folder is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "notes").open("a") as file:
+        file.write(f"{list(seeds)}\n")
+    yield from run(config, cell, seeds)
+
+
+SHARING = replace(EXPERIMENT, name="sharing", run=run_and_keep, whole_cells=True)

@@ -3,14 +3,16 @@
 import math
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from layerwise.foundations.errors import InputError, NumericalError
+from layerwise.foundations.errors import FileFormatError, InputError, NumericalError
 from layerwise.training import Budget, Choice, Method, Problem, search, tensor_batches
+from layerwise.training.workers import workers
 
 
 def problem(**more: Any) -> Problem:
@@ -173,3 +175,58 @@ def test_a_single_point_has_nothing_around_it():
 def test_bad_grids(grid: dict[str, Any]):
     with pytest.raises(InputError, match="grid"):
         Method(name="SGD", make=torch.optim.SGD, grid=grid)
+
+
+def test_a_search_goes_on_where_it_stopped(tmp_path):
+    """After three of six trials; the file is cut in the middle of a line, as by a kill."""
+    method, path = sgd(0.01, 0.1), tmp_path / "new" / "kept.trials"
+    whole = search(problem(), method, trials=3, fresh=(5,))
+    ran: list[Any] = []
+
+    def stops(function: Any, runs: Any) -> Any:
+        for run in runs:
+            if len(ran) == 3:
+                raise KeyboardInterrupt
+            ran.append(run)
+            yield function(run)
+
+    with pytest.raises(KeyboardInterrupt):
+        search(problem(), method, trials=3, fresh=(5,), keep=path, map=stops)
+    text = path.read_bytes()
+    path.write_bytes(text[: len(text) - 20])
+    again: list[Any] = []
+    found = search(problem(), method, trials=3, fresh=(5,), keep=path, map=lambda f, r: map(f, _noted(again, r)))
+    assert len(again) == 7 - 2  # two survived
+    assert found.as_dict() == whole.as_dict()
+    assert found.reported[0].score == whole.reported[0].score
+    nothing: list[Any] = []
+    search(problem(), method, trials=3, fresh=(5,), keep=path, map=lambda f, r: map(f, _noted(nothing, r)))
+    assert nothing == []
+
+
+def _noted(notes: list[Any], runs: Any) -> Any:
+    for run in runs:
+        notes.append(run)
+        yield run
+
+
+def test_trials_of_another_search_are_refused(tmp_path):
+    search(problem(), sgd(0.01), trials=1, keep=tmp_path / "kept")
+    with pytest.raises(FileFormatError, match="another search"):
+        search(problem(), sgd(0.01), trials=1, keep=tmp_path / "kept", budget=Budget(epochs=1))
+    other = replace(problem(), model=lambda seed: nn.Linear(3, 1, bias=False))
+    with pytest.raises(FileFormatError, match="another search"):
+        search(other, sgd(0.01), trials=1, keep=tmp_path / "kept")
+    (tmp_path / "cut").write_text('{"budg')
+    assert search(problem(), sgd(0.01), trials=1, keep=tmp_path / "cut").options == {"lr": 0.01}
+
+
+def test_infinite_scores_are_kept_too(tmp_path):
+    for _ in range(2):
+        found = search(problem(), sgd(0.1, 1e30), trials=2, keep=tmp_path / "kept")
+    assert [math.isinf(trial.score) for trial in found.trials] == [False, False, True, True]
+
+
+def test_processes_share_the_work():
+    with workers(2) as over:
+        assert list(over(abs, [-1, 2, -3])) == [1, 2, 3]

@@ -33,6 +33,7 @@ examples:
   layerwise run {example} --engine processes         single seeds in parallel processes
   layerwise run {example} --engine ray --address auto      on a Ray cluster
   layerwise run all --preset smoke                   every experiment, one after the other
+  layerwise run {folder}                         every experiment of a folder
   layerwise run my_package.my_module:EXPERIMENT      one of your own
   layerwise run {example} --help                     all options of this experiment
 
@@ -74,11 +75,12 @@ def run(argv: list[str]) -> int:
     """Run an experiment and print its claims."""
     if not argv or argv[0] in ("--help", "-h"):
         names = list(catalog.experiments())
-        text = HELP.format(names=", ".join(names) or "none", example=names[0] if names else "EXPERIMENT")
+        folder = next(iter(catalog.folders()), "FOLDER")
+        text = HELP.format(names=", ".join(names) or "none", example=names[0] if names else "EXPERIMENT", folder=folder)
         print(text, end="", file=sys.stdout if argv else sys.stderr)
         return exits.OK if argv else exits.BAD_INPUT
-    if argv[0] == ALL:
-        return _run_all(parse(RunOptions, argv[1:], f"layerwise run {ALL}", ABOUT_ALL), argv)
+    if argv[0] == ALL or argv[0] in catalog.folders():
+        return _run_all(parse(RunOptions, argv[1:], f"layerwise run {argv[0]}", ABOUT_ALL), argv)
     name, words = _name_first(argv)
     experiment = find(name)
     options, config = _parse(experiment, words)
@@ -95,6 +97,8 @@ def _run_one(
     engine = EngineOptions(
         name=options.engine, workers=options.workers, threads=options.threads, address=options.address
     )
+    if options.preset == "paper":
+        _say_cost(experiment, config)
     with stopped_by_sigterm() as terminated:
         outcome = runner.run(
             experiment,
@@ -127,14 +131,27 @@ def _run_one(
     return exits.OK, claims_json(result) | counts | {"notes": list(outcome.notes)}
 
 
+def _say_cost(experiment: Experiment, config: Any) -> None:
+    """Of the preset that may take hours, before it starts."""
+    experiment.refuse_bad(config)
+    cells, device = len(experiment.cells_of(config)), getattr(config, "device", "cpu")
+    cost = f"; {experiment.cost}" if experiment.cost else ""
+    print(
+        f"{experiment.name}: {cells} cells, {config.seeds} seeds each, on {device}{cost}. Stop it at any moment: the "
+        "same command goes on.",
+        file=sys.stderr,
+    )
+
+
 def _run_all(options: RunOptions, argv: list[str]) -> int:
     """One after the other; what fails is said at the end and does not stop the others."""
-    configs = {name: experiment.preset(options.preset) for name, experiment in catalog.experiments().items()}
+    names = catalog.folders().get(argv[0], tuple(catalog.experiments()))
+    configs = {name: catalog.experiments()[name].preset(options.preset) for name in names}
     EngineOptions(name=options.engine, workers=options.workers, threads=options.threads, address=options.address)
     found, failed = [], {}
-    for name, experiment in catalog.experiments().items():
+    for name, config in configs.items():
         try:
-            code, one = _run_one(experiment, configs[name], options, argv)
+            code, one = _run_one(catalog.experiments()[name], config, options, argv)
         except Exception as error:  # of one experiment, whatever it is: the others go on
             failed[name] = str(error) if isinstance(error, LayerwiseError) else f"{type(error).__name__}: {error}"
             note(f"{name}: {failed[name]}")

@@ -36,6 +36,16 @@ def experiments() -> dict[str, Experiment]:
     return dict(sorted(found.items()))
 
 
+def folders() -> dict[str, tuple[str, ...]]:
+    """Names of the experiments in each folder of the catalog, such as all of one thesis."""
+    inside: dict[str, list[str]] = {}
+    for name, experiment in experiments().items():
+        module = (reference_to(experiment) or "").partition(":")[0].split(".")
+        if len(module) > 3:
+            inside.setdefault(module[2], []).append(name)
+    return {folder: tuple(names) for folder, names in inside.items()}
+
+
 def _modules(folder: Path, package: str) -> Iterator[str]:
     """Modules that assign an `EXPERIMENT`, folders included; the runner and its engines need not be imported."""
     for info in pkgutil.iter_modules([str(folder)]):

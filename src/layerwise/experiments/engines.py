@@ -3,8 +3,8 @@
 | engine | one task is | what is bit-exact on CPU |
 |---|---|---|
 | batched | a cell with all its missing seeds, in this process | a seed, on the same machine, number of threads and version of torch; also whatever seeds run beside it, if the experiment keeps its promise (`Experiment.run`) |
-| processes | one seed of one cell, in a pool of processes on this machine | the same; every worker uses `threads` threads, so it may differ from batched in the last digit |
-| ray | one seed of one cell, on a Ray cluster | the same on machines of one kind |
+| processes | one seed of one cell (a whole cell, where its seeds share work: `Experiment.whole_cells`), in a pool of processes on this machine | the same; every worker uses `threads` threads, so it may differ from batched in the last digit |
+| ray | the same, on a Ray cluster | the same on machines of one kind |
 
 An engine yields results as they come; the runner alone writes records. If the runner dies, local workers die with it.
 """  # noqa: E501
@@ -58,16 +58,16 @@ class EngineOptions:
 
 
 def run_tasks(
-    experiment: Experiment, config: Any, tasks: Sequence[Task], options: EngineOptions
+    experiment: Experiment, config: Any, tasks: Sequence[Task], options: EngineOptions, scratch: str | None = None
 ) -> Generator[Finished, None, None]:
-    """Run the seeds of cells and yield each as it is finished."""
+    """Run the seeds of cells and yield each as it is finished; cells on this machine may keep things in `scratch`."""
     if not tasks:
         return
     workers, threads = options.crew()
     if options.name == "processes":
-        yield from run_in_processes(experiment, config, tasks, workers, threads)
+        yield from run_in_processes(experiment, config, tasks, workers, threads, scratch)
     elif options.name == "ray":
         yield from run_on_ray(experiment, config, tasks, options.address, options.threads or 1)
     else:
         for cell, seeds in tasks:
-            yield from run_cell(experiment, config, cell, seeds)
+            yield from run_cell(experiment, config, cell, seeds, scratch)

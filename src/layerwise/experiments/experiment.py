@@ -11,7 +11,7 @@ from typing import Any
 
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.figures import Figure
-from layerwise.experiments.validity import Range, check_types, check_values
+from layerwise.experiments.validity import Range, check_device, check_types, check_values
 from layerwise.foundations.errors import InputError, LayerwiseError, NameLookupError, describe, unknown
 
 PRESETS = ("smoke", "laptop", "paper")
@@ -80,6 +80,8 @@ class Experiment:
     ranges: Mapping[str, Range] = field(default_factory=dict)
     """Least and largest value of a field, where it may differ from what its presets show: by default a number that is
     positive in all presets must be so, one that is zero in some may not be negative, and all must be finite."""
+    whole_cells: bool = False
+    """Whether seeds of a cell share work, such as a search for options: processes are then given all of them."""
     check: Callable[[Any], object] = nothing_more
     """Raises an `InputError` for fields that do not go together, such as k > dx; called before anything is run."""
 
@@ -121,6 +123,7 @@ class Experiment:
                 )
             )
         check_values(config, list(self.presets.values()), self.ranges)
+        check_device(getattr(config, "device", "cpu"))
         for what in (self.check, self.cells, self.claims):
             try:
                 what(config)

@@ -11,26 +11,26 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from layerwise.experiments.experiment import Experiment
-from layerwise.experiments.tasks import CellError, Finished, Task, reachable, run_seed
+from layerwise.experiments.tasks import CellError, Finished, Task, pieces, reachable, run_seeds, taken
 from layerwise.foundations.errors import describe
 
 
 def run_in_processes(
-    experiment: Experiment, config: Any, tasks: Sequence[Task], workers: int, threads: int
+    experiment: Experiment, config: Any, tasks: Sequence[Task], workers: int, threads: int, scratch: str | None = None
 ) -> Generator[Finished, None, None]:
-    """Single seeds in fresh processes of this machine (spawned, never forked: torch has threads)."""
+    """Single seeds, or whole cells, in fresh processes of this machine (spawned, never forked: torch has threads)."""
     reference = reachable(experiment, "processes")
-    pieces = [(cell, seed) for cell, seeds in tasks for seed in seeds]
+    parts = pieces(experiment, tasks)
     pool = ProcessPoolExecutor(
-        max_workers=min(workers, len(pieces)),
+        max_workers=min(workers, len(parts)),
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_begin_worker,
         initargs=(threads,),
     )
     try:
-        futures = [pool.submit(run_seed, reference, config, cell, seed) for cell, seed in pieces]
+        futures = [pool.submit(run_seeds, reference, config, cell, seeds, scratch) for cell, seeds in parts]
         for future in as_completed(futures):
-            yield future.result()
+            yield from taken(future.result())
         pool.shutdown()
     except BrokenProcessPool as error:
         raise CellError(

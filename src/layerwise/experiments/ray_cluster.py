@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from layerwise.experiments.experiment import Cell, Experiment
-from layerwise.experiments.tasks import CellError, Finished, Task, reachable, run_seed
+from layerwise.experiments.tasks import CellError, Finished, Task, pieces, reachable, run_seeds, taken
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.optional import require
 
@@ -14,7 +14,7 @@ from layerwise.foundations.optional import require
 def run_on_ray(
     experiment: Experiment, config: Any, tasks: Sequence[Task], address: str | None, threads: int
 ) -> Generator[Finished, None, None]:
-    """Single seeds as tasks of a Ray cluster; the experiment's module must be importable on its machines."""
+    """Seeds, or whole cells, as tasks of a Ray cluster, whose machines must be able to import the experiment."""
     ray = require_ray()
     reference = reachable(experiment, "ray")
     ours = not ray.is_initialized()
@@ -30,12 +30,13 @@ def run_on_ray(
                 )
             ) from error
     try:
-        remote = ray.remote(num_cpus=threads)(_run_seed)
-        waiting = [remote.remote(reference, config, cell, seed, threads) for cell, seeds in tasks for seed in seeds]
+        remote = ray.remote(num_cpus=threads)(_run_seeds)
+        parts = pieces(experiment, tasks)
+        waiting = [remote.remote(reference, config, cell, seeds, threads) for cell, seeds in parts]
         while waiting:
             done, waiting = ray.wait(waiting, num_returns=1)
             try:
-                yield ray.get(done[0])
+                yield from taken(ray.get(done[0]))
             except ray.exceptions.RayError as error:
                 raise _failure(error, reference) from error
     finally:
@@ -89,8 +90,8 @@ def require_ray() -> Any:
     return require("ray", "ray", "the engine `ray`", extra="ray")
 
 
-def _run_seed(reference: str, config: Any, cell: Cell, seed: int, threads: int) -> Finished:
+def _run_seeds(reference: str, config: Any, cell: Cell, seeds: list[int], threads: int) -> Any:
     import torch  # in the worker alone
 
     torch.set_num_threads(threads)
-    return run_seed(reference, config, cell, seed)
+    return run_seeds(reference, config, cell, seeds)

@@ -136,9 +136,9 @@ def repeats(experiment: Experiment, config: Any, records: Sequence[Record]) -> I
 
 
 def _says_something(record: Record) -> bool:
-    """Whether a row has anything by which seeds could differ; where all diverged, NaN is all that is left of each."""
+    """Whether a row has anything by which seeds could differ; runs that diverged leave ∞, NaN and their number."""
     numbers = [value for value in record["values"].values() if isinstance(value, float)]
-    if any(map(math.isfinite, numbers)) or (record["values"] and not numbers):
+    if record["values"] and all(map(math.isfinite, numbers)):
         return True
     curves = [value for column in record["series"].values() for value in column if isinstance(value, float)]
     return any(map(math.isfinite, curves))

@@ -1,5 +1,6 @@
 """The runner: what is missing is run, and every result is recorded the moment it is there."""
 
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from layerwise.experiments.manifest import code_version, manifest
 from layerwise.experiments.progress import shown_within
 from layerwise.experiments.records import OUT as OUT
 from layerwise.experiments.records import Journal, Recorded, path_of, read
+from layerwise.experiments.scratch import folder_of
 from layerwise.experiments.tasks import Finished, Task
 from layerwise.foundations.progress import Progress, resolve
 
@@ -78,7 +80,8 @@ def run(
                 about = {"name": options.name, "workers": options.workers, "threads": options.threads}
                 journal.append([manifest(experiment, reference_to(experiment), config, preset, seeds, about)])
             shown = resolve(progress)
-            with shown_within(shown), closing(run_tasks(experiment, config, tasks, options)) as results:
+            results = run_tasks(experiment, config, tasks, options, str(folder_of(path)))
+            with shown_within(shown), closing(results):
                 for finished in shown.track(results, experiment.name, total):
                     journal.append([_record(finished, preset, path)])
         except KeyboardInterrupt:
@@ -87,6 +90,8 @@ def run(
             if not (before.manifests or before.records or before.notes) and not read(path).records:
                 journal.discard()  # a setting that fails at once is not a run
             raise
+        if not missing_tasks(cells, _asked_for(read(path)), read(path)):
+            shutil.rmtree(folder_of(path), ignore_errors=True)
     after = read(path)
     missing = _count(missing_tasks(cells, seeds, after))
     return Outcome(
@@ -97,6 +102,11 @@ def run(
         interrupted=interrupted,
         notes=(*before.notes, *_other_versions(before)),
     )
+
+
+def _asked_for(recorded: Recorded) -> list[int]:
+    """Seeds of all sessions: what one of them left unfinished another may go on with."""
+    return sorted({seed for session in recorded.manifests for seed in session["seeds"]})
 
 
 def missing_tasks(cells: Sequence[Cell], seeds: Sequence[int], recorded: Recorded) -> list[Task]:

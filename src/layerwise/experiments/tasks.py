@@ -1,12 +1,13 @@
 """Tasks of an engine: cells with the seeds that are to be run, and what comes back."""
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from layerwise.experiments.catalog import from_reference, reference_to
 from layerwise.experiments.experiment import Cell, Experiment, Row
+from layerwise.experiments.scratch import scratch_in
 from layerwise.foundations.errors import InputError, LayerwiseError, describe
 
 Task = tuple[Cell, list[int]]
@@ -28,11 +29,13 @@ class Finished:
         return f"{self.cell.key} seed {self.row.seed}"
 
 
-def run_cell(experiment: Experiment, config: Any, cell: Cell, seeds: list[int]) -> Generator[Finished, None, None]:
+def run_cell(
+    experiment: Experiment, config: Any, cell: Cell, seeds: list[int], scratch: str | None = None
+) -> Generator[Finished, None, None]:
     """Run one cell in this process; check that exactly the seeds asked for come back."""
     missing, start = dict.fromkeys(seeds), time.perf_counter()
     try:
-        for row in experiment.run(config, cell, list(seeds)):
+        for row in _rows(experiment, config, cell, list(seeds), scratch):
             if row.seed not in missing:
                 raise InputError(
                     describe(
@@ -58,10 +61,42 @@ def run_cell(experiment: Experiment, config: Any, cell: Cell, seeds: list[int]) 
         ) from error
 
 
-def run_seed(reference: str, config: Any, cell: Cell, seed: int) -> Finished:
-    """Run one seed of a cell in a process that knows the experiment by where it is."""
-    (finished,) = run_cell(from_reference(reference), config, cell, [seed])
-    return finished
+def _rows(experiment: Experiment, config: Any, cell: Cell, seeds: list[int], scratch: str | None) -> Iterator[Row]:
+    """Of the cell, each made while `scratch` is its folder, and not while somebody else deals with the last one."""
+    rows = iter(experiment.run(config, cell, seeds))
+    while True:
+        with scratch_in(scratch, cell.key):
+            row = next(rows, None)
+        if row is None:
+            return
+        yield row
+
+
+def run_seeds(
+    reference: str, config: Any, cell: Cell, seeds: list[int], scratch: str | None = None
+) -> tuple[list[Finished], CellError | None]:
+    """Run seeds of a cell in a process that knows the experiment by where it is; those before an error come with it."""
+    found: list[Finished] = []
+    try:
+        found.extend(run_cell(from_reference(reference), config, cell, seeds, scratch))
+    except CellError as error:
+        return found, error
+    return found, None
+
+
+def taken(found: tuple[list[Finished], CellError | None]) -> Generator[Finished, None, None]:
+    """What `run_seeds` brought: all that is finished, then its error."""
+    finished, error = found
+    yield from finished
+    if error is not None:
+        raise error
+
+
+def pieces(experiment: Experiment, tasks: Sequence[Task]) -> list[Task]:
+    """What other processes are given: single seeds, or all of a cell where they share work."""
+    if experiment.whole_cells:
+        return list(tasks)
+    return [(cell, [seed]) for cell, seeds in tasks for seed in seeds]
 
 
 def reachable(experiment: Experiment, engine: str) -> str:

@@ -112,3 +112,22 @@ def _example(name: str, usual: Sequence[Any]) -> str:
     value = next((value for value in usual if value not in (None, ())), None)
     words = " ".join(map(str, value)) if isinstance(value, tuple | list) else value
     return "give another value" if value is None else f"pass e.g. --{name.replace('_', '-')} {words}"
+
+
+def check_device(device: str) -> None:
+    """Raise an `InputError` for a device that torch cannot compute on here; "cpu" is not even tried."""
+    if device == "cpu":
+        return
+    import torch  # only for who asks for another device: the command line starts without it
+
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise InputError(
+            describe(
+                f"device={device!r}, which cannot be used here ({reason})",
+                "a device of this machine",
+                "pass --device cpu, or run it where there is a GPU",
+            )
+        ) from error

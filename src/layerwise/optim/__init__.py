@@ -19,5 +19,6 @@ if TYPE_CHECKING:
     from layerwise.optim.rule import UpdateRule as UpdateRule
     from layerwise.optim.shampoo import SOAP as SOAP
     from layerwise.optim.shampoo import Shampoo as Shampoo
+    from layerwise.optim.supernat import SuperNat as SuperNat
 
 import_when_used(__name__)

@@ -254,6 +254,12 @@ class Layerwise(Saving):
         if "__init__" in vars(cls):
             show_options(cls.__init__, Layerwise.__init__, ("rule", *cls.fixed))
 
+    @property
+    def proportional(self) -> bool:
+        """Whether updates are in proportion to the rate: those of the bare formula, which nothing clips or grafts."""
+        bare = self._update_scale.method == "formula" and self._clip.describe() is None
+        return bare and self._graft.method is None
+
     # --- construction ------------------------------------------------------------------------------------
 
     def _read_table(self) -> LayerTable:

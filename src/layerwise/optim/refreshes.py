@@ -59,15 +59,19 @@ class Refreshes:
             for groups in ([t.groups] if waits else known_runs(stack, t.groups))
             if self.is_due(step, t.slot) or not all(fresh[groups])
         ]
+        regular = {
+            groups.start for t in turns if self.is_due(step, t.slot) for groups in due if _within(groups, t.groups)
+        }
         owners = self.processes.owners([float(groups.stop - groups.start) for groups in due])
         for groups, owner in zip(due, owners, strict=True):
-            if not self._ready(stack, groups, waits):
-                continue
-            if owner == self.processes.rank:
-                self._refresh(stack, groups, context)
-            if not all(fresh[groups]):
-                stack.state["fresh"][groups] = 1
-                fresh[groups] = [True] * (groups.stop - groups.start)
+            for part in self._ready_parts(stack, groups, waits):
+                if groups.start not in regular and part != groups and all(fresh[part]):
+                    continue  # only its neighbours are new
+                if owner == self.processes.rank:
+                    self._refresh(stack, part, context)
+                if not all(fresh[part]):
+                    stack.state["fresh"][part] = 1
+                    fresh[part] = [True] * (part.stop - part.start)
         if self.processes.count > 1:
             self.processes.share(
                 [
@@ -104,6 +108,15 @@ class Refreshes:
         on_gpu = stack.shape.device.type == "cuda"
         return on_gpu and steady and self.processes.count == 1 and stack.rule.replayable(stack.state, plan)
 
+    def _ready_parts(self, stack: Stack, groups: slice, waits: bool) -> list[slice]:
+        """All groups, or those that have something to decompose: an expert without tokens stops no other."""
+        if self._ready(stack, groups, waits):
+            return [groups]
+        if not waits:
+            return []
+        single = [slice(k, k + 1) for k in range(groups.start, groups.stop)]
+        return [one for one in single if stack.rule.ready(stack.state, one)] if len(single) > 1 else []
+
     def _ready(self, stack: Stack, groups: slice, waits: bool) -> bool:
         """Whether there is anything to decompose; where nobody waits, as far as the host knows."""
         if waits:
@@ -111,6 +124,10 @@ class Refreshes:
         if all(freshness(stack)[groups]):
             return True
         return self.health.gate is None or bool(self.health.gate)  # asked at the first steps alone
+
+
+def _within(groups: slice, others: slice) -> bool:
+    return others.start <= groups.start and groups.stop <= others.stop
 
 
 def freshness(stack: Stack) -> list[bool]:

@@ -1,4 +1,6 @@
-"""Theory of feature learning as functions to call: arXiv 2502.01763, each formula with its number, corrected.
+"""Theory of feature learning as functions to call, each formula with its number, corrected.
+
+Formulas of arXiv 2502.01763, and the quadratic model of lazy and feature learning of George (2023), section 5.4.
 
 >>> from layerwise import theory
 >>> round(theory.stieltjes([1.0], ratio=0.5, ridge=1.0).m, 6)
@@ -28,6 +30,11 @@ if TYPE_CHECKING:
     from layerwise.theory.norms import preconditioned_norm as preconditioned_norm
     from layerwise.theory.norms import printed_descent as printed_descent
     from layerwise.theory.norms import printed_norm as printed_norm
+    from layerwise.theory.quadratic_model import QuadraticModel as QuadraticModel
+    from layerwise.theory.quadratic_model import label_noise as label_noise
+    from layerwise.theory.quadratic_model import order_reversal as order_reversal
+    from layerwise.theory.quadratic_model import quadratic_model as quadratic_model
+    from layerwise.theory.quadratic_model import spurious_feature as spurious_feature
     from layerwise.theory.random_matrices import marchenko_pastur as marchenko_pastur
     from layerwise.theory.random_matrices import resolvent as resolvent
     from layerwise.theory.random_matrices import stieltjes as stieltjes

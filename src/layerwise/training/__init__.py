@@ -13,5 +13,5 @@ from layerwise.training.schedule import Every as Every
 from layerwise.training.schedule import Logarithmic as Logarithmic
 from layerwise.training.search import Choice as Choice
 from layerwise.training.search import Method as Method
-from layerwise.training.search import Trial as Trial
 from layerwise.training.search import search as search
+from layerwise.training.trials import Trial as Trial

@@ -81,7 +81,7 @@ def train(
     recorder = Recorder() if recorder is None else recorder
     measures = ((Every(100), Evaluation("test")),) if measures is None else measures
     place = torch.device(device)
-    with _seeded(seed, place):
+    with seeded(seed, place):
         model = problem.model(seed).to(place)
         run = _Run(problem, model, optimizer(model), seed, place, measures, recorder)
         run.measure(last=budget.spent(steps=0, epochs=0, seconds=0.0))
@@ -124,7 +124,7 @@ class _Run:
         self.model.train()
         while not self._spent(budget):
             before = self.step
-            passes = self.problem.batches("train", stream(self.seed, "pass", self.epoch).initial_seed())
+            passes = self.problem.batches("train", order_seed(self.seed, self.epoch))
             start = time.perf_counter()
             for x, y in passes:
                 try:
@@ -200,6 +200,11 @@ class _Run:
         self.recorder.add(self.step, values)
 
 
+def order_seed(seed: int, epoch: int) -> int:
+    """What `Problem.batches` is given for a pass over the training data."""
+    return stream(seed, "pass", epoch).initial_seed()
+
+
 @contextmanager
 def _random_state_kept(device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -207,7 +212,7 @@ def _random_state_kept(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Torch's own random state set from the seed; afterwards it is what it was."""
     with _random_state_kept(device):
         drawn = stream(seed, "training").initial_seed()

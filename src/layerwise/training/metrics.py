@@ -4,8 +4,7 @@ Measures leave the model as it was (train or eval mode of every module, gradient
 that a training does not depend on what is measured.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 
 from layerwise.curvature.build import fisher
 from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.modes import evaluating
 from layerwise.kernel.alignment import alignment
 from layerwise.kernel.ntk import ntk
 from layerwise.training.problem import Problem
@@ -124,18 +124,6 @@ class KernelAlignment:
         with evaluating(state.model):
             kernel = ntk(state.model, self.x.to(state.device))
             return {"kernel/alignment": float(alignment(kernel, self.target.to(state.device)))}
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode; afterwards every module is in the mode it was in, frozen ones included."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def moved(value: Any, device: torch.device) -> Any:

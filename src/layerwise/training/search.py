@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from layerwise.foundations.errors import InputError, NumericalError, describe
+from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.random import stream
-from layerwise.training.loop import BUDGET, train
-from layerwise.training.metrics import Evaluation, Measure, State
+from layerwise.training.kept import Kept
+from layerwise.training.loop import seeded
 from layerwise.training.problem import Budget, Problem
-from layerwise.training.schedule import Every, Schedule
-
-ABOVE = "training loss above that before training"
-Options = Mapping[str, float | int]
-Run = tuple[Options, int]
-"""Options and a seed."""
+from layerwise.training.stacked import StackedTrainer
+from layerwise.training.trials import Options, Run, Trainer, Trial
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +55,16 @@ class Method:
         """
         return {name: _near(value, sorted(self.grid[name]), generator) for name, value in point.items()}
 
+    def draws(self, point: Options, count: int, seed: int, stacked: str | None = None) -> list[dict[str, float | int]]:
+        """Random draws around a point; with a rate that is `stacked`, several rates for each draw of the others."""
+        together = 1 if stacked is None else len(self.grid[stacked])
+        found = []
+        for k in range(count):
+            drawn = self.near(point, stream(seed, "draw", self.name, k))
+            alike = self.near(point, stream(seed, "draw", self.name, k - k % together))
+            found.append(drawn if stacked is None else {**alike, stacked: drawn[stacked]})
+        return found
+
     def at_edge(self, point: Options) -> tuple[str, ...]:
         """Options whose value is the smallest or largest of several: the grid may be too small there."""
         several = {name: values for name, values in self.grid.items() if len(values) > 1}
@@ -75,20 +84,6 @@ def _near(value: float | int, values: Sequence[float | int], generator: torch.Ge
         low, high = (below + value) / 2, (above + value) / 2
         drawn = low + (high - low) * u
     return round(drawn) if all(isinstance(v, int) for v in values) else drawn
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """One training."""
-
-    options: Options
-    seed: int
-    score: float | int
-    """What is to be small, at the end; infinite where the run diverged."""
-    diverged: str = ""
-    """Why it counts as diverged: the training loss was not finite, or ended above where it began, or an error."""
-    series: Mapping[str, Sequence[float | int]] = field(default_factory=dict)
-    """The score by "step" and by "seconds" of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +142,9 @@ def search(
     budget: Budget | None = None,
     device: torch.device | str = "cpu",
     draws_seed: int = 0,
-    map: Callable[[Callable[[Run], Trial], Iterable[Run]], Iterable[Trial]] = map,
+    stacked: str | None = None,
+    keep: Path | str | None = None,
+    map: Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]] = map,
 ) -> Choice:
     """Try the grid, then random draws around its best point, and train the best options on fresh seeds.
 
@@ -165,6 +162,10 @@ def search(
         budget: instead of the problem's.
         device: where to train.
         draws_seed: of the random draws.
+        stacked: the name of the rate, such as "lr", where runs that differ only in it and in their seed are to be
+            trained as one tensor program (`training.stacked`: fully connected networks). Random draws then
+            share the other options, as many rates to each draw of them as the grid has. Fresh seeds are trained alone.
+        keep: a file for finished trials; called again with the same file, the search goes on where it stopped.
         map: as Python's; runs trials elsewhere, such as ``ProcessPoolExecutor().map`` (problem and
             method must then be picklable: no lambdas).
 
@@ -190,15 +191,29 @@ def search(
     if not seeds or len(set(every_seed)) < len(every_seed):
         given = f"seeds={tuple(seeds)} and fresh={tuple(fresh)}"
         raise InputError(describe(given, "some seeds, and fresh ones that are not among them, each once", "change one"))
-    trial = _Trainer(problem, method, score, every, budget, device)
+    if stacked is not None and stacked not in method.grid:
+        given = f"stacked={stacked!r} for {method.name!r}"
+        raise InputError(describe(given, f"an option of its grid: {', '.join(method.grid)}", "name its rate"))
+    make = functools.partial(method.make, **method.fixed)
+    alone = Trainer(problem=problem, make=make, score=score, every=every, budget=budget, device=device)
 
-    def tried(some: Iterable[Options], on: Sequence[int]) -> tuple[Trial, ...]:
-        return tuple(map(trial, [(options, seed) for options in some for seed in on]))
+    kept = None if keep is None else Kept(keep, _about(alone, method, seeds[0]))
 
-    found = Choice(method=method.name, trials=tried(points, seeds), options=None, at_edge=())
+    def trained(some: Sequence[Options], on: Sequence[int], stacked: str | None) -> tuple[Trial, ...]:
+        runs = [(options, seed) for options in some for seed in on]
+        found = {k: trial for k, run in enumerate(runs) if kept is not None and (trial := kept.get(run)) is not None}
+        missing = [k for k in range(len(runs)) if k not in found]
+        for k, trial in _results(alone, stacked, runs, missing, map):
+            found[k] = trial if kept is None else kept.add(trial)
+        return tuple(found[k] for k in range(len(runs)))
+
+    def tried(some: Sequence[Options]) -> tuple[Trial, ...]:
+        return trained(some, seeds, stacked)
+
+    found = Choice(method=method.name, trials=tried(points), options=None, at_edge=())
     best = min(points, key=found.score_of)  # where all diverge: the first
-    draws = [method.near(best, stream(draws_seed, "draw", method.name, k)) for k in range(trials - len(points))]
-    found = Choice(method=method.name, trials=found.trials + tried(draws, seeds), options=None, at_edge=())
+    draws = method.draws(best, trials - len(points), draws_seed, stacked)
+    found = Choice(method=method.name, trials=found.trials + tried(draws), options=None, at_edge=())
     chosen = min([*points, *draws], key=found.score_of)
     if not math.isfinite(found.score_of(chosen)):
         return found
@@ -207,54 +222,43 @@ def search(
         trials=found.trials,
         options=chosen,
         at_edge=method.at_edge(best),
-        reported=tried([chosen], fresh),
+        reported=trained([chosen], fresh, None),
     )
 
 
-def _seconds(state: State) -> dict[str, float]:
-    return {"seconds": state.seconds}
+def _about(trainer: Trainer, method: Method, seed: int) -> dict[str, str]:
+    """What tells one search from another: options, and digests of a first batch and of a fresh model's weights."""
+    with seeded(seed, torch.device("cpu")):
+        model = trainer.problem.model(seed)
+    x, y = next(iter(trainer.problem.batches("train", seed)))
+    tensors = [*model.state_dict().values(), *(part for part in (x, y) if isinstance(part, torch.Tensor))]
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().double().numpy().tobytes())
+    fixed = {name: getattr(value, "__qualname__", repr(value)) for name, value in method.fixed.items()}
+    make = getattr(method.make, "__qualname__", type(method.make).__qualname__)
+    return {
+        "problem": trainer.problem.name,
+        "likelihood": str(trainer.problem.likelihood),
+        "data": digest.hexdigest()[:16],
+        "method": f"{method.name}: {make} of {', '.join(method.grid)}, {fixed}",
+        "score": f"{trainer.score} every {trainer.every} steps",
+        "budget": repr(trainer.budget or trainer.problem.budget),
+        "device": str(trainer.device),
+    }
 
 
-@dataclass(frozen=True)
-class _Trainer:
-    """Trains with some options on a seed; an object, so that another process can be given it."""
-
-    problem: Problem
-    method: Method
-    score: str
-    every: int
-    budget: Budget | None
-    device: torch.device | str
-
-    def __call__(self, run: Run) -> Trial:
-        options, seed = run
-        split, _, metric = self.score.partition("/")
-        known = ("loss", *self.problem.metrics)
-        if metric not in known:
-            names = ", ".join(f"{split or 'train'}/{name}" for name in known)
-            raise InputError(describe(f"score={self.score!r}", f"a split and a metric, such as {names}", "name one"))
-        when = Every(self.every)
-        splits = dict.fromkeys((split, "train"))
-        measures: list[tuple[Schedule, Measure]] = [(when, Evaluation(name)) for name in splits]
-        measures.append((when, _seconds))
-        try:
-            trained = train(
-                self.problem,
-                lambda model: self.method.make(model, **options, **self.method.fixed),
-                seed=seed,
-                budget=self.budget,
-                measures=measures,
-                device=self.device,
-            )
-        except (NumericalError, torch.linalg.LinAlgError) as error:  # pyright: ignore[reportPrivateImportUsage]
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
-            return Trial(options=options, seed=seed, score=math.inf, diverged=why)
-        found = trained.recorder.series()
-        loss, score = found["train/loss"], found[self.score][-1]
-        why = "" if trained.stopped == BUDGET else trained.stopped
-        if not why and not loss[-1] <= loss[0]:  # NaN too
-            why = ABOVE
-        elif not why and math.isnan(score):
-            why = f"{self.score} is NaN"
-        series = {name: found[name] for name in ("step", "seconds", self.score)}
-        return Trial(options=options, seed=seed, score=math.inf if why else score, diverged=why, series=series)
+def _results(
+    alone: Trainer, stacked: str | None, runs: Sequence[Run], places: Sequence[int], map: Callable
+) -> Iterator[tuple[int, Trial]]:
+    """The trials of runs at some places, as they come."""
+    if stacked is None:
+        yield from zip(places, map(alone, [runs[k] for k in places]), strict=True)
+        return
+    groups: dict[tuple, list[int]] = {}
+    for k in places:
+        groups.setdefault(tuple((n, v) for n, v in runs[k][0].items() if n != stacked), []).append(k)
+    trainer = StackedTrainer(one=alone, rate=stacked)
+    found = map(trainer, [[runs[k] for k in group] for group in groups.values()])
+    for group, trials in zip(groups.values(), found, strict=True):
+        yield from zip(group, trials, strict=True)

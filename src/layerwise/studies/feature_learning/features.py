@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from layerwise.foundations.modes import evaluating
 from layerwise.studies.feature_learning.measures import subspace_distance
-from layerwise.training.metrics import evaluating
 
 
 def gradient_outer_product(model: nn.Module, x: Float[Tensor, "n dx"]) -> Float[Tensor, "dx dx"]:

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.modes import evaluating
 from layerwise.foundations.progress import Progress, Silent
 from layerwise.studies.feature_learning.features import gradient_outer_product
 from layerwise.studies.feature_learning.index_family import rotation, student, turned_trial
@@ -25,7 +26,6 @@ from layerwise.studies.feature_learning.single_index import (
     draw_trial,
     randomness,
 )
-from layerwise.training.metrics import evaluating
 
 HOPELESS = 1e3
 """A run is given up when its loss is so many times that of its start."""

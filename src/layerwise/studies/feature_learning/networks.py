@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.modes import evaluating
 from layerwise.foundations.random import stream
 from layerwise.studies.feature_learning.features import feature_distance
 from layerwise.studies.feature_learning.members import Member
 from layerwise.studies.feature_learning.teacher import Network, Task, draw_task, other_task
 from layerwise.training import Budget, Every, Problem, State, train
-from layerwise.training.metrics import evaluating
 
 TEST = 4000
 """Inputs on which the population is estimated."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +23,12 @@ WIDTHS = {"digits": (64, 48, 24, 12), "mnist": (784, 1000, 500, 250, 30)}
 """Of the encoder; the decoder is its mirror image."""
 
 
+CURVATURE: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
+    "kfac": (KFAC, {}),
+    "ekfac": (EKFAC, {"scaling": "batch"}),
+    "ekfac-ra": (EKFAC, {"scaling": "running"}),
+}
+SAMPLED = "-sampled"
 FACTORS = 10
 """Steps between factors where only a refresh reads them; layers take turns, so that theirs may be that much older."""
 
@@ -43,17 +50,30 @@ def autoencoder(widths: Sequence[int], batch_norm: bool = False) -> nn.Sequentia
     return nn.Sequential(*modules[: -2 if batch_norm else -1])
 
 
-def problem(images: str, batch: int, epochs: int, batch_norm: bool = False) -> Problem:
-    """Binary cross-entropy summed over pixels, of the images themselves; splits "train" and "test"."""
+@dataclass(frozen=True)
+class NewAutoencoder:
+    """`Problem.model` of an auto-encoder; an object, so that another process can be given it."""
+
+    widths: Sequence[int]
+    batch_norm: bool
+
+    def __call__(self, seed: int) -> nn.Sequential:
+        """Drawn from torch's own random state, which the loop has seeded."""
+        return autoencoder(self.widths, self.batch_norm)
+
+
+def problem(images: str, batch: int, epochs: int, batch_norm: bool = False, device: str = "cpu") -> Problem:
+    """Binary cross-entropy summed over pixels, of the images themselves; splits "train" and "test", on the device."""
     if images not in WIDTHS:
         raise NameLookupError(unknown("images", images, WIDTHS))
     if images == "digits":
         train = test = data.digits().flat()
     else:
         train, test = data.mnist("train").flat(), data.mnist("test").flat()
+    train, test = train.to(device), test.to(device)
     return Problem(
         name=f"{images} auto-encoder",
-        model=lambda seed: autoencoder(WIDTHS[images], batch_norm),
+        model=NewAutoencoder(WIDTHS[images], batch_norm),
         batches=tensor_batches({"train": (train, train), "test": (test, test)}, batch),
         likelihood="bernoulli",
         metrics={"squared_error": squared_error},
@@ -64,10 +84,46 @@ def problem(images: str, batch: int, epochs: int, batch_norm: bool = False) -> P
 def method(name: str, rates: Sequence[float], dampings: Sequence[float], refresh: int) -> Method:
     """A method by its name, with five or so rates and three values of another option.
 
-    K-FAC and EKFAC are the thesis': factors of the current batch, gradients of the loss itself, no momentum, no clip,
-    √ε on both factors. Those whose update has Adam's size have a third of `rates`, Adam a tenth.
+    Muon and Shampoo have a third of `rates`, Adam and SOAP a tenth. All but Shampoo, which has updates of AdamW's size,
+    are as their papers have them, so that runs of several rates can be one tensor program (`training.stacked`). K-FAC
+    and EKFAC with `SAMPLED` after their name draw the labels of their statistics from the model.
     """
-    curvature = {
+    if name.removesuffix(SAMPLED) in CURVATURE:
+        labels = {"estimator": "sampled", "likelihood": "bernoulli"} if name.endswith(SAMPLED) else {}
+        found = curvature_method(name.removesuffix(SAMPLED), rates, dampings, refresh, **labels)
+        return replace(found, name=name)
+    small = [rate / 3 for rate in rates]
+    momenta, eps = (0.9, 0.5, 0.98, 0.99)[: len(dampings)], (1e-8, 1e-5, 1e-3, 1e-2)[: len(dampings)]
+    made: Mapping[str, tuple[Any, Mapping[str, Sequence[float]], Mapping[str, Any]]] = {
+        "sgd": (SGD, {"lr": rates, "momentum": momenta}, {}),
+        "adam": (_adam, {"lr": [rate / 10 for rate in rates], "eps": eps}, {}),
+        "shampoo": (
+            Shampoo,
+            {"lr": small, "damping": (1e-4, 1e-2, 1e-6, 1e-1)[: len(dampings)]},
+            {"refresh_every": refresh},
+        ),
+        "soap": (SOAP, {"lr": [rate / 10 for rate in rates], "eps": eps}, {"scale": "formula"}),
+        "muon": (
+            Muon,
+            {"lr": small, "momentum": (0.95, 0.9, 0.8, 0.98)[: len(dampings)]},
+            {"weight_decay": 0.0, "scale": "formula"},
+        ),
+    }
+    kind = name.removesuffix("-bn")  # of the network: see `problem`
+    if kind not in made:
+        raise NameLookupError(unknown("method", name, (*CURVATURE, *made)))
+    make, grid, fixed = made[kind]
+    return Method(name=name, make=make, grid=grid, fixed=fixed)
+
+
+def curvature_method(
+    name: str, rates: Sequence[float], dampings: Sequence[float], refresh: int, **changed: Any
+) -> Method:
+    """K-FAC or EKFAC as in the thesis, but for options that are `changed`.
+
+    Theirs are factors of the current batch, gradients of the loss itself, no momentum, no clip, √ε on both factors.
+    """
+    fixed = {
         "scale": "formula",
         "damping_split": "equal",
         "damping_scale": "absolute",
@@ -75,25 +131,11 @@ def method(name: str, rates: Sequence[float], dampings: Sequence[float], refresh
         "factor_decay": 0.0,
         "momentum": 0.0,
         "clip": None,
+        **CURVATURE[name][1],
     }
-    seldom = {**curvature, "factor_every": min(FACTORS, refresh)}
-    small = [rate / 3 for rate in rates]
-    momenta, eps = (0.9, 0.5, 0.98)[: len(dampings)], (1e-8, 1e-5, 1e-3)[: len(dampings)]
-    made: Mapping[str, tuple[Any, Mapping[str, Sequence[float]], Mapping[str, Any]]] = {
-        "sgd": (SGD, {"lr": rates, "momentum": momenta}, {}),
-        "adam": (_adam, {"lr": [rate / 10 for rate in rates], "eps": eps}, {}),
-        "kfac": (KFAC, {"lr": rates, "damping": dampings}, seldom),
-        "ekfac": (EKFAC, {"lr": rates, "damping": dampings}, {**curvature, "scaling": "batch"}),
-        "ekfac-ra": (EKFAC, {"lr": rates, "damping": dampings}, {**seldom, "scaling": "running"}),
-        "shampoo": (Shampoo, {"lr": small, "damping": (1e-4, 1e-2, 1e-6)[: len(dampings)]}, {"refresh_every": refresh}),
-        "soap": (SOAP, {"lr": small, "eps": eps}, {}),
-        "muon": (Muon, {"lr": small, "momentum": (0.95, 0.9, 0.8)[: len(dampings)]}, {"weight_decay": 0.0}),
-    }
-    kind = name.removesuffix("-bn")  # of the network: see `problem`
-    if kind not in made:
-        raise NameLookupError(unknown("method", name, made))
-    make, grid, fixed = made[kind]
-    return Method(name=name, make=make, grid=grid, fixed=fixed)
+    if name != "ekfac":  # whose scalings are those of the current batch, and come with its factors
+        fixed["factor_every"] = min(FACTORS, refresh)
+    return Method(name=name, make=CURVATURE[name][0], grid={"lr": rates, "damping": dampings}, fixed=fixed | changed)
 
 
 def _adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
