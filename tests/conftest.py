@@ -56,6 +56,12 @@ def no_synchronisation() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def the_same_draws() -> None:
+    """Which tests a process ran before must not decide what the next one draws: see the order that `pytest -n` takes."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def another_rounding() -> Iterator[None]:
     """Where it is asked for, every test runs as on another machine: see `rounding`."""
     seed = os.environ.get(VARIABLE)
