@@ -14,8 +14,11 @@ from layerwise.foundations.lazy_names import import_when_used
 
 if TYPE_CHECKING:
     from layerwise import bounds as bounds
+    from layerwise import meta as meta
     from layerwise import optim as optim
     from layerwise import regimes as regimes
+    from layerwise import selfsup as selfsup
+    from layerwise import structure as structure
     from layerwise import theory as theory
     from layerwise.curvature.build import fisher as fisher
     from layerwise.curvature.build import ggn as ggn
