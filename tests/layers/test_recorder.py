@@ -145,11 +145,12 @@ def test_dropout_is_the_same_at_every_call_and_another_for_another_seed():
     assert not torch.equal(first, lw.fisher(model, batch, structure="diag", seed=2).trace())
 
 
-def test_outputs_that_are_not_finite_are_refused():
+@pytest.mark.parametrize("signs", [(1.0, 1.0, 1.0), (1.0, -1.0, 1.0)], ids=["infinite", "NaN"])
+def test_outputs_that_are_not_finite_are_refused(signs: tuple[float, ...]):
     model = nn.Linear(3, 2)
     with torch.no_grad():
         model.weight.fill_(torch.inf)
-    batch = torch.randn(4, 3), torch.randint(2, (4,))
+    batch = torch.tensor(signs).expand(4, 3), torch.randint(2, (4,))
     with _unchanged(model), pytest.raises(InputError, match="output is NaN or infinite"):
         lw.fisher(model, batch)
 

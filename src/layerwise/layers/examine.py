@@ -430,9 +430,10 @@ def _interacts(probe: _Probe, output: Layout) -> bool:
 
 
 def _agree(a: Tensor, b: Tensor) -> bool:
-    """Equal but for rounding, which is coarse in half precision."""
+    """Equal but for rounding, which is coarse in half precision; outputs that are not finite are refused elsewhere."""
     rtol = {torch.float64: 1e-8, torch.float32: 1e-4}.get(a.dtype, 4 * torch.finfo(a.dtype).eps)
-    return torch.allclose(a, b, rtol=rtol, atol=0.1 * rtol * float(a.abs().max() + 1e-30))
+    largest = float(a.abs().nan_to_num(nan=0.0, posinf=0.0).max() + 1e-30)
+    return torch.allclose(a, b, rtol=rtol, atol=0.1 * rtol * largest, equal_nan=True)
 
 
 def specs_at(table: LayerTable, modules: Collection[str]) -> list[str]:
