@@ -1,6 +1,7 @@
 """Theory of feature learning as functions to call, each formula with its number, corrected.
 
-Formulas of arXiv 2502.01763, and the quadratic model of lazy and feature learning of George (2023), section 5.4.
+Formulas of arXiv 2502.01763, the quadratic model of lazy and feature learning of George (2023), section 5.4, and
+Hessians of random networks and of two models of Wu (2023), sections 4.4 and C.7.
 
 >>> from layerwise import theory
 >>> round(theory.stieltjes([1.0], ratio=0.5, ridge=1.0).m, 6)
@@ -12,6 +13,14 @@ from typing import TYPE_CHECKING
 from layerwise.foundations.lazy_names import import_when_used
 
 if TYPE_CHECKING:
+    from layerwise.theory.initial_hessian import active_probability as active_probability
+    from layerwise.theory.initial_hessian import deep_output_hessian as deep_output_hessian
+    from layerwise.theory.initial_hessian import initial_output_hessian as initial_output_hessian
+    from layerwise.theory.initial_hessian import mean_squared_probability as mean_squared_probability
+    from layerwise.theory.initial_hessian import printed_initial_output_hessian as printed_initial_output_hessian
+    from layerwise.theory.initial_hessian import printed_overlap as printed_overlap
+    from layerwise.theory.initial_hessian import rectified_gaussian as rectified_gaussian
+    from layerwise.theory.initial_hessian import rectified_input_spectrum as rectified_input_spectrum
     from layerwise.theory.linear_representation import Contraction as Contraction
     from layerwise.theory.linear_representation import LowerBoundProblem as LowerBoundProblem
     from layerwise.theory.linear_representation import TransferBound as TransferBound
@@ -41,6 +50,8 @@ if TYPE_CHECKING:
     from layerwise.theory.sample_complexity import best_damping as best_damping
     from layerwise.theory.sample_complexity import correlation_limit as correlation_limit
     from layerwise.theory.sample_complexity import samples_needed as samples_needed
+    from layerwise.theory.shared_eigenspaces import is_led_by_one_input as is_led_by_one_input
+    from layerwise.theory.shared_eigenspaces import shared_overlap as shared_overlap
     from layerwise.theory.single_index import HermiteConstants as HermiteConstants
     from layerwise.theory.single_index import correlation_kfac as correlation_kfac
     from layerwise.theory.single_index import correlation_sgd as correlation_sgd
