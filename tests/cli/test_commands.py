@@ -511,13 +511,16 @@ def test_records_that_nobody_declared(capsys):
 def test_list(capsys):
     assert main(["list"]) == 0
     out = capsys.readouterr().out
+    assert "Nobody 2025\n  toy-descent  Gradient descent on a quadratic\n" in out
+    assert main(["list", "all"]) == 0
+    out = capsys.readouterr().out
     assert out.startswith("toy-descent: Gradient descent on a quadratic\n")
     for word in ("Nobody 2025", "Figure 0", "2 of preset paper", "less than a second", "not run"):
         assert word in out
     main(SMOKE)
     capsys.readouterr()
     assert main(["list"]) == 0
-    assert "smoke: 2 of 2 as expected" in capsys.readouterr().out
+    assert "a quadratic [smoke: 2 of 2 as expected]" in capsys.readouterr().out
     assert main(["list", "--json"]) == 0
     (row,) = as_json(capsys)["experiments"]
     assert row["claims"] == {"smoke": 2, "laptop": 2, "paper": 2}

@@ -3,6 +3,7 @@
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from layerwise.cli import exits
 from layerwise.cli.named import ABOUT_NAMES, find_all
@@ -12,12 +13,16 @@ from layerwise.experiments import catalog
 from layerwise.experiments.records import OUT
 from layerwise.experiments.results import results
 
-ABOUT = f"""List experiments: paper, figure, number of claims, cost, and the state of what has been run.
+ABOUT = f"""List experiments by paper, a line each, with the state of what has been run.
 
-{ABOUT_NAMES}
+Of those that are named, also the figure, the number of claims and the cost. {ABOUT_NAMES}
 
-Examples: layerwise list; layerwise list --json; layerwise list my_package.mean:EXPERIMENT
+Examples: layerwise list; layerwise list wu2024; layerwise list --json; layerwise list my_package.mean:EXPERIMENT
 """
+
+
+WIDTH = 110
+"""Of a line, in characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +60,37 @@ def list_experiments(argv: list[str]) -> int:
     if options.json:
         print_json({"experiments": rows, "errors": list(found.troubles.values())})
         return exits.OK
+    if wanted is None:
+        _print_lines(rows)
+    else:
+        _print_details(rows)
+    print("run one with: layerwise run NAME")
+    return exits.OK
+
+
+def _print_lines(rows: list[dict[str, Any]]) -> None:
+    """A line an experiment, under its paper."""
+    width = max(len(row["name"]) for row in rows)
+    folders = {name: folder for folder, names in catalog.folders().items() for name in names}
+    for paper in dict.fromkeys(row["paper"] for row in rows):
+        print(textwrap.fill(paper, WIDTH))
+        for row in rows:
+            if row["paper"] == paper:
+                state = f" [{_cell(row['state'])}]" if row["state"] else ""
+                print(f"  {row['name']:<{width}}  {row['title']}{state}")
+        of_paper = {folders.get(row["name"]) for row in rows if row["paper"] == paper}
+        if of_paper != {None} and len(of_paper) == 1:
+            print(f"run all of these with: layerwise run {of_paper.pop()}")
+        print()
+    print("figure, claims and cost of some: layerwise list NAME ...")
+
+
+def _print_details(rows: list[dict[str, Any]]) -> None:
+    """All that is known of each."""
     for row in rows:
         print(f"{row['name']}: {row['title']}")
         for column in ("paper", "figure", "claims", "cost", "state"):
-            print(textwrap.fill(_cell(row[column]), 110, initial_indent=f"  {column:<8}", subsequent_indent=" " * 10))
-    print("run one with: layerwise run NAME")
-    return exits.OK
+            print(textwrap.fill(_cell(row[column]), WIDTH, initial_indent=f"  {column:<8}", subsequent_indent=" " * 10))
 
 
 def _cell(value: str | dict[str, int] | list[dict[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""Experiments by the names that the user types: of the catalog, ``module:EXPERIMENT``, or all."""
+"""Experiments by the names that the user types: of the catalog, of a folder of it, ``module:EXPERIMENT``, or all."""
 
 import os
 import sys
@@ -11,7 +11,8 @@ ALL = "all"
 """Names no experiment, but all of the catalog."""
 ABOUT_NAMES = """\
 An experiment of your own is named by where it is, such as my_package.mean:EXPERIMENT (the current folder is searched,
-too); `all` names those of layerwise. Without names, all of layerwise are meant."""
+too); `all` names those of layerwise, and george2023 or wu2024 those of one thesis. Without names, all of layerwise are
+meant."""
 
 
 def find(name: str) -> Experiment:
@@ -27,6 +28,7 @@ def find_all(names: Sequence[str]) -> list[Experiment] | None:
         return None
     found: dict[str, Experiment] = {}
     for name in names:
-        some = catalog.experiments().values() if name == ALL else [find(name)]
+        inside = catalog.folders().get(name, ())
+        some = catalog.experiments().values() if name == ALL else [find(part) for part in inside or (name,)]
         found |= {experiment.name: experiment for experiment in some}
     return list(found.values())
