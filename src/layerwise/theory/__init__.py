@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from layerwise.theory.initial_hessian import printed_overlap as printed_overlap
     from layerwise.theory.initial_hessian import rectified_gaussian as rectified_gaussian
     from layerwise.theory.initial_hessian import rectified_input_spectrum as rectified_input_spectrum
+    from layerwise.theory.learned_step import converged_error as converged_error
+    from layerwise.theory.learned_step import descent_error as descent_error
+    from layerwise.theory.learned_step import log_gradient_bound as log_gradient_bound
+    from layerwise.theory.learned_step import log_gradient_floor as log_gradient_floor
+    from layerwise.theory.learned_step import naive_gradient_bound as naive_gradient_bound
+    from layerwise.theory.learned_step import naive_gradient_floor as naive_gradient_floor
+    from layerwise.theory.learned_step import spectrum_edges as spectrum_edges
+    from layerwise.theory.learned_step import training_step as training_step
+    from layerwise.theory.learned_step import validation_step as validation_step
     from layerwise.theory.linear_representation import Contraction as Contraction
     from layerwise.theory.linear_representation import LowerBoundProblem as LowerBoundProblem
     from layerwise.theory.linear_representation import TransferBound as TransferBound

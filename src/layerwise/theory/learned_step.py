@@ -14,9 +14,9 @@ import numpy as np
 from jaxtyping import Float
 
 from layerwise.foundations.errors import InputError, describe
-from layerwise.theory.random_matrices import Number
 
 Array = np.ndarray
+Number = int | float
 
 
 class Edges(NamedTuple):
