@@ -16,7 +16,7 @@ TESTS = ("every seed", "mean", "share")
 HELD, NOT_HELD, NOT_ENOUGH = "held", "not held", "not enough runs"
 EXPECTED = ("held", "fails")
 ORIGINS = {
-    "paper": "the paper claims",
+    "paper": "the paper's statement",
     "misprint": "the paper prints an error",
     "ours": "we expected",
 }
