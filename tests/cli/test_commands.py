@@ -678,6 +678,7 @@ BAD_VALUES = {
     "quadratic-model": (["--flipped", "10"], ["--mu", "5", "9"], ["--threshold", "1"], ["--scale", "0"]),
     "disk-eigenfunctions": (["--side", "1"], ["--steps", "0"], ["--depth", "0"], ["--lr", "nan"]),
     "fourier-modes": (["--modes", "60"], ["--points", "1"], ["--width", "0"]),
+    "initialisation-theorem": (["--units", "50", "50"], ["--classes", "1"], ["--inputs", "0"], ["--centred", "70"]),
     "spectrum": (["--settings", "digits/vgg20"], ["--random-labels", "2"], ["--trained-on", "9000"], ["--ratio", "1"]),
     "label-alignment": (["--settings", "minst/mlp"], ["--examples", "0"], ["--batch", "0"]),
     "easy-and-difficult": (["--images", "minst"], ["--random-labels", "0"], ["--depths", "0"], ["--steps", "0"]),
