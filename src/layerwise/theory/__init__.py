@@ -41,6 +41,16 @@ if TYPE_CHECKING:
     from layerwise.theory.linear_representation import sgd_stability_limit as sgd_stability_limit
     from layerwise.theory.linear_representation import subspace_distance as subspace_distance
     from layerwise.theory.linear_representation import transfer_bound as transfer_bound
+    from layerwise.theory.log_linear import DownstreamTransfer as DownstreamTransfer
+    from layerwise.theory.log_linear import LogLinear as LogLinear
+    from layerwise.theory.log_linear import hidden_word_divergence as hidden_word_divergence
+    from layerwise.theory.log_linear import hide_word as hide_word
+    from layerwise.theory.log_linear import printed_hidden_word_divergence as printed_hidden_word_divergence
+    from layerwise.theory.log_linear import relu_task as relu_task
+    from layerwise.theory.log_linear import shift_logits as shift_logits
+    from layerwise.theory.log_linear import silencing_shift as silencing_shift
+    from layerwise.theory.log_linear import word_distance as word_distance
+    from layerwise.theory.log_linear import word_divergence as word_divergence
     from layerwise.theory.norms import mahalanobis_descent as mahalanobis_descent
     from layerwise.theory.norms import mahalanobis_norm as mahalanobis_norm
     from layerwise.theory.norms import preconditioned_descent as preconditioned_descent

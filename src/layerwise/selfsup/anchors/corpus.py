@@ -1,0 +1,98 @@
+"""The corpus: text, token ids or batches, in windows so that every position is counted once."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerwise.foundations.errors import InputError, describe
+
+
+def token_ids(corpus: Any, tokenizer: Any, vocabulary: int) -> Tensor | None:
+    """The corpus as ids, ``[N]`` or windows ``[W, T]``; None if it is batches that the model takes as they are."""
+    if isinstance(corpus, os.PathLike):
+        corpus = Path(corpus).read_text(encoding="utf-8")
+    if isinstance(corpus, Tensor):
+        ids = corpus
+    elif isinstance(corpus, str) or (isinstance(corpus, Sequence) and corpus and isinstance(corpus[0], str)):
+        texts = [corpus] if isinstance(corpus, str) else list(corpus)
+        ids = torch.cat([_tokenized(text, tokenizer, vocabulary) for text in texts])
+    elif isinstance(corpus, Sequence) and corpus and isinstance(corpus[0], int):
+        ids = torch.tensor(corpus)
+    else:
+        return None
+    if ids.dim() not in (1, 2) or ids.is_floating_point() or not ids.numel():
+        given = f"a corpus of shape {tuple(ids.shape)} and type {ids.dtype}"
+        raise InputError(describe(given, "token ids [N], or windows of them [W, T]", "give text, or such a tensor"))
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocabulary:
+        given = f"token ids from {low} to {high} for an embedding of {vocabulary} rows"
+        raise InputError(
+            describe(given, f"ids from 0 to {vocabulary - 1}", "take the tokenizer that the model was trained with")
+        )
+    return ids
+
+
+def _tokenized(text: str, tokenizer: Any, vocabulary: int) -> Tensor:
+    if tokenizer is None:
+        given = "text without a tokenizer"
+        raise InputError(describe(given, "a tokenizer, or token ids", "pass tokenizer=, such as AutoTokenizer's"))
+    size = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
+    if size > vocabulary:
+        given = f"a tokenizer of {size} tokens for an embedding of {vocabulary} rows"
+        raise InputError(
+            describe(given, "a tokenizer that fits the model", "take the one that the model was trained with")
+        )
+    if hasattr(tokenizer, "save_pretrained"):  # of Hugging Face: told not to speak of long texts, which are cut here
+        found = tokenizer(text, verbose=False)["input_ids"]
+    else:
+        found = tokenizer.encode(text) if hasattr(tokenizer, "encode") else tokenizer(text)
+    return torch.as_tensor(list(getattr(found, "ids", found)), dtype=torch.long)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Window:
+    """Something to call the model with, and which of its positions count."""
+
+    batch: Any
+    first: int = 0
+    """Positions before it were counted in an earlier window."""
+    following: Tensor | None = None
+    """The token after each position that counts, −1 where there is none."""
+
+
+def windows(ids: Tensor, length: int, stride: int | None, positions: int) -> Iterator[Window]:
+    """Windows of text, so that every position is counted once; after the first, with what precedes it as context.
+
+    >>> [w.batch.tolist()[0][w.first:] for w in windows(torch.arange(7), length=4, stride=2, positions=7)]
+    [[0, 1, 2, 3], [4, 5], [6]]
+    """
+    if ids.dim() == 2:
+        for row in ids[: -(-positions // ids.shape[1])]:
+            yield Window(batch=row[None], following=torch.cat([row[1:], row.new_tensor([-1])]))
+        return
+    stride = stride or (512 if length > 512 else length)
+    if not 1 <= stride <= length:
+        given = f"stride={stride} and windows of {length} tokens"
+        raise InputError(describe(given, "1 ≤ stride ≤ the window", "leave both out"))
+    following = torch.cat([ids[1:], ids.new_tensor([-1])])
+    end, counted = 0, min(len(ids), positions)
+    while end < counted:
+        begin, last = end, min(end + (length if end == 0 else stride), counted)
+        start = max(0, last - length)
+        yield Window(batch=ids[None, start:last], first=begin - start, following=following[begin:last])
+        end = last
+
+
+def batches(corpus: Any) -> Iterator[Window]:
+    """Batches that the model takes as they are: tensors, tuples or mappings."""
+    try:
+        for batch in corpus:
+            yield Window(batch=batch)
+    except TypeError as error:
+        given = f"a corpus of type {type(corpus).__name__}"
+        raise InputError(describe(given, "text, token ids, or batches for the model", "pass one of them")) from error
