@@ -129,6 +129,9 @@ LONG = (
     "test_search.py::test_processes_share_the_work",
     "test_fisher_quality.py::test_large_networks_run_from_end_to_end_and_seeds_are_independent",
     "test_family_index.py::test_a_trial_is_the_same_beside_others",
+    "test_family_index.py::test_claims_fail_where_the_numbers_say_otherwise",
+    "test_family_index.py::test_one_lemma_in_place_of_the_other_is_noticed",
+    "test_family_index.py::test_means_are_of_trials_of_their_own",
     "test_head_to_head.py::test_figure_2_is_a_contrast",
     "test_linear_experiments.py::test_a_seed_is_the_same_alone_and_beside_others",
     "test_linear_experiments.py::test_lower_bound_numbers_of_the_specification",
@@ -179,7 +182,7 @@ FILES = {
     "test_assemble.py": 3,
 }
 """Files that try every property on every model or member: one case of so many of each test, others for each test."""
-MANY, ONE_OF = 3, 4
+MANY, ONE_OF = 3, 6
 """In other files a test of so many cases or more runs one of so many."""
 WHOLE = ("test_fuzz.py", "test_doctests.py", "test_documents.py", "test_bad_input.py", "test_coverage_contract.py")
 """Files whose cases are not of one kind: their tests run whole."""
