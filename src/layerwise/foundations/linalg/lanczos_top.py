@@ -24,12 +24,14 @@ def lanczos_top(
     device: Device = "cpu",
     tol: float = 1e-8,
     max_steps: int = 200,
+    block: int | None = None,
 ) -> tuple[Float[Tensor, "k"], Float[Tensor, "d k"], Float[Tensor, "k"]]:
     """The k algebraically largest eigenvalues, ascending, their vectors, and the residuals ``‖M u − θ u‖``.
 
     Stops when all residuals are ``≤ tol |θ_max|`` (or at the precision of the products), else after
-    ``max_steps`` products with blocks of k columns; the residuals say which. Holds at most about
-    ``2 max(6k, 30)`` vectors.
+    ``max_steps`` products with blocks of `block` columns (None: k); the residuals say which. Holds at most about
+    ``2 max(6k, 30)`` vectors. Fewer columns make fewer products in all, where these do not want to be large; an
+    eigenvalue that occurs more often than there are columns is then found slowly.
 
     Reference: Wu and Simon 2000, Thick-restart Lanczos; Golub and Underwood 1977, for the block form.
 
@@ -39,23 +41,31 @@ def lanczos_top(
     [2.0, 5.0, 5.0]
     """
     _check(d, k, max_steps)
+    width = k if block is None else min(block, k)
+    require_at_least("block", width, 1)
     most, keep = max(6 * k, 30), max(2 * k, 10)
+    looks = max(1, k // (2 * width))  # a look costs as much as a product, where there are many pairs to look at
     W = torch.empty(d, 0, dtype=dtype, device=device)
     MW, H = W, W.mT @ W  # H = Wᵀ M W, grown by the rows and columns of each block
-    block = gaussian(d, k, generator, dtype, device)
+    columns = gaussian(d, width, generator, dtype, device)
     best: tuple[Tensor, Tensor, Tensor] | None = None
-    for _ in range(max_steps):
-        block = _orthonormal_block(W, block, generator)
-        W, MW = torch.cat([W, block], 1), torch.cat([MW, apply_block(matmul, block)], 1)
-        H = _bordered(H, W.mT @ MW[:, -block.shape[1] :])
+    max_steps = max(max_steps, -(-k // width))  # fewer would not give k pairs
+    for step in range(1, max_steps + 1):
+        columns = _orthonormal_block(W, columns, generator)
+        W, MW = torch.cat([W, columns], 1), torch.cat([MW, apply_block(matmul, columns)], 1)
+        H = _bordered(H, W.mT @ MW[:, -columns.shape[1] :])
+        full = W.shape[1] + width > most
+        last = step == max_steps or W.shape[1] == d
+        columns = MW[:, -columns.shape[1] :]
+        if not (last or full or (W.shape[1] >= k and step % looks == 0)):
+            continue
         theta, S = guarded_eigh(H, name="Rayleigh-Ritz matrix of Lanczos", clamp=False)
         best, done = _ritz_pairs(W, MW, theta, S, k, tol)
-        if done or W.shape[1] == d:
+        if done or last:
             break
-        block = MW[:, -block.shape[1] :]
-        if W.shape[1] + k > most:
+        if full:
             # The next block is made orthogonal to the whole space before most of that space is dropped.
-            block = _orthonormal_block(W, block, generator)
+            columns = _orthonormal_block(W, columns, generator)
             W, MW, H = W @ S[:, -keep:], MW @ S[:, -keep:], torch.diag(theta[-keep:])
     assert best is not None
     return best

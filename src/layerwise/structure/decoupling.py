@@ -1,0 +1,158 @@
+"""How far a layer's Hessian is from its Kronecker approximation (Wu 2023, conjecture (4.3))."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.likelihoods import Likelihood
+from layerwise.foundations.linalg import Estimate, frobenius_squared, guarded_eigh
+from layerwise.foundations.linalg.checks import MatMul
+from layerwise.foundations.linalg.krylov import lanczos_steps
+from layerwise.foundations.random import stream
+from layerwise.layers.calling import in_own_arithmetic
+from layerwise.structure.eigenpairs import DENSE
+from layerwise.structure.factors import Decoupled, Sharing, gather
+from layerwise.structure.hessian import LayerOperator, layer_hessian
+from layerwise.structure.one_layer import one_layer
+
+
+@dataclass(frozen=True)
+class DecouplingError:
+    """``‖Ĥ − H‖ / ‖H‖``, and how well it is known."""
+
+    spectral: float
+    frobenius: float
+    spectral_uncertainty: float
+    """0 where the matrices were formed. Otherwise a bound on the error of the norms found: residuals of Lanczos."""
+    frobenius_uncertainty: float
+    """0 where the matrices were formed, otherwise the standard error of the estimate."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether both matrices were formed."""
+        return self.spectral_uncertainty == 0 and self.frobenius_uncertainty == 0
+
+
+@in_own_arithmetic
+def decoupling_error(
+    model: nn.Module,
+    data: Any,
+    layer: str,
+    likelihood: str | Likelihood = "categorical",
+    *,
+    gauss_newton: bool | None = None,
+    bias: bool = False,
+    sharing: Sharing = "expand",
+    samples: int = 64,
+    tol: float = 1e-4,
+    max_steps: int = 200,
+    seed: int = 0,
+    **options: Any,
+) -> DecouplingError:
+    """The relative error of ``Ĥ = E[M] ⊗ E[x xᵀ]``, in spectral and Frobenius norm.
+
+    Both matrices are formed for weights of up to 3000 entries. For larger ones the spectral norms come from Lanczos and
+    the Frobenius norms from `samples` random vectors, each with the uncertainty that is stated.
+
+    >>> import torch, layerwise as lw
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
+    >>> error = lw.structure.decoupling_error(net, (torch.rand(20, 4), torch.randint(3, (20,))), "0")
+    >>> 0 < error.spectral < 1, error.exact
+    (True, True)
+
+    Args:
+        model: as for `layer_hessian`.
+        data: gone over twice.
+        layer: as for `layer_hessian`.
+        likelihood: as for `layer_hessian`.
+        gauss_newton: which matrix H is, as for `layer_hessian`.
+        bias: whether the bias takes part.
+        sharing: of positions, as for `decoupled`.
+        samples: random vectors for the Frobenius norms.
+        tol: at which Lanczos stops, relative to the norm.
+        max_steps: at which Lanczos stops at the latest.
+        seed: of random vectors; and of a random forward.
+        options: as for `layer_hessian`.
+    """
+    chosen = one_layer(model, data, layer, likelihood, bias=bias, seed=seed, **options)
+    chosen.sweep.source.require_passes(2, "the Hessian and its factors")
+    approximation = gather(chosen, sharing)
+    hessian = layer_hessian(model, data, layer, likelihood, gauss_newton=gauss_newton, bias=bias, seed=seed, **options)
+    return relative_error(hessian, approximation, samples=samples, tol=tol, max_steps=max_steps, seed=seed)
+
+
+def relative_error(
+    hessian: LayerOperator,
+    approximation: Decoupled,
+    *,
+    samples: int = 64,
+    tol: float = 1e-4,
+    max_steps: int = 200,
+    seed: int = 0,
+) -> DecouplingError:
+    """The error of an approximation that is at hand, for those who have both."""
+    if hessian.matrix_shape != approximation.matrix_shape:
+        raise InputError(
+            describe(
+                f"a Hessian of a {hessian.matrix_shape} weight and factors of a {approximation.matrix_shape} one",
+                "the same layer, with or without its bias",
+                "pass bias= to both",
+            )
+        )
+    d = hessian.numel()
+    if d <= DENSE:
+        H = hessian.dense()
+        E = approximation.dense().to(H) - H
+        by_norm = [torch.linalg.eigvalsh(X).abs().max() for X in (E, H)]
+        by_sum = [torch.linalg.matrix_norm(X) for X in (E, H)]
+        return DecouplingError(_over(*by_norm), _over(*by_sum), 0.0, 0.0)
+
+    def difference(X: Tensor) -> Tensor:
+        return approximation @ X - hessian._times(X)
+
+    like = torch.zeros((), dtype=hessian.dtype, device=hessian.device)
+    of_E, of_H = (spectral_norm(m, d, like, tol, max_steps, seed) for m in (difference, hessian._times))
+    squares = [
+        frobenius_squared(m, d, samples, stream(seed, "frobenius"), like.dtype, like.device, chunk=16)
+        for m in (difference, hessian._times)
+    ]
+    spectral, frobenius = of_E[0] / of_H[0], (float(squares[0]) / float(squares[1])) ** 0.5
+    return DecouplingError(
+        spectral,
+        frobenius,
+        spectral * (of_E[1] / max(of_E[0], 1e-300) + of_H[1] / of_H[0]),
+        frobenius / 2 * sum(_relative(s) ** 2 for s in squares) ** 0.5,
+    )
+
+
+def spectral_norm(matmul: MatMul, d: int, like: Tensor, tol: float, max_steps: int, seed: int) -> tuple[float, float]:
+    """The largest |eigenvalue| of a symmetric operator, from both ends of one Lanczos run, and its residual."""
+    start = torch.randn(d, 1, generator=stream(seed, "spectral norm"), dtype=torch.float64).to(like)
+    best = (0.0, 0.0)
+    for form in lanczos_steps(matmul, start, max_steps):
+        steps = len(form.alphas)
+        if steps % 8 and steps < max_steps and float(form.betas[-1]) > 0:
+            continue
+        theta, S = guarded_eigh(form.matrices()[0].double(), name="Lanczos tridiagonal matrix", clamp=False)
+        residuals = float(form.betas[-1]) * S[-1].abs()
+        at = int(theta.abs().argmax())
+        best = (float(theta[at].abs()), float(residuals[at]))
+        ends = max(float(residuals[0]), float(residuals[-1]))
+        if ends <= tol * best[0]:
+            break
+    return best
+
+
+def _over(a: Tensor, b: Tensor) -> float:
+    if float(b) == 0:
+        raise InputError(
+            describe("a layer whose Hessian is zero", "a Hessian with a norm above 0", "check the layer and the data")
+        )
+    return float(a) / float(b)
+
+
+def _relative(square: Estimate) -> float:
+    return square.standard_error / max(float(square), 1e-300)
