@@ -84,6 +84,9 @@ PUBLIC = {
     "feature_learning",
     "theory",
     "bounds",
+    "structure",
+    "meta",
+    "selfsup",
     "regimes",
     "linearized",
 }

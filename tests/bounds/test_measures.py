@@ -133,6 +133,18 @@ def test_measures_by_hand():
         assert found[name] == pytest.approx(value, rel=2e-4), name
 
 
+def test_one_output_and_labels_of_two_signs():
+    """Its Fisher matrix is Bernoulli's; a softmax over one output would have none."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 1)))
+    x = batch()[0]
+    f = model(x).detach()[:, 0]
+    push = lw.jacobian(model, x).to_dense() @ torch.cat([p.detach().flatten() for p in model.parameters()])
+    p = f.sigmoid()
+    expected = float((p * (1 - p) * push**2).mean()) ** 0.5
+    found = bounds.measures(model, copy.deepcopy(model), x, f.sign())
+    assert found["fisher-rao"] == pytest.approx(expected, rel=1e-4)
+
+
 def test_division_by_the_margin():
     model, initial, _ = two_layers()
     trained(model, 150)

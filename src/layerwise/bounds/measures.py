@@ -109,9 +109,17 @@ def neyshabur2019(model: nn.Module, initial: nn.Module, x: Float[Tensor, "N ..."
     return len(V) ** 0.5 * lipschitz / margin + len(hidden[-1][0]) ** 0.5
 
 
-def fisher_rao(model: nn.Module, x: Tensor, y: Tensor, likelihood: str = "categorical") -> float:
-    """√(wᵀFw), with the Fisher matrix of the model's likelihood on the inputs (Liang et al. 2019)."""
+def fisher_rao(model: nn.Module, x: Tensor, y: Tensor, likelihood: str | None = None) -> float:
+    """√(wᵀFw), with the Fisher matrix of the model's likelihood on the inputs (Liang et al. 2019).
+
+    By default classes are categorical, and those of a model with one output, labelled 0 and 1 or ±1, Bernoulli's.
+    """
     with evaluating(model):
+        if likelihood is None:
+            with torch.no_grad():
+                f = model(x)
+            one = f.ndim == 1 or f.shape[1:].numel() == 1
+            likelihood, y = ("bernoulli", (y > 0).to(f.dtype).reshape(f.shape)) if one else ("categorical", y)
         w = ParamVector.of(model).clone()
         F = fisher(model, (x, y), likelihood, structure="implicit", estimator="exact", progress=False)
         return float((w @ (F @ w)).clamp_min(0).sqrt())
@@ -132,7 +140,7 @@ def measures(
     *,
     normalized: bool = False,
     percent: int | float = 10,
-    likelihood: str = "categorical",
+    likelihood: str | None = None,
 ) -> dict[str, float]:
     """All measures of this module by name.
 
@@ -151,7 +159,7 @@ def measures(
         y: their labels: of classes, or ±1.
         normalized: divide by the margin's percentile, as bounds do (a square by its square, a count by nothing).
         percent: which percentile.
-        likelihood: of the Fisher matrix.
+        likelihood: of the Fisher matrix; by default see `fisher_rao`.
     """
     with evaluating(model), torch.no_grad():
         margin = margin_percentile(model(x), y, percent) if normalized else 1.0
