@@ -1,0 +1,117 @@
+"""Conventions of scikit-learn's estimators, kept without importing it: parameters, clones, pipelines, tags.
+
+An estimator's constructor stores its arguments and nothing else, `fit` computes, and what it learned ends in ``_``.
+scikit-learn is asked for its own classes only where it calls and so is there.
+"""
+
+import inspect
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from layerwise.foundations.errors import InputError, NameLookupError, describe, unknown
+from layerwise.foundations.optional import require
+
+Samples = Any
+"""A tensor, or what NumPy makes a matrix of."""
+
+
+class Estimator:
+    """Parameters by name, checked samples, and results of the kind that was given."""
+
+    n_features_in_: int
+
+    @classmethod
+    def _names(cls) -> list[str]:
+        return [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """The arguments of the constructor, by name."""
+        return {name: getattr(self, name) for name in self._names()}
+
+    def set_params(self, **params: Any) -> "Estimator":
+        """Change arguments of the constructor; what was learned stays until `fit`."""
+        for name, value in params.items():
+            if name not in self._names():
+                raise NameLookupError(unknown("parameter", name, self._names()))
+            setattr(self, name, value)
+        return self
+
+    def __repr__(self) -> str:
+        usual = {name: p.default for name, p in inspect.signature(type(self).__init__).parameters.items()}
+        changed = [
+            f"{n}={v!r}" for n, v in self.get_params().items() if v is not usual[n] and repr(v) != repr(usual[n])
+        ]
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, "n_features_in_")
+
+    def __sklearn_tags__(self) -> Any:
+        tags = require("sklearn.utils", "scikit-learn", "tags of an estimator", extra="data")
+        return tags.Tags(
+            estimator_type=None,
+            target_tags=tags.TargetTags(required=False),
+            transformer_tags=tags.TransformerTags(preserves_dtype=["float64", "float32"]),
+            input_tags=tags.InputTags(),
+        )
+
+    def _samples(self, X: Samples, *, fitting: bool, device: str | torch.device) -> Tensor:
+        """Samples as rows, on a device, after one clear error for what cannot be used."""
+        name = type(self).__name__
+        if not fitting and not self.__sklearn_is_fitted__():
+            raise _not_fitted(describe(f"a {name} that is not fitted yet", "one after fit", "call fit(X) first"))
+        rows = X if isinstance(X, Tensor) else _matrix(X)
+        if rows.ndim != 2:
+            given = f"samples of shape {tuple(rows.shape)}. Reshape your data"
+            raise InputError(describe(given, "one row a sample, [n, d]", "use X.reshape(-1, 1) or X.reshape(1, -1)"))
+        n, d = rows.shape
+        if n < 1 or d < 1:
+            given = f"Found array with {n} sample(s), {d} feature(s) (shape={(n, d)}) while a minimum of 1 is required."
+            raise InputError(describe(given, "samples", "look at what made them"))
+        if not fitting and d != self.n_features_in_:
+            message = f"X has {d} features, but {name} is expecting {self.n_features_in_} features as input"
+            raise InputError(f"{message}; do: give the coordinates that fit was given")
+        rows = rows.detach().to(device) if isinstance(rows, Tensor) else torch.as_tensor(rows, device=device)
+        rows = rows if rows.dtype in (torch.float32, torch.float64) else rows.to(torch.float64)
+        if not bool(torch.isfinite(rows).all()):
+            given = "Input X contains NaN or infinity"
+            raise InputError(describe(given, "finite numbers", "leave such rows out, or fill them"))
+        if fitting:
+            self.n_features_in_ = d
+        return rows
+
+    def _like(self, found: Tensor, X: Samples) -> Any:
+        """A tensor for a tensor, an array for everything else."""
+        return found.to(X.device) if isinstance(X, Tensor) else found.cpu().numpy()
+
+
+def _matrix(X: Samples) -> np.ndarray:
+    if hasattr(X, "toarray"):
+        raise _wrong_type(describe("Sparse data was passed", "a dense matrix", "use X.toarray(), if it fits in memory"))
+    found = np.asarray(X)
+    if np.iscomplexobj(found):
+        raise InputError(describe("Complex data not supported: complex numbers", "real ones", "give both parts"))
+    if found.dtype.kind not in "fiub":
+        try:
+            found = found.astype(np.float64)
+        except (TypeError, ValueError) as error:
+            raise type("InputTypeError", (InputError, type(error)), {})(
+                describe(f"samples of type {found.dtype} ({error})", "numbers", "convert them")
+            ) from error
+    kind = found.dtype if found.dtype in (np.float32, np.float64) else np.float64
+    return np.require(found, kind, ["C", "W"])  # which tensors can share
+
+
+def _wrong_type(message: str) -> InputError:
+    return type("InputTypeError", (InputError, TypeError), {})(message)
+
+
+def _not_fitted(message: str) -> InputError:
+    """As scikit-learn's own error, too, where it is there to catch it."""
+    theirs = getattr(sys.modules.get("sklearn.exceptions"), "NotFittedError", None)
+    kinds = (InputError, theirs) if theirs else (InputError, AttributeError)
+    return type("NotFittedError", kinds, {})(message)

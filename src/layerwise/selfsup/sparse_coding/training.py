@@ -1,0 +1,127 @@
+"""Dictionaries trained by decoding and descent: many of them, with and without masks, as one tensor program.
+
+Each step decodes a batch of samples with the dictionary as it is (codes are constants of the gradient), takes one step
+of an optimizer on it, and divides its atoms by their norms. Without hidden coordinates this is algorithm 2 of chapter 2
+of Wu (2023); with some, drawn anew for each batch, algorithm 3: codes see the others alone, and the loss is of the
+hidden ones alone.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.progress import Progress, Silent
+from layerwise.selfsup.sparse_coding.losses import gathered
+from layerwise.selfsup.sparse_coding.omp import check_numbers, check_shapes, pursue
+
+Watch = Callable[[int, Float[Tensor, "r d q"]], object]
+Make = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+
+def train_dictionaries(
+    Y: Float[Tensor, "r n d"],
+    B: Float[Tensor, "r d q"],
+    k: int,
+    *,
+    hidden: Sequence[int],
+    generators: Sequence[torch.Generator],
+    lr: float | int = 1e-3,
+    batch_size: int = 200,
+    epochs: int = 500,
+    optimizer: Make | None = None,
+    watch: Watch | None = None,
+    every: int = 1,
+    progress: Progress | None = None,
+) -> Float[Tensor, "r d q"]:
+    """Dictionaries after training, each on samples of its own, in their order.
+
+    Args:
+        Y: samples of each problem, not shuffled between epochs.
+        B: where dictionaries start, with unit columns.
+        k: atoms a sample.
+        hidden: how many coordinates are hidden from each problem's codes; 0 is the standard objective.
+        generators: each problem's own, for its masks (on the CPU, so that all devices draw the same).
+        lr: of Adam.
+        batch_size: samples a step; the last step of an epoch may have fewer.
+        epochs: passes over the samples.
+        optimizer: from the stacked atoms ``[r, q, d]`` to an optimizer, in place of Adam; one that looks at whole
+            tensors would mix problems, so give it one problem.
+        watch: called with the epoch and the dictionaries before the first epoch, after every `every` epochs and after
+            the last; a truth value ends the training.
+        every: see `watch`.
+        progress: shows epochs.
+
+    >>> Y, B = torch.randn(2, 30, 8), torch.eye(8).expand(2, 8, 8)
+    >>> random = [torch.Generator(), torch.Generator()]
+    >>> train_dictionaries(Y, B, 2, hidden=[0, 1], generators=random, batch_size=10, epochs=3).shape
+    torch.Size([2, 8, 8])
+    """
+    (R, n, d) = Y.shape
+    check_shapes(Y, B, k)
+    check_numbers(Y, B, B.norm(dim=-2))
+    _check(R, n, d, k, hidden, generators, batch_size, epochs)
+    atoms = B.mT.clone(memory_format=torch.contiguous_format)
+    atoms.grad = torch.zeros_like(atoms)
+    steps = optimizer([atoms]) if optimizer else torch.optim.Adam([atoms], lr=lr, fused=True)
+    with torch.no_grad():
+        if watch and watch(0, atoms.mT):
+            return atoms.detach().mT
+        for epoch in (progress or Silent()).track(range(1, epochs + 1), "epochs", epochs):
+            batches = Y.split(batch_size, 1)
+            for Yb, visible in zip(batches, _masks(hidden, generators, len(batches), Y), strict=True):
+                _gradient(Yb, atoms, k, visible)
+                steps.step()
+                atoms /= atoms.norm(dim=-1, keepdim=True)
+            if watch and (epoch % every == 0 or epoch == epochs) and watch(epoch, atoms.mT):
+                break
+    return atoms.detach().mT
+
+
+def _check(R: int, n: int, d: int, k: int, hidden: Sequence[int], generators: Sequence, size: int, epochs: int) -> None:
+    if len(hidden) != R or len(generators) != R:
+        given = f"{R} problems, {len(hidden)} numbers of hidden coordinates and {len(generators)} generators"
+        raise InputError(describe(given, "one of each a problem", "repeat them"))
+    for count in hidden:
+        if not 0 <= count <= d - k:
+            given = f"{count} hidden coordinates of {d}, with k={k}"
+            raise InputError(describe(given, f"0 to {d - k}, so that k can be seen", "hide fewer, or take a smaller k"))
+    if min(n, size, epochs) < 1:
+        given = f"{n} samples, batch_size={size}, epochs={epochs}"
+        raise InputError(describe(given, "at least one of each", "correct them"))
+
+
+def _masks(
+    hidden: Sequence[int], generators: Sequence[torch.Generator], batches: int, like: Tensor
+) -> Iterable[Tensor | None]:
+    """For each batch of an epoch, which coordinates each problem's codes may see (1 or 0); None if all see all."""
+    if not any(hidden):
+        return [None] * batches
+    visible = torch.ones(len(hidden), batches, like.shape[-1])
+    for problem, (count, generator) in enumerate(zip(hidden, generators, strict=True)):
+        if count:
+            drawn = torch.rand(batches, like.shape[-1], generator=generator).topk(count, -1).indices
+            visible[problem].scatter_(-1, drawn, 0.0)
+    return visible.to(like).unbind(1)
+
+
+def _gradient(Y: Tensor, atoms: Tensor, k: int, visible: Tensor | None) -> None:
+    """That of the mean loss of a batch, into ``atoms.grad``."""
+    columns = atoms.mT.contiguous()
+    sizes = atoms.new_ones(atoms.shape[:2])  # of whole atoms
+    indices, values = pursue(Y, columns, sizes, k, atoms=atoms, visible=visible)
+    error = gathered(indices, atoms, values) - Y
+    if visible is not None:
+        standard = visible.all(-1, keepdim=True)  # problems that hide nothing have the loss of all coordinates
+        error *= (1 - visible + standard)[:, None]
+    assert atoms.grad is not None
+    (R, q, d), n = atoms.shape, Y.shape[1]
+    if Y.device.type == "cpu":
+        at = (indices + (torch.arange(R) * q)[:, None, None]).view(-1)
+        parts = (values[..., None] * (2 / n * error)[:, :, None]).view(-1, d)
+        atoms.grad.zero_().view(-1, d).index_add_(0, at, parts)
+    else:  # sums by atomic additions would differ from run to run
+        codes = values.new_zeros(R, n, q).scatter_(-1, indices, values)
+        torch.bmm(codes.mT, 2 / n * error, out=atoms.grad)
