@@ -90,9 +90,7 @@ class Quadratic:
 
     def gradient(self, eta: Number | Tensor, steps: int) -> Tensor:
         """The derivative of log f(w_t) / t in η (5.1), in numbers of order one: the stable meta-gradient."""
-        s, q, t = self._scaled(eta, steps)
-        above = (self._weights() * self.eigenvalues * q ** (2 * t - 1)).sum(-1)
-        return -2 / s * above / (self._weights() * q ** (2 * t)).sum(-1)
+        return self._gradient(step_sizes(eta, zero=True).to(self.eigenvalues), whole(steps, "steps"))
 
     def best_step(self, steps: int) -> Tensor:
         """η*, the one zero of `gradient`, in [1/L, 1/α] (Claim 5.3.4): by bisection to the last digit."""
@@ -122,8 +120,8 @@ class Quadratic:
         """
         shape = self.eigenvalues.shape[:-1]
         eta = torch.broadcast_to(step_sizes(start).double(), shape).clone()
-        path = [eta]
-        derivative = gradient or (lambda eta: self.gradient(eta, steps))
+        path, steps = [eta], whole(steps, "steps")
+        derivative = gradient or (lambda eta: self._gradient(eta, steps))
         for k in range(1, whole(meta_steps, "meta_steps", 1000) + 1):
             # maximum, unlike clamp of a NaN to zero, keeps NaN: a step that failed stays visible
             eta = torch.maximum(eta - rate(k) * derivative(eta), torch.zeros_like(eta))
@@ -156,8 +154,15 @@ class Quadratic:
     def _weights(self) -> Tensor:
         return self.c**2 * self.eigenvalues
 
-    def _scaled(self, eta: Number | Tensor, steps: int) -> tuple[Tensor, Tensor, int]:
-        t = whole(steps, "steps")
-        r = 1 - step_sizes(eta, zero=True).to(self.eigenvalues)[..., None] * self.eigenvalues
+    def _gradient(self, eta: Tensor, t: int) -> Tensor:
+        s, q = self._ratios(eta)
+        even = q ** (2 * t - 2) * self._weights()
+        return -2 / s * (self.eigenvalues * even * q).sum(-1) / (even * q * q).sum(-1)
+
+    def _ratios(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        r = 1 - eta[..., None] * self.eigenvalues
         s = r.abs().amax(-1)
-        return s, r / s[..., None], t
+        return s, r / s[..., None]
+
+    def _scaled(self, eta: Number | Tensor, steps: int) -> tuple[Tensor, Tensor, int]:
+        return *self._ratios(step_sizes(eta, zero=True).to(self.eigenvalues)), whole(steps, "steps")

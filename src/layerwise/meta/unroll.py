@@ -216,16 +216,32 @@ def _over_tasks(step: Step, objective: Objective, state: Tree) -> tuple[Step, Ob
         given = f"states of {sorted(sizes)} tasks"
         raise InputError(describe(given, "a first axis of tasks, alike in all tensors", "stack the tasks' states"))
 
-    def dims(batch: Any) -> int | None:
-        return None if batch is None else 0
-
     def all_steps(state: Tree, meta: Meta, batch: Any) -> Tree:
-        return vmap(step, in_dims=(0, None, dims(batch)))(state, meta, batch)
+        return _mapped(lambda state, batch: step(state, meta, batch), state, batch)
 
     def mean(state: Tree, batch: Any) -> Tensor:
-        return vmap(objective, in_dims=(0, dims(batch)))(state, batch).mean()
+        return _mapped(objective, state, batch).mean()
 
     return all_steps, mean
+
+
+def _mapped(function: Callable[[Tree, Any], Tree], *trees: Tree) -> Tree:
+    """`function` of each task; what is no tensor, such as None, is given to all of them and comes back once."""
+    leaves, shape = pytree.tree_flatten(trees)
+    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    others: list[Any] = []
+
+    def of_tensors(parts: list[Tensor]) -> list[Tensor]:
+        now = list(leaves)
+        for i, part in zip(where, parts, strict=True):
+            now[i] = part
+        found, spec = pytree.tree_flatten(function(*pytree.tree_unflatten(now, shape)))
+        others[:] = [spec, [None if isinstance(leaf, Tensor) else (leaf,) for leaf in found]]
+        return [leaf for leaf in found if isinstance(leaf, Tensor)]
+
+    results = iter(vmap(of_tensors)([leaves[i] for i in where]))
+    spec, kept = others
+    return pytree.tree_unflatten([next(results) if other is None else other[0] for other in kept], spec)
 
 
 def _feed(batches: Batches, steps: int, dtype: torch.dtype | None) -> Callable[[int], Any]:

@@ -53,7 +53,9 @@ def naive_gradient_floor(eigenvalues: Float[Array, "d"], c: Float[Array, "d"], e
     if not eta > 2 / L:
         raise InputError(describe(f"eta={eta}", f"η > 2/L = {2 / L:g}", "use naive_gradient_bound below 2/L"))
     c_first, _ = _ends(eigenvalues, c)
-    return c_first**2 * L**2 * steps * (eta * L - 1) ** (2 * steps - 1) - L**2 * steps
+    with np.errstate(over="ignore"):
+        growth = float(np.float64(eta * L - 1) ** (2 * steps - 1))  # ∞ where it overflows; Python's own power raises
+    return c_first**2 * L**2 * steps * growth - L**2 * steps
 
 
 def log_gradient_bound(eigenvalues: Float[Array, "d"], c: Float[Array, "d"]) -> float:

@@ -1,0 +1,89 @@
+"""The stable meta-gradient against autograd, and where only the stable one is left."""
+
+import pytest
+import torch
+
+from layerwise.foundations.errors import InputError
+from layerwise.meta import Quadratic
+
+
+def descended(problem, eta, steps):
+    w = problem.c.to(eta.dtype)
+    for _ in range(steps):
+        w = w - eta[..., None] * problem.eigenvalues.to(eta.dtype) * w
+    return w
+
+
+@pytest.mark.parametrize("steps", [1, 7, 40])
+@pytest.mark.parametrize("size", [0.003, 0.03, 0.3])
+def test_both_derivatives_agree_with_autograd(steps, size):
+    problem = Quadratic.random(4, 6)
+    eta = torch.full((4,), size, dtype=torch.float64, requires_grad=True)
+    naive = problem.loss(descended(problem, eta, steps))
+    (expected,) = torch.autograd.grad((naive.log() / steps).sum(), eta, retain_graph=True)
+    torch.testing.assert_close(problem.gradient(size, steps), expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(problem.objective(size, steps), naive.detach().log() / steps, rtol=1e-9, atol=1e-12)
+    (expected,) = torch.autograd.grad(naive.sum(), eta)
+    torch.testing.assert_close(problem.naive_gradient(size, steps), expected, rtol=1e-9, atol=0)
+
+
+def test_of_a_matrix_is_descent_on_that_matrix():
+    X = torch.randn(5, 5, dtype=torch.float64)
+    H, start = X.T @ X, torch.randn(5, dtype=torch.float64)
+    w = start
+    for _ in range(6):
+        w = w - 0.02 * H @ w
+    assert float(Quadratic.of(H, start).objective(0.02, 6)) == pytest.approx(float((0.5 * w @ H @ w).log() / 6))
+
+
+def test_a_huge_number_of_steps_gives_numbers():
+    problem = Quadratic.random(3, 10)
+    assert torch.isfinite(problem.gradient(1.0, 100_000)).all()
+    sign, logabs = problem.naive_log_gradient(1.0, 100_000)
+    assert (sign == 1).all()
+    assert (logabs > 1e5).all()
+    assert torch.isinf(problem.naive_gradient(1.0, 100_000)).all()
+
+
+def test_best_step_is_the_minimum_between_the_inverse_eigenvalues():
+    problem = Quadratic.random(6, 8)
+    best = problem.best_step(15)
+    assert (best >= 1 / problem.eigenvalues[:, -1]).all()
+    assert (best <= 1 / problem.eigenvalues[:, 0]).all()
+    for factor in (0.99, 1.01):
+        assert (problem.objective(best, 15) < problem.objective(best * factor, 15)).all()
+
+
+def test_meta_descent_comes_to_the_best_step_and_never_below_zero():
+    problem = Quadratic(torch.tensor([[1.0, 2.0, 4.0]]).double(), torch.ones(1, 3).double())
+    path = problem.learn(1.5, 10, meta_steps=2000)
+    assert path.shape == (2001, 1)
+    assert float(path.min()) >= 0
+    assert float(path[-1]) == pytest.approx(float(problem.best_step(10)), rel=1e-3)
+
+
+def test_a_derivative_that_is_not_a_number_stays_visible():
+    problem = Quadratic.random(1, 4)
+    path = problem.learn(0.1, 10, meta_steps=3, gradient=lambda eta: eta * torch.nan)
+    assert torch.isnan(path[1:]).all()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q: q.gradient(-0.1, 5),
+        lambda q: q.gradient(float("nan"), 5),
+        lambda q: q.gradient(0.1, 0),
+        lambda q: q.learn(0.0, 5),
+        lambda q: q.learn(0.1, 5, meta_steps=0),
+        lambda q: Quadratic(torch.tensor([0.0, 1.0]), torch.ones(2)),
+        lambda q: Quadratic(torch.tensor([1.0, 2.0]), torch.ones(3)),
+        lambda q: Quadratic(torch.tensor([1.0, 2.0]), torch.zeros(2)),
+        lambda q: Quadratic.of(torch.ones(2, 3), torch.ones(2)),
+        lambda q: Quadratic.of(torch.tensor([[1.0, 1.0], [0.0, 1.0]]), torch.ones(2)),
+        lambda q: Quadratic.of(torch.eye(2) * torch.nan, torch.ones(2)),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(unchecked, call):
+    with pytest.raises(InputError, match=r"given: .*; expected: .*; do: "):
+        call(Quadratic.random(1, 3))
