@@ -24,7 +24,7 @@ import sweep_plain
 import torch
 
 from layerwise import feature_learning as fl
-from layerwise.experiments.zhang2025_learning_rates import EXPONENTS, algorithms
+from layerwise.experiments.zhang2025.learning_rates import EXPONENTS, algorithms
 
 RATES = [10.0**e for e in EXPONENTS]
 SAMPLE_RATES = [RATES[4], RATES[8], RATES[12]]

@@ -612,11 +612,11 @@ def test_recorded_runs_are_judged_without_torch(name, tmp_path):
 
 
 MODULES = {
-    "head-to-head": "zhang2025_head_to_head",
-    "lower-bound": "zhang2025_lower_bound",
-    "networks": "features_networks",
-    "samples": "features_samples",
-    "real-data": "features_real_data",
+    "head-to-head": "zhang2025.head_to_head",
+    "lower-bound": "zhang2025.lower_bound",
+    "networks": "beyond.networks",
+    "samples": "beyond.samples",
+    "real-data": "beyond.real_data",
 }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from layerwise.experiments import catalog
 from layerwise.experiments.claims import Claim
-from layerwise.experiments.zhang2025_head_to_head import PAPER
+from layerwise.experiments.zhang2025 import PAPER
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "paper-coverage.md"

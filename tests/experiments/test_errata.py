@@ -3,8 +3,8 @@
 import pytest
 from experiment_records import records
 
-from layerwise.experiments import zhang2025_errata as errata
 from layerwise.experiments.claims import HELD, NOT_HELD, judge
+from layerwise.experiments.zhang2025 import errata as errata
 
 EXPERIMENT = errata.EXPERIMENT
 

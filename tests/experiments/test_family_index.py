@@ -7,10 +7,10 @@ import jaxtyping
 import pytest
 from experiment_records import records
 
-from layerwise.experiments import zhang2025_family_index as by_step
-from layerwise.experiments import zhang2025_family_trained as trained
 from layerwise.experiments.catalog import find
 from layerwise.experiments.claims import HELD, NOT_HELD, judge
+from layerwise.experiments.zhang2025 import family_index as by_step
+from layerwise.experiments.zhang2025 import family_trained as trained
 from layerwise.foundations.errors import InputError
 from layerwise.studies.feature_learning.index_family import (
     INDEX_MEMBERS,

@@ -9,7 +9,7 @@ import torch
 from experiment_records import records
 
 from layerwise.data.folder import MissingDataError
-from layerwise.experiments import features_real_data as real_data
+from layerwise.experiments.beyond import real_data as real_data
 from layerwise.experiments.catalog import find
 from layerwise.experiments.claims import HELD, NOT_HELD, judge
 from layerwise.foundations.errors import InputError

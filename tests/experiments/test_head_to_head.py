@@ -7,12 +7,12 @@ import jaxtyping
 import pytest
 from experiment_records import records
 
-from layerwise.experiments import zhang2025_head_to_head as head_to_head
-from layerwise.experiments import zhang2025_learning_rates as learning_rates
-from layerwise.experiments import zhang2025_normalisation as normalisation
 from layerwise.experiments.catalog import find
 from layerwise.experiments.claims import NOT_ENOUGH, NOT_HELD, judge
 from layerwise.experiments.over_seeds import band
+from layerwise.experiments.zhang2025 import head_to_head as head_to_head
+from layerwise.experiments.zhang2025 import learning_rates as learning_rates
+from layerwise.experiments.zhang2025 import normalisation as normalisation
 from layerwise.studies import feature_learning as fl
 
 SMALL = {"dx": 20, "dy": 8, "k": 3, "batch": 256}

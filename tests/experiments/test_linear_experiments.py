@@ -9,15 +9,15 @@ import pytest
 import torch
 from experiment_records import records
 
-from layerwise.experiments import zhang2025_contraction as contraction
-from layerwise.experiments import zhang2025_family as family
-from layerwise.experiments import zhang2025_lower_bound as lower_bound
-from layerwise.experiments import zhang2025_multi_task as multi_task
-from layerwise.experiments import zhang2025_second_order as second_order
-from layerwise.experiments import zhang2025_settings as settings
-from layerwise.experiments import zhang2025_transfer as transfer
 from layerwise.experiments.catalog import find
 from layerwise.experiments.claims import HELD, NOT_HELD, judge
+from layerwise.experiments.zhang2025 import contraction as contraction
+from layerwise.experiments.zhang2025 import family as family
+from layerwise.experiments.zhang2025 import lower_bound as lower_bound
+from layerwise.experiments.zhang2025 import multi_task as multi_task
+from layerwise.experiments.zhang2025 import second_order as second_order
+from layerwise.experiments.zhang2025 import settings as settings
+from layerwise.experiments.zhang2025 import transfer as transfer
 from layerwise.studies import feature_learning as fl
 
 MODULES = {

@@ -6,7 +6,7 @@ import jaxtyping
 import pytest
 from experiment_records import records
 
-from layerwise.experiments import features_networks as networks
+from layerwise.experiments.beyond import networks as networks
 from layerwise.experiments.claims import HELD, NOT_HELD, judge
 from layerwise.foundations.errors import InputError
 from layerwise.studies.feature_learning.networks import Learned

@@ -7,10 +7,10 @@ import jaxtyping
 import pytest
 from experiment_records import records
 
-from layerwise.experiments import features_samples
+from layerwise.experiments.beyond import samples as features_samples
+from layerwise.experiments.beyond.samples_runs import BOUNDARY, LIMITS, SIMULATED, STEPS, Config
 from layerwise.experiments.catalog import find
 from layerwise.experiments.claims import HELD, NOT_HELD, judge
-from layerwise.experiments.features_samples_runs import BOUNDARY, LIMITS, SIMULATED, STEPS, Config
 from layerwise.foundations.errors import InputError
 from layerwise.studies import feature_learning as fl
 from layerwise.studies.feature_learning import samples

@@ -5,13 +5,13 @@ import dataclasses
 import jaxtyping
 import pytest
 
-from layerwise.experiments import zhang2025_correlation_anisotropy as by_anisotropy
-from layerwise.experiments import zhang2025_correlation_damping as by_damping
-from layerwise.experiments import zhang2025_head_refit as head_refit
-from layerwise.experiments import zhang2025_rank_one as rank_one
 from layerwise.experiments.against_theory import agreement, deviations, means
 from layerwise.experiments.catalog import find
 from layerwise.experiments.claims import HELD, NOT_ENOUGH, NOT_HELD, judge
+from layerwise.experiments.zhang2025 import correlation_anisotropy as by_anisotropy
+from layerwise.experiments.zhang2025 import correlation_damping as by_damping
+from layerwise.experiments.zhang2025 import head_refit as head_refit
+from layerwise.experiments.zhang2025 import rank_one as rank_one
 
 LABELS = head_refit.LABELS
 MODULES = {

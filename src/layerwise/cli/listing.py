@@ -78,9 +78,9 @@ def _print_lines(rows: list[dict[str, Any]]) -> None:
             if row["paper"] == paper:
                 state = f" [{_cell(row['state'])}]" if row["state"] else ""
                 print(f"  {row['name']:<{width}}  {row['title']}{state}")
-        of_paper = {folders.get(row["name"]) for row in rows if row["paper"] == paper}
-        if of_paper != {None} and len(of_paper) == 1:
-            print(f"run all of these with: layerwise run {of_paper.pop()}")
+        of_paper = sorted({folders[row["name"]] for row in rows if row["paper"] == paper and row["name"] in folders})
+        if of_paper:
+            print(f"run all of these with: {'; '.join(f'layerwise run {folder}' for folder in of_paper)}")
         print()
     print("figure, claims and cost of some: layerwise list NAME ...")
 

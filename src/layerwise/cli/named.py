@@ -11,8 +11,8 @@ ALL = "all"
 """Names no experiment, but all of the catalog."""
 ABOUT_NAMES = """\
 An experiment of your own is named by where it is, such as my_package.mean:EXPERIMENT (the current folder is searched,
-too); `all` names those of layerwise, and george2023 or wu2024 those of one thesis. Without names, all of layerwise are
-meant."""
+too); `all` names those of layerwise, and zhang2025, george2023 or wu2024 those of one paper. Without names, all of
+layerwise are meant."""
 
 
 def find(name: str) -> Experiment:

@@ -11,7 +11,7 @@ from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Figure, Panel
 from layerwise.experiments.over_seeds import POSITIVE, band, bound, combined, own_draws, ratio, unless_diverged, value
 from layerwise.experiments.progress import within_cell
-from layerwise.experiments.zhang2025_head_to_head import DRAWS, LABELS, MEASURES, PAPER, draws, row
+from layerwise.experiments.zhang2025.head_to_head import DRAWS, LABELS, MEASURES, PAPER, draws, row
 from layerwise.foundations.errors import InputError, unknown
 from layerwise.studies import feature_learning as fl
 

@@ -5,9 +5,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from layerwise.experiments.beyond.samples_figures import LABELS
+from layerwise.experiments.beyond.samples_runs import BOUNDARY, LIMITS, LINK, SIMULATED, STEPS, Config, ratio
 from layerwise.experiments.claims import Claim
-from layerwise.experiments.features_samples_figures import LABELS
-from layerwise.experiments.features_samples_runs import BOUNDARY, LIMITS, LINK, SIMULATED, STEPS, Config, ratio
 from layerwise.experiments.over_seeds import bound, combined
 from layerwise.studies.feature_learning.members import member
 

@@ -12,8 +12,8 @@ from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Figure, Panel
 from layerwise.experiments.over_seeds import band, combined, value
 from layerwise.experiments.progress import within_cell
-from layerwise.experiments.zhang2025_head_to_head import PAPER
-from layerwise.experiments.zhang2025_rank_one import slope
+from layerwise.experiments.zhang2025 import PAPER
+from layerwise.experiments.zhang2025.rank_one import slope
 from layerwise.studies import feature_learning as fl
 
 LABELS = {"sgd": "SGD", "kfac": "KFAC"}

@@ -12,7 +12,7 @@ from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Curve, Figure, Panel
 from layerwise.experiments.over_seeds import band, bound, combined, distinct
-from layerwise.experiments.zhang2025_head_to_head import PAPER
+from layerwise.experiments.zhang2025 import PAPER
 from layerwise.foundations.random import stream
 
 if TYPE_CHECKING:

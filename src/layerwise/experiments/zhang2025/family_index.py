@@ -13,7 +13,8 @@ from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Figure
 from layerwise.experiments.over_seeds import combined, value
 from layerwise.experiments.progress import within_cell
-from layerwise.experiments.zhang2025_family_index_figures import (
+from layerwise.experiments.zhang2025 import PAPER
+from layerwise.experiments.zhang2025.family_index_figures import (
     BY_DAMPING,
     BY_E,
     DAMPED,
@@ -21,7 +22,6 @@ from layerwise.experiments.zhang2025_family_index_figures import (
     by_damping,
     first_steps,
 )
-from layerwise.experiments.zhang2025_head_to_head import PAPER
 from layerwise.foundations.errors import InputError, describe
 from layerwise.studies import feature_learning as fl
 from layerwise.studies.feature_learning.index_members import INDEX_MEMBERS

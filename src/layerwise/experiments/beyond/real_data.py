@@ -7,9 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from layerwise.experiments.claims import Claim
-from layerwise.experiments.experiment import Cell, Experiment, Record, Row
-from layerwise.experiments.features_real_data_claims import (
+from layerwise.experiments.beyond.real_data_claims import (
     SUMMARY,
     known_claims,
     label_claims,
@@ -17,10 +15,12 @@ from layerwise.experiments.features_real_data_claims import (
     rotated_claims,
     short_label_claims,
 )
-from layerwise.experiments.features_real_data_figures import known_figure, movement_figure, transfer_figure
+from layerwise.experiments.beyond.real_data_figures import known_figure, movement_figure, transfer_figure
+from layerwise.experiments.claims import Claim
+from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Figure
 from layerwise.experiments.progress import within_cell
-from layerwise.experiments.zhang2025_head_to_head import PAPER
+from layerwise.experiments.zhang2025 import PAPER
 from layerwise.foundations.errors import InputError, unknown
 from layerwise.studies.feature_learning.members import MEMBERS
 from layerwise.studies.feature_learning.real_data_choices import DAMPED, DATA

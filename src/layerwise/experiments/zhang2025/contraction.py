@@ -16,7 +16,7 @@ from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Figure, Panel
 from layerwise.experiments.over_seeds import band, bound, combined, distinct
-from layerwise.experiments.zhang2025_head_to_head import PAPER
+from layerwise.experiments.zhang2025 import PAPER
 from layerwise.foundations.errors import InputError, describe, unknown
 from layerwise.foundations.random import stream
 from layerwise.studies import feature_learning as fl

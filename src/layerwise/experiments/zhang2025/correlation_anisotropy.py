@@ -13,8 +13,8 @@ from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Figure, Panel
 from layerwise.experiments.over_seeds import combined
 from layerwise.experiments.progress import within_cell
-from layerwise.experiments.zhang2025_correlation_damping import curves
-from layerwise.experiments.zhang2025_head_to_head import PAPER
+from layerwise.experiments.zhang2025 import PAPER
+from layerwise.experiments.zhang2025.correlation_damping import curves
 from layerwise.studies import feature_learning as fl
 
 LABELS = {"sgd": "SGD", "kfac": "KFAC", "damped": "KFAC, damped"}

@@ -10,7 +10,7 @@ from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Figure, Panel
 from layerwise.experiments.over_seeds import POSITIVE, band, bars, bound, combined, own_draws, ratio
 from layerwise.experiments.progress import within_cell
-from layerwise.experiments.zhang2025_head_to_head import DRAWS, PAPER, draws
+from layerwise.experiments.zhang2025.head_to_head import DRAWS, PAPER, draws
 from layerwise.foundations.random import stream
 from layerwise.studies import feature_learning as fl
 

@@ -11,12 +11,9 @@ from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Figure, Panel
 from layerwise.experiments.over_seeds import POSITIVE, band, bound, own_draws, ratio, unless_diverged, value
 from layerwise.experiments.progress import within_cell
+from layerwise.experiments.zhang2025 import PAPER
 from layerwise.studies import feature_learning as fl
 
-PAPER = (
-    "Zhang, Moniri, Nagwekar, Rahman, Xue, Hassani, Matni: On The Concurrence of Layer-wise Preconditioning Methods "
-    "and Provable Feature Learning, ICML 2025, arXiv 2502.01763"
-)
 LABELS = {
     "sgd": "SGD",
     "amgd": "AMGD",

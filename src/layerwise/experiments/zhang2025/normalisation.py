@@ -11,7 +11,7 @@ from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Figure, Panel
 from layerwise.experiments.over_seeds import POSITIVE, band, bound, combined, own_draws, ratio
 from layerwise.experiments.progress import within_cell
-from layerwise.experiments.zhang2025_head_to_head import PAPER
+from layerwise.experiments.zhang2025 import PAPER
 from layerwise.foundations.errors import InputError, unknown
 from layerwise.foundations.random import stream
 from layerwise.studies import feature_learning as fl

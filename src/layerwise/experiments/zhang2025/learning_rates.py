@@ -12,7 +12,7 @@ from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Figure, Panel
 from layerwise.experiments.over_seeds import POSITIVE, band, own_draws
 from layerwise.experiments.progress import within_cell
-from layerwise.experiments.zhang2025_head_to_head import DRAWS, PAPER, SECOND_ORDER, draws
+from layerwise.experiments.zhang2025.head_to_head import DRAWS, PAPER, SECOND_ORDER, draws
 from layerwise.studies import feature_learning as fl
 
 LABELS = {

@@ -1,10 +1,10 @@
 """How many samples it takes to find features, by anisotropy and by optimizer: many steps, and the theory of one."""
 
+from layerwise.experiments.beyond.samples_claims import claims
+from layerwise.experiments.beyond.samples_figures import figures
+from layerwise.experiments.beyond.samples_runs import Config, cells, run
 from layerwise.experiments.experiment import Experiment
-from layerwise.experiments.features_samples_claims import claims
-from layerwise.experiments.features_samples_figures import figures
-from layerwise.experiments.features_samples_runs import Config, cells, run
-from layerwise.experiments.zhang2025_head_to_head import PAPER
+from layerwise.experiments.zhang2025 import PAPER
 from layerwise.studies.feature_learning.members import MEMBERS
 
 EXPERIMENT = Experiment(

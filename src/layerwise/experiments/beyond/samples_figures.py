@@ -7,8 +7,8 @@ from functools import cache
 
 import numpy as np
 
+from layerwise.experiments.beyond.samples_runs import BOUNDARY, DAMPINGS, LIMITS, SIMULATED, STEPS, Config
 from layerwise.experiments.experiment import Record
-from layerwise.experiments.features_samples_runs import BOUNDARY, DAMPINGS, LIMITS, SIMULATED, STEPS, Config
 from layerwise.experiments.figures import Curve, Figure, Panel
 from layerwise.experiments.over_seeds import band
 from layerwise.studies.feature_learning.members import member
