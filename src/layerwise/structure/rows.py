@@ -33,6 +33,10 @@ FEW = 8
 """Examples that are kept, to compare matrices on."""
 
 
+class _DoesNotFit(Exception):
+    """Rows take more memory than is allowed."""
+
+
 class Piece(ABC):
     """The rows of some examples."""
 
@@ -251,9 +255,10 @@ class Rows(OwnArithmetic, guard=in_own_arithmetic):
         rows = Rows(layer, dtype)
         allowed = layer.sweep.memory // 2
         squares: list[Tensor] = []
+        fits = True
 
         def begin() -> Observe:
-            rows.pieces, rows.total = [], 0
+            rows.pieces, rows.total = [] if fits else None, 0
             squares.clear()
             batch: list[Piece] = []
 
@@ -273,13 +278,17 @@ class Rows(OwnArithmetic, guard=in_own_arithmetic):
                     batch[:] = _stacked(batch, found)
                     rows.pieces.extend(batch)
                 if sum(p.bytes() for p in rows.pieces) > allowed:
-                    rows.pieces = None
-                    batch.clear()
-                    _require_repeats(layer, allowed)
+                    raise _DoesNotFit
 
             return observe
 
-        totals = layer.each(begin, "rows of the layer's Hessian")
+        try:
+            totals = layer.each(begin, "rows of the layer's Hessian")
+        except _DoesNotFit:
+            _require_repeats(layer, allowed)
+            layer.sweep.source.restart("whose rows do not fit in memory")
+            fits = False
+            totals = layer.each(begin, "rows of the layer's Hessian")
         rows.count, rows.examples = totals.scale(layer.sweep.normalize), totals.examples
         rows.square = float(torch.stack(squares).sum()) if squares else 0.0
         if rows.pieces is not None:
@@ -297,7 +306,6 @@ class Rows(OwnArithmetic, guard=in_own_arithmetic):
             for part in layer_pieces(self.layer, io, recorded, self.dtype):
                 consume(part)
 
-        self.layer.sweep.source.repeats = True
         self.layer.each(lambda: observe, description)
 
     def times(self, X: Float[Tensor, "d b"]) -> Float[Tensor, "d b"]:

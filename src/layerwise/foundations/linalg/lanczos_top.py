@@ -28,10 +28,10 @@ def lanczos_top(
 ) -> tuple[Float[Tensor, "k"], Float[Tensor, "d k"], Float[Tensor, "k"]]:
     """The k algebraically largest eigenvalues, ascending, their vectors, and the residuals ``‖M u − θ u‖``.
 
-    Stops when all residuals are ``≤ tol |θ_max|`` (or at the precision of the products), else after
-    ``max_steps`` products with blocks of `block` columns (None: k); the residuals say which. Holds at most about
-    ``2 max(6k, 30)`` vectors. Fewer columns make fewer products in all, where these do not want to be large; an
-    eigenvalue that occurs more often than there are columns is then found slowly.
+    Stops when all residuals are ``≤ tol |θ_max|`` or at the precision of the products (below ``100 ε |θ_max|``, where
+    they have stopped falling), else after ``max_steps`` products with blocks of `block` columns (None: k); the
+    residuals say which. Holds at most about ``2 max(6k, 30)`` vectors. Fewer columns a block make fewer products with
+    columns in all; an eigenvalue that occurs more often than a block has columns is then found slowly.
 
     Reference: Wu and Simon 2000, Thick-restart Lanczos; Golub and Underwood 1977, for the block form.
 
@@ -49,6 +49,7 @@ def lanczos_top(
     MW, H = W, W.mT @ W  # H = Wᵀ M W, grown by the rows and columns of each block
     columns = gaussian(d, width, generator, dtype, device)
     best: tuple[Tensor, Tensor, Tensor] | None = None
+    least, stalled = float("inf"), 0
     max_steps = max(max_steps, -(-k // width))  # fewer would not give k pairs
     for step in range(1, max_steps + 1):
         columns = _orthonormal_block(W, columns, generator)
@@ -60,8 +61,12 @@ def lanczos_top(
         if not (last or full or (W.shape[1] >= k and step % looks == 0)):
             continue
         theta, S = guarded_eigh(H, name="Rayleigh-Ritz matrix of Lanczos", clamp=False)
-        best, done = _ritz_pairs(W, MW, theta, S, k, tol)
-        if done or last:
+        found, done = _ritz_pairs(W, MW, theta, S, k, tol)
+        worst = float(found[2].max())
+        stalled = stalled + 1 if worst > 0.9 * least and least <= _rounding(theta) else 0
+        if best is None or worst <= least:
+            best, least = found, worst
+        if done or last or stalled == 2:
             break
         if full:
             # The next block is made orthogonal to the whole space before most of that space is dropped.
@@ -76,6 +81,11 @@ def _check(d: int, k: int, max_steps: int) -> None:
     require_at_least("max_steps", max_steps, 1)
     if k > d:
         raise InputError(describe(f"k={k} eigenpairs of dimension {d}", f"k ≤ {d}", f"pass k={d} or fewer"))
+
+
+def _rounding(theta: Float[Tensor, "p"]) -> float:
+    """The size of residuals that rounding alone may leave."""
+    return 100 * torch.finfo(theta.dtype).eps * float(theta.abs().max())
 
 
 def _bordered(H: Float[Tensor, "p p"], C: Float[Tensor, "q b"]) -> Float[Tensor, "q q"]:
