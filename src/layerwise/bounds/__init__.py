@@ -1,4 +1,5 @@
-"""Bounds on generalization, and measures of complexity: George (2023), section 6.4 and appendix B.2, corrected.
+"""Bounds on generalization, and measures of complexity: George (2023), section 6.4 and appendix B.2, corrected; and
+PAC-Bayes bounds from the structure of Hessians, Wu (2023), section 4.6 and appendix C.8, corrected.
 
 >>> import torch, layerwise as lw
 >>> K = torch.eye(50)
@@ -12,6 +13,8 @@ from layerwise.foundations.lazy_names import import_when_used
 
 if TYPE_CHECKING:
     from layerwise.bounds.flow import FlowComplexity as FlowComplexity
+    from layerwise.bounds.kl import binary_kl as binary_kl
+    from layerwise.bounds.kl import kl_inverse as kl_inverse
     from layerwise.bounds.margins import binary_contraction as binary_contraction
     from layerwise.bounds.margins import generalization_bound as generalization_bound
     from layerwise.bounds.margins import margin_loss as margin_loss
@@ -28,6 +31,11 @@ if TYPE_CHECKING:
     from layerwise.bounds.measures import one_inf_product as one_inf_product
     from layerwise.bounds.measures import parameter_count as parameter_count
     from layerwise.bounds.measures import spectral_frobenius as spectral_frobenius
+    from layerwise.bounds.pac_bayes.monte_carlo import error_limit as error_limit
+    from layerwise.bounds.pac_bayes.optimize import pac_bayes as pac_bayes
+    from layerwise.bounds.pac_bayes.prior import PriorGrid as PriorGrid
+    from layerwise.bounds.pac_bayes.prior import relative_entropy_rate as relative_entropy_rate
+    from layerwise.bounds.pac_bayes.result import PacBayes as PacBayes
     from layerwise.bounds.rademacher import Estimate as Estimate
     from layerwise.bounds.rademacher import flow_rademacher as flow_rademacher
     from layerwise.bounds.rademacher import flow_rademacher_bound as flow_rademacher_bound

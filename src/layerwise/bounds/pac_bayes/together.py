@@ -1,0 +1,146 @@
+"""Many posteriors as one tensor program: seeds, methods and caps of one architecture, for comparisons."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from layerwise.bounds.pac_bayes.bases import Bases, Rotation
+from layerwise.bounds.pac_bayes.options import OPTIMIZERS
+from layerwise.bounds.pac_bayes.posterior import Objective, Posterior
+from layerwise.bounds.pac_bayes.result import PacBayes
+from layerwise.bounds.pac_bayes.run import Run, check_finite
+from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.progress import Progress, Silent
+from layerwise.foundations.random import stream
+
+SHARED = ("delta", "precision", "epochs", "batch_size", "lr", "decay", "milestones", "optimizer", "loss_scale")
+"""Options that all members have in common."""
+
+
+def optimize_together(runs: Sequence[Run], every: int = 10, progress: Progress | None = None) -> list[PacBayes]:
+    """As if each run were optimized alone, up to rounding and to the numbers drawn; a bound for each, in order.
+
+    Runs with the same seed see the same batches and the same noise ξ (each in its own basis), so that methods are
+    compared on equal draws.
+
+    Args:
+        runs: of networks of one architecture, with data of one size; their method, cap, interval, initial variances
+            and seed may differ.
+        every: epochs between two entries of the histories.
+        progress: shows the epochs.
+    """
+    stack = _Stack(runs)
+    epochs = runs[0].options.epochs
+    for epoch in (progress or Silent()).track(range(epochs), f"PAC-Bayes, {len(runs)} posteriors", epochs):
+        stack.epoch(epoch, (epoch + 1) % every == 0 or epoch + 1 == epochs)
+    return [run.finished(posterior) for run, posterior in zip(runs, stack.members(), strict=True)]
+
+
+class _Stack:
+    """Tensors with one row a run."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        _check(runs)
+        self.runs, self.options = runs, runs[0].options
+        begun = [run.begun() for run in runs]
+        self.bases = [posterior.bases for posterior in begun]
+        self.last = [0] * len(runs)
+        stacked = _stacked(self.bases)
+        first = runs[0].objective
+        logs = [math.log(run.options.cap) for run in runs]
+        log_caps = torch.tensor(logs, device=first.prior_mean.device, dtype=first.prior_mean.dtype)
+        objective = Objective(
+            torch.stack([run.objective.prior_mean for run in runs]),
+            first.grid,
+            first.examples,
+            first.delta,
+            first.loss_scale,
+            log_caps,
+        )
+        self.posterior = Posterior(objective, torch.stack([p.theta for p in begun]), stacked)
+        self.theta = nn.Parameter(self.posterior.theta)
+        self.theta.grad = self.posterior.grad
+        self.optimizer = OPTIMIZERS[self.options.optimizer]([self.theta], lr=self.options.lr)
+        seeds = [run.options.seed for run in runs]
+        self.seeds = sorted(set(seeds))
+        self.source = torch.tensor([self.seeds.index(seed) for seed in seeds], device=self.theta.device)
+        self.feeds = [runs[seeds.index(seed)].examples for seed in self.seeds]
+
+    def epoch(self, epoch: int, record: bool) -> None:
+        """All batches of one."""
+        for number, run in enumerate(self.runs):
+            if run.options.due(epoch, self.last[number]):
+                self.last[number] = epoch
+                self.bases[number] = run.bases(self.posterior.mean[number])
+                _write(self.posterior.bases, number, self.bases[number])
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.options.rate(epoch)
+        noises = [stream(seed, "noise", epoch, device=self.theta.device) for seed in self.seeds]
+        wrong = torch.zeros(len(self.runs), dtype=torch.long, device=self.theta.device)
+        like = self.posterior.mean[0]
+        for batches in zip(*(feed.shuffled(epoch) for feed in self.feeds), strict=True):
+            x, y = (torch.stack([batch[part] for batch in batches])[self.source] for part in (0, 1))
+            noise = torch.stack([torch.empty_like(like).normal_(generator=g) for g in noises])[self.source]
+            wrong += self.posterior.backward(self.runs[0].network, x, y, noise=noise)
+            self.optimizer.step()
+            self.posterior.project()
+        check_finite(self.posterior, epoch, self.options)
+        if record:
+            found = self.posterior.on_grid(wrong / self.runs[0].examples.count)
+            columns = {name: column.tolist() for name, column in found.items()}
+            for number, run in enumerate(self.runs):
+                row = {name: float(column[number]) for name, column in columns.items()}
+                run.history.append({"epoch": epoch + 1, **row})
+
+    def members(self) -> list[Posterior]:
+        """Each by itself."""
+        rows = self.posterior.theta.detach().clone()
+        pairs = zip(self.runs, rows, self.bases, strict=True)
+        return [Posterior(run.objective, row, bases) for run, row, bases in pairs]
+
+
+def _check(runs: Sequence[Run]) -> None:
+    first = runs[0]
+    for run in runs[1:]:
+        other = [name for name in SHARED if getattr(run.options, name) != getattr(first.options, name)]
+        same = run.objective.parameters == first.objective.parameters and run.examples.count == first.examples.count
+        if other or not same:
+            given = f"runs that differ in {', '.join(other) or 'the size of their networks or data'}"
+            raise InputError(describe(given, "these alike", "optimize them one after another"))
+    if any(run.options.biases == "leave" for run in runs):
+        raise InputError(describe('bias="leave" in a stack', '"rotate" or "joint"', "optimize such a run alone"))
+
+
+def _whole(rotation: Rotation | None, shape: tuple[int, int, int], like: Tensor) -> tuple[Tensor, Tensor]:
+    """U and V of all columns, the bias's included: where only the weight's inputs have a basis, the bias keeps its."""
+    groups, outputs, inputs = shape
+    V = torch.eye(inputs, dtype=like.dtype, device=like.device).repeat(groups, 1, 1)
+    if rotation is None:
+        return torch.eye(outputs, dtype=like.dtype, device=like.device).repeat(groups, 1, 1), V
+    if rotation.right is not None:
+        size = rotation.right.shape[-1]
+        V[:, :size, :size] = rotation.right
+    return rotation.left, V
+
+
+def _stacked(members: Sequence[Bases]) -> Bases:
+    """One rotation a layer for all members, with the standard basis where a member has none."""
+    first = max(members, key=lambda bases: len(bases.rotations))
+    rotations = {}
+    for name, rotation in first.rotations.items():
+        form = rotation.form
+        pairs = [_whole(bases.rotations.get(name), form.shape, rotation.left) for bases in members]
+        left, right = (torch.stack([pair[part] for pair in pairs]) for part in (0, 1))
+        rotations[name] = Rotation(form, left, right, "joint")
+    return replace(first, rotations=rotations, curvature=None)
+
+
+def _write(stacked: Bases, number: int, member: Bases) -> None:
+    """A member's new bases in place of those that it had."""
+    for name, rotation in stacked.rotations.items():
+        assert rotation.right is not None
+        shape = rotation.form.shape
+        rotation.left[number], rotation.right[number] = _whole(member.rotations.get(name), shape, rotation.left)
