@@ -621,6 +621,18 @@ MODULES = {
 
 
 BAD_VALUES = {
+    "anchors": (
+        ["--text", "wikitext3"],
+        ["--k", "0", "10"],
+        ["--k", "0", "100", "300"],
+        ["--bulk", "7"],
+        ["--heads", "3"],
+        ["--positions", "20"],
+    ),
+    "anchor-errata": (["--seeds", "0"],),
+    "downstream-theorem": (["--width", "2"], ["--words", "2"], ["--contexts", "10"], ["--noises", "0"]),
+    "rare-words": (["--amounts", "2", "1"], ["--words", "2"], ["--amounts", "0"]),
+    "softmax-shift": (["--contexts", "0"], ["--deviation", "nan"]),
     "amortization": (
         ["--every", "70"],
         ["--after", "200"],

@@ -8,6 +8,7 @@ cross-entropy. Where the thesis prints something else, that is there too, as ``p
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -38,23 +39,22 @@ class LogLinear:
         if not (np.isfinite(self.contexts).all() and np.isfinite(self.atoms).all()):
             raise InputError(describe("contexts or atoms that are not finite", "numbers", "look for NaN and infinity"))
 
-    @property
+    @cached_property
     def logits(self) -> Float[Array, "N n"]:
         """z_j(x) = ⟨h(x), v_j⟩."""
         return self.contexts @ self.atoms.T
 
-    @property
+    @cached_property
     def log_partition(self) -> Float[Array, "N"]:
         """log Z(x)."""
         return log_sum_exp(self.logits)
 
-    @property
+    @cached_property
     def log_probabilities(self) -> Float[Array, "N n"]:
         """log p_j(x)."""
-        logits = self.logits
-        return logits - log_sum_exp(logits)[:, None]
+        return self.logits - self.log_partition[:, None]
 
-    @property
+    @cached_property
     def probabilities(self) -> Float[Array, "N n"]:
         """p_j(x)."""
         return np.exp(self.log_probabilities)

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
 
+TOKENS = 1024
+"""Tokens in a forward pass, where windows are short."""
+
 
 def token_ids(corpus: Any, tokenizer: Any, vocabulary: int) -> Tensor | None:
     """The corpus as ids, ``[N]`` or windows ``[W, T]``; None if it is batches that the model takes as they are."""
@@ -72,8 +75,10 @@ def windows(ids: Tensor, length: int, stride: int | None, positions: int) -> Ite
     [[0, 1, 2, 3], [4, 5], [6]]
     """
     if ids.dim() == 2:
-        for row in ids[: -(-positions // ids.shape[1])]:
-            yield Window(batch=row[None], following=torch.cat([row[1:], row.new_tensor([-1])]))
+        rows = ids[: -(-positions // ids.shape[1])]
+        for part in rows.split(max(1, TOKENS // ids.shape[1])):
+            ends = part.new_full((len(part), 1), -1)
+            yield Window(batch=part, following=torch.cat([part[:, 1:], ends], dim=1).flatten())
         return
     stride = stride or (512 if length > 512 else length)
     if not 1 <= stride <= length:

@@ -112,9 +112,8 @@ class AnchorReport:
         shuffled = self.controls.get("shuffled", {}).get(row.k)
         if shuffled and shuffled.with_intercept.r2 >= r2 - 0.01 and shuffled.variance >= row.variance / 4:
             return (
-                f"{found}. It says that atoms lie in a cone, not that words were learned: the mean atom alone has R² "
-                f"{row.mean_atom:.3f}, and a dictionary shuffled over words has an anchor with "
-                f"{shuffled.with_intercept.r2:.4f}."
+                f"{found}. It says how atoms lie, not that words were learned: a dictionary shuffled over words has "
+                f"{shuffled.with_intercept.r2:.4f}, and the mean atom alone has {row.mean_atom:.3f}."
             )
         return f"{found}; the mean atom alone has R² {row.mean_atom:.3f}."
 

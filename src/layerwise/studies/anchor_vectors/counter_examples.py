@@ -10,10 +10,13 @@ from layerwise.theory import LogLinear
 RARE, FREQUENT = 0, 1
 
 
-def random_teacher(random: np.random.Generator, contexts: int, words: int, width: int) -> LogLinear:
-    """Gaussian contexts, atoms with variance 1/width, and a last coordinate that is 1 in all contexts."""
+def random_teacher(
+    random: np.random.Generator, contexts: int, words: int, width: int, biases: Sequence[float | int] = ()
+) -> LogLinear:
+    """Gaussian contexts, atoms with variance 1/width, and a last coordinate for biases, here of the first words."""
     h = np.hstack([random.standard_normal((contexts, width)), np.ones((contexts, 1))])
     v = np.hstack([random.standard_normal((words, width)) / np.sqrt(width), np.zeros((words, 1))])
+    v[: len(biases), -1] = biases
     return LogLinear(contexts=h, atoms=v)
 
 
@@ -21,8 +24,7 @@ def rare_words(
     random: np.random.Generator, amounts: Sequence[float | int], *, contexts: int, words: int, width: int
 ) -> dict[str, float]:
     """Theorem 3.3.1: f* = z_0 + z_1, where word 0 is rare and word 1 frequent; the student's z_0 is less by s."""
-    teacher = random_teacher(random, contexts, words, width)
-    teacher.atoms[RARE, -1], teacher.atoms[FREQUENT, -1] = -8.0, 9.0
+    teacher = random_teacher(random, contexts, words, width, biases=(-8.0, 9.0))
     task = teacher.logits[:, [RARE, FREQUENT]].sum(1)
     positive = task > 0
     p = teacher.probabilities[:, RARE]
