@@ -368,8 +368,8 @@ def layer_hessian(
     rows = Rows.gather(chosen, dtype or chosen.dtype)
     if gauss_newton:
         return GaussNewton(rows)
-    assert rows.few is not None
-    return GaussNewton(rows, require_agreement(chosen, rows.few))
+    # without rows the layer takes no part, and both matrices are zero
+    return GaussNewton(rows, 0.0 if rows.few is None else require_agreement(chosen, rows.few))
 
 
 def autograd_hessian(layer: OneLayer) -> AutogradHessian:

@@ -1,6 +1,6 @@
 """What spectra say: outliers of a Hessian, and inputs whose moment is nearly of rank one (Wu 2023, section 4.3)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from layerwise.foundations.linalg import guarded_eigh
 from layerwise.layers.calling import in_own_arithmetic
 from layerwise.layers.io import LayerIO
 from layerwise.layers.recorder import Recorded
+from layerwise.layers.source import Source
 from layerwise.layers.standard import Standard
 from layerwise.structure.factors import Decoupled, gather
 from layerwise.structure.one_layer import Observe, OneLayer, one_layer
@@ -143,7 +144,9 @@ def _aligned(factors: Decoupled, group: int, direction: Tensor) -> MeanAlignment
 def position_means(layer: OneLayer) -> Float[Tensor, "K I P"] | None:
     """``E[X]``: the mean input of every position; None where examples have different numbers of positions."""
     sums: list[Tensor] = []
-    layer.sweep.source.require_passes(2, "the mean input of every position")
+    source = layer.sweep.source
+    source.require_passes(2, "the mean input of every position")
+    layer = replace(layer, sweep=replace(layer.sweep, source=Source(source.data, source.progress, source.model)))
 
     def begin() -> Observe:
         sums.clear()

@@ -9,7 +9,7 @@ from torch import Tensor
 from layerwise.foundations.errors import InputError, describe
 
 
-def overlap(U: Float[Tensor, "d p"], V: Float[Tensor, "d q"], k: int | None = None) -> Float[Tensor, ""]:
+def overlap(U: Float[Tensor, "d p"], V: Float[Tensor, "e q"], k: int | None = None) -> Float[Tensor, ""]:
     """``‖U_kᵀ V_k‖_F² / k``: how much of one k-dimensional space lies in another, from 0 to 1.
 
     U and V have orthonormal columns, of which the first k (None: all) are compared. Spaces drawn at random have
@@ -25,7 +25,7 @@ def overlap(U: Float[Tensor, "d p"], V: Float[Tensor, "d q"], k: int | None = No
     return (U[:, :k].mT @ V[:, :k]).square().sum() / k
 
 
-def overlap_curve(U: Float[Tensor, "d p"], V: Float[Tensor, "d q"]) -> Float[Tensor, "k"]:
+def overlap_curve(U: Float[Tensor, "d p"], V: Float[Tensor, "e q"]) -> Float[Tensor, "k"]:
     """`overlap` at every k from 1 on, up to the number of columns.
 
     >>> import torch

@@ -1,0 +1,46 @@
+"""The error of the Kronecker approximation, formed and matrix-free."""
+
+import pytest
+import torch
+from references import batch, convolutional, gauss_newton_of, images, mlp
+from torch import nn
+
+from layerwise.foundations.errors import InputError
+from layerwise.structure import decoupled, decoupling_error, layer_hessian, relative_error
+from layerwise.structure import decoupling as module
+
+
+def test_both_norms():
+    net, data = mlp(), batch()
+    H, K = gauss_newton_of(net, data, "2.weight"), decoupled(net, data, "2").dense()
+    found = decoupling_error(net, data, "2")
+    assert found.spectral == pytest.approx(float(torch.linalg.matrix_norm(K - H, 2) / torch.linalg.matrix_norm(H, 2)))
+    assert found.frobenius == pytest.approx(float((K - H).norm() / H.norm()))
+    assert found.exact
+
+
+@pytest.mark.parametrize(("model", "data", "layer"), [(mlp, batch, "2"), (convolutional, images, "3")])
+def test_matrix_free_is_the_same_within_what_it_states(model, data, layer, monkeypatch):
+    net, given = model(), data()
+    truth = decoupling_error(net, given, layer)
+    monkeypatch.setattr(module, "DENSE", 10)
+    found = decoupling_error(net, given, layer, samples=20)
+    assert abs(found.spectral - truth.spectral) <= found.spectral_uncertainty + 1e-6
+    assert abs(found.frobenius - truth.frobenius) <= 5 * found.frobenius_uncertainty
+    assert 0 < found.frobenius_uncertainty < 0.5 * found.frobenius
+    assert not found.exact
+
+
+def test_one_example_is_exactly_a_kronecker_product():
+    error = decoupling_error(mlp(), batch(1), "2")
+    assert error.spectral <= 1e-12
+    assert error.frobenius <= 1e-12
+
+
+def test_bad_input():
+    net, data = mlp(activation=nn.Tanh), batch()
+    with pytest.raises(InputError, match="gauss_newton"):
+        decoupling_error(net, data, "2")
+    assert decoupling_error(net, data, "2", gauss_newton=True).spectral > 0
+    with pytest.raises(InputError, match="the same layer"):
+        relative_error(layer_hessian(net, data, "2", gauss_newton=True), decoupled(net, data, "2", bias=True))
