@@ -10,25 +10,11 @@ from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Figure, Panel
 from layerwise.experiments.over_seeds import POSITIVE, band, bound, combined, ratio, value
-from layerwise.experiments.wu2024 import PAPER
+from layerwise.experiments.wu2024 import PAPER, published_models
 from layerwise.foundations.errors import InputError, NameLookupError, describe, unknown
 
 CELL = "small model"
-SOURCE = "Table B.2"
 TEXTS = ("wikitext2", "made-up")
-PRINTED = {
-    "gpt2": (625.8, 665.2),
-    "gpt2-medium": (0.7647, 0.3005),
-    "gpt2-large": (0.7296, 0.0740),
-    "gpt2-xl": (0.7716, 0.0648),
-    "facebook/opt-125m": (0.6688, 0.0443),
-    "facebook/opt-350m": (2.2449, 0.7587),
-    "facebook/opt-1.3b": (0.5234, 0.0402),
-}
-"""MSE at k = 0 and k = 100."""
-NEAR = ("gpt2-large", "gpt2-xl", "facebook/opt-125m", "facebook/opt-1.3b")
-"""Models of the main text's comparison, Table 3.1."""
-LARGE_K = (0, 10, 100, 1000, 10_000)
 CURVES = {"trained": "trained", "gaussian": "random atoms", "shuffled": "shuffled over words"}
 
 
@@ -92,8 +78,8 @@ def cells(config: Config) -> list[Cell]:
 def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
     """Seed by seed; a model that is given is measured once."""
     if cell.options:
-        found = _given(cell.options["model"], config)
-        yield from (Row(seed=seed, values=found[0], series=found[1]) for seed in seeds)
+        values, k = published_models.measured(cell.options["model"], config.device)
+        yield from (Row(seed=seed, values=values, series=_series(values, k)) for seed in seeds)
         return
     for seed in seeds:
         yield _trained(config, seed)
@@ -126,30 +112,9 @@ def _series(values: Mapping[str, Any], k: Sequence[int]) -> dict[str, list[float
     return series
 
 
-def _given(name: str, config: Config) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    from layerwise.selfsup import anchors
-    from layerwise.selfsup.anchors import language_model
-    from layerwise.selfsup.anchors.corpus import token_ids
-    from layerwise.studies.anchor_vectors import check as study
-    from layerwise.studies.anchor_vectors.text import read
-
-    model = language_model.load(name).to(config.device)
-    ids = token_ids(read("test"), language_model.load_tokenizer(name), language_model.open_model(model).vocabulary)
-    assert ids is not None, "text gives ids"
-    k = tuple(each for each in LARGE_K if 2 * each < language_model.open_model(model).dictionary.words)
-    report = anchors(model, ids, k=k, positions=len(ids) // 4, n_anchors=2)
-    values: dict[str, Any] = {"perplexity": report.perplexity, "verdict": report.verdict(100)}
-    for kind, rows in {"trained": report.rows, **report.controls}.items():
-        for row in rows.values():
-            values |= {f"{kind}/{key}@{row.k}": x for key, x in study.numbers(row).items()}
-            if row.several:
-                values[f"{kind}/two anchors@{row.k}"] = row.several.mse
-    return values, _series(values, k)
-
-
 def claims(config: Config) -> list[Claim]:
     """The small model's, and those of the models that are named."""
-    return [*_small(config), *(claim for name in config.models for claim in _large(name))]
+    return [*_small(config), *(claim for name in config.models for claim in published_models.claims_of(name))]
 
 
 def _small(config: Config) -> list[Claim]:
@@ -236,7 +201,7 @@ def _wikitext(config: Config, common: Mapping[str, Any]) -> list[Claim]:
             "<=",
             120,
             "The model has learned something of the language (perplexity on the test text).",
-            note="A reference run: 86.",
+            note="A reference run: 86; ours had 117.4 (seed 0) and 118.6 (seed 100), for a reason that we do not know.",
             span=POSITIVE,
             **common,
         ),
@@ -288,30 +253,6 @@ def _wikitext(config: Config, common: Mapping[str, Any]) -> list[Claim]:
             **common,
         ),
     ]
-
-
-def _large(name: str) -> list[Claim]:
-    """Of a published model; never run by us, for want of its weights."""
-    if name not in PRINTED:
-        return []
-    paper: dict[str, Any] = {"origin": "paper", "source": SOURCE, "note": "Not run by us: no weights were at hand."}
-    found = []
-    if name in NEAR:
-        for k, printed in zip((0, 100), PRINTED[name], strict=True):
-            text = f"{name}, k = {k}: the error is the printed one to 15 %."
-            limits = (0.85 * printed, 1.15 * printed)
-            found.append(bound(name, f"trained/mse@{k}", "within", limits, text, span=POSITIVE, **paper))
-    if name == "gpt2":
-        text = "gpt2, k = 100: one anchor has a large error, …"
-        found.append(bound(name, "trained/mse@100", ">=", 100, text, span=POSITIVE, **paper))
-        text = "… and with the better of two for each position it is less than a hundredth of that (ratio)."
-        quantity = ratio(name, "trained/two anchors@100", "trained/mse@100")
-        paper["note"] += " How small is our reading of “each of which can be well approximated”."
-        found.append(Claim(name=f"{name}/two", statement=text, quantity=quantity, relation="<=", target=0.01, **paper))
-        return found
-    quantity = combined(name, [f"trained/mse@{k}" for k in LARGE_K], lambda *mse: min(a / b for a, b in pairwise(mse)))
-    text = f"{name}: the error falls with k (least ratio of neighbours)."
-    return [*found, Claim(name=f"{name}/falls", statement=text, quantity=quantity, relation=">", target=1, **paper)]
 
 
 def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
@@ -367,7 +308,7 @@ EXPERIMENT = Experiment(
             k=(0, 10, 100),
         ),
         "laptop": Config(),
-        "paper": Config(seeds=5, models=tuple(PRINTED), device="cuda"),
+        "paper": Config(seeds=5, models=tuple(published_models.PRINTED), device="cuda"),
     },
     cells=cells,
     run=run,
