@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,9 +83,8 @@ def learn(
     optimizer = torch.optim.RMSprop(now.values(), lr=lr, alpha=decay)
     objectives: list[float] = []
     faults: list[tuple[int, Fault]] = []
-    listed = list(episodes) if isinstance(episodes, Sequence) else episodes
-    total = len(listed) if isinstance(listed, list) else None
-    for episode in (progress or Silent()).track(listed, "episodes", total):
+    total = len(episodes) if isinstance(episodes, Sized) else None
+    for episode in (progress or Silent()).track(episodes, "episodes", total):
         state, done = episode.state, 0
         for length in episode.segments:
             found = unrolled(

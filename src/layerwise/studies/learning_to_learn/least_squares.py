@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,9 +39,9 @@ class Sizes:
     dim: int = 200
     examples: int = 100
     """Of a task; train-by-validation trains on half of them."""
-    tasks: int = 40
+    tasks: int = 300
     """To learn the step size from."""
-    tests: int = 10
+    tests: int = 100
     """To try it on."""
     steps: int = 40
     grid: int = 25
@@ -78,7 +78,9 @@ class Objectives(NamedTuple):
     validation: Float[Tensor, "E"]
 
 
-def objectives(sizes: Sizes, seed: int, noises: tuple[float, ...], steps: tuple[int, ...]) -> dict:
+def objectives(
+    sizes: Sizes, seed: int, noises: Sequence[float], steps: Sequence[int]
+) -> dict[tuple[float, int], Objectives]:
     """Both meta-objectives for every noise and number of steps; each task is drawn and decomposed once."""
     total: dict[tuple[float, int], Objectives] = {}
     for tasks in sizes.drawn(seed, "tasks", sizes.tasks):
@@ -91,8 +93,8 @@ def objectives(sizes: Sizes, seed: int, noises: tuple[float, ...], steps: tuple[
                     share * louder.objective(sizes.etas, t, "train"),
                     share * split.objective(sizes.etas, t, "validation"),
                 )
-                before = total.get((noise, t))
-                total[noise, t] = found if before is None else Objectives(*(a + b for a, b in zip(before, found)))
+                before = total.get((noise, t), Objectives(0 * found.train, 0 * found.validation))
+                total[noise, t] = Objectives(before.train + found.train, before.validation + found.validation)
     return total
 
 
@@ -111,6 +113,19 @@ def on_new_tasks(sizes: Sizes, seed: int, noise: float, steps: int, eta: float, 
         rmse = (2 * found.train_loss[:, 0]).sqrt(), (error + noise**2).sqrt()
         parts.append(torch.stack([*rmse, error, torch.tensor(closed, dtype=error.dtype)]))
     return OnNewTasks(eta, *torch.cat(parts, 1).mean(1).tolist())
+
+
+def best_expected_step(sizes: Sizes, seed: int, noise: float, steps: int, trained_on: int, tasks: int = 20) -> float:
+    """The step size of the grid with the least closed-form error on some tasks' inputs: no labels enter."""
+    total: Tensor | None = None
+    for part in sizes.drawn(seed, "tasks", tasks):
+        for lam in part.split(trained_on).eigenvalues:
+            options = {"n": trained_on, "d": sizes.dim, "noise": noise}
+            errors = [theory.descent_error(lam.numpy(), float(eta), steps, **options) for eta in sizes.etas]
+            found = torch.tensor(errors, dtype=torch.float64)
+            total = found if total is None else total + found
+    assert total is not None, "there is a task"
+    return float(sizes.etas[total.argmin()])
 
 
 class Compared(NamedTuple):
