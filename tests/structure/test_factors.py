@@ -15,9 +15,9 @@ def test_the_matrix_is_that_of_kfac(layer):
     net, data = convolutional(), in_parts(images(), 2)
     kfac = lw.fisher(net, data, structure="kfac", estimator="exact")
     K = decoupled(net, data, layer, bias=True)
-    assert relative(K.operator.G * K.positions, kfac.operators[layer].G) <= 1e-14  # pyright: ignore
-    assert relative(K.operator.A.values / K.positions, kfac.operators[layer].A.values) <= 1e-14  # pyright: ignore
-    assert relative(K.dense(), kfac.operators[layer].as_matrix()) <= 1e-13  # pyright: ignore
+    assert relative(K.operator.G * K.positions, kfac.operators[layer].G) <= 1e-14
+    assert relative(K.operator.A.values / K.positions, kfac.operators[layer].A.values) <= 1e-14
+    assert relative(K.dense(), kfac.operators[layer].as_matrix()) <= 1e-13
     alone = decoupled(net, data, layer)
     assert torch.equal(alone.S, K.S[..., :-1, :-1])
     assert torch.equal(alone.M, K.M)

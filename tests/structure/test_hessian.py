@@ -36,7 +36,7 @@ def test_identity_of_card_h1(layer):
     assert relative(H @ eye, truth) <= 1e-10
     assert float(H.trace()) == pytest.approx(float(truth.trace()), rel=1e-10)
     assert float(H.frobenius()) == pytest.approx(float(truth.norm()), rel=1e-10)
-    assert H.agreement < 1e-10  # pyright: ignore[reportAttributeAccessIssue]
+    assert H.agreement < 1e-10
 
 
 def test_bias_is_the_last_column():
@@ -74,7 +74,7 @@ def test_both_forms_of_rows_of_a_convolution(form, monkeypatch):
     net, data = convolutional(), images()
     truth = hessian_of(net, data, "3.weight")
     H = layer_hessian(net, in_parts(data, 2), "3", gauss_newton=True)
-    assert {type(piece) for piece in H.rows.pieces} == {form}  # pyright: ignore[reportAttributeAccessIssue]
+    assert {type(piece) for piece in H.rows.pieces} == {form}
     assert relative(H @ torch.eye(len(truth), dtype=torch.float64), truth) <= 1e-10
     assert float(H.trace()) == pytest.approx(float(truth.trace()), rel=1e-10)
 
@@ -104,7 +104,7 @@ def test_two_matrices_are_never_taken_for_one():
     assert relative(chosen[True].dense(), gauss_newton_of(net, data, "2.weight")) <= 1e-10
     assert relative(chosen[False].dense(), hessian_of(net, data, "2.weight")) <= 1e-10
     assert relative(chosen[True].dense(), chosen[False].dense()) > 1e-2
-    assert layer_hessian(net, data, "4").agreement < 1e-10  # the last layer is linear  # pyright: ignore
+    assert layer_hessian(net, data, "4").agreement < 1e-10  # the last layer is linear
 
 
 def test_a_loss_at_its_minimum_does_not_hide_second_derivatives():
@@ -147,7 +147,7 @@ def test_rows_that_do_not_fit_are_made_anew():
     net, data = mlp(), batch()
     parts = in_parts(data, 5)
     kept, streamed = layer_hessian(net, parts, "2"), layer_hessian(net, parts, "2", memory=3000)
-    assert (kept.stored, streamed.stored) == (True, False)  # pyright: ignore[reportAttributeAccessIssue]
+    assert (kept.stored, streamed.stored) == (True, False)
     V = torch.randn(25, 3, dtype=torch.float64)
     assert relative(streamed @ V, kept @ V) <= 1e-12
     assert float(streamed.trace()) == pytest.approx(float(kept.trace()), rel=1e-12)

@@ -64,7 +64,7 @@ def test_batch_norm():
     with pytest.raises(InteractionError, match=r"model\.eval\(\)"):
         layer_hessian(net, data, "0")
     net.eval()
-    assert layer_hessian(net, data, "0").agreement < 1e-10  # pyright: ignore[reportAttributeAccessIssue]
+    assert layer_hessian(net, data, "0").agreement < 1e-10
     with pytest.raises(UnsupportedError, match="layer_hessian works"):
         decoupled(net, data, "2")
 

@@ -31,19 +31,19 @@ def test_the_bound_holds_whatever_the_inputs():
         for scale in (0.1, 1.0):
             x = shift + scale * torch.randn(9, 6, dtype=torch.float64) * torch.rand(6, dtype=torch.float64)
             found = mean_alignment(mlp(), (x, torch.zeros(9).long()), "0")
-            assert found.ratio >= found.bound * (1 - 1e-9)  # pyright: ignore
+            assert found.ratio >= found.bound * (1 - 1e-9)
             mean, covariance = x.mean(0), torch.cov(x.mT, correction=0)
-            assert found.bound == pytest.approx(float(mean @ mean / torch.linalg.matrix_norm(covariance, 2)))  # pyright: ignore
+            assert found.bound == pytest.approx(float(mean @ mean / torch.linalg.matrix_norm(covariance, 2)))
             gamma, V = torch.linalg.eigh(x.mT @ x / 9)
-            assert found.alignment == pytest.approx(float(V[:, -1] @ mean) ** 2 / float(mean @ mean))  # pyright: ignore
-            assert found.ratio == pytest.approx(float(gamma[-1] / gamma[-2]))  # pyright: ignore
+            assert found.alignment == pytest.approx(float(V[:, -1] @ mean) ** 2 / float(mean @ mean))
+            assert found.ratio == pytest.approx(float(gamma[-1] / gamma[-2]))
 
 
 def test_inputs_that_do_not_vary():
     x = torch.ones(5, 6, dtype=torch.float64)
     found = mean_alignment(mlp(), (x, torch.zeros(5).long()), "0")
-    assert found.alignment == pytest.approx(1)  # pyright: ignore
-    assert found.ratio > 1e12  # pyright: ignore
+    assert found.alignment == pytest.approx(1)
+    assert found.ratio > 1e12
 
 
 def test_the_mean_direction_of_a_convolution():
@@ -53,8 +53,8 @@ def test_the_mean_direction_of_a_convolution():
     patches = F.unfold(x, 3, padding=1)
     S = torch.einsum("nip,njp->ij", patches, patches)
     direction = torch.linalg.svd(patches.mean(0)).U[:, 0]
-    assert found.alignment == pytest.approx(float(torch.linalg.eigh(S)[1][:, -1] @ direction) ** 2)  # pyright: ignore
-    assert len(mean_alignment(net, (x, y), "3")) == 2  # pyright: ignore
+    assert found.alignment == pytest.approx(float(torch.linalg.eigh(S)[1][:, -1] @ direction) ** 2)
+    assert len(mean_alignment(net, (x, y), "3")) == 2
 
 
 def test_bad_input():

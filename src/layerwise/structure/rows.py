@@ -27,6 +27,7 @@ from layerwise.layers.recorder import Recorded
 from layerwise.layers.standard import Chunk, Standard
 from layerwise.structure.one_layer import Observe, OneLayer
 
+Product = Callable[[Tensor, Tensor], Tensor]
 SCRATCH = 256 * 2**20
 """Bytes that products with one group of examples may take."""
 FEW = 8
@@ -44,11 +45,11 @@ class Piece(ABC):
     vectors: int
 
     @abstractmethod
-    def push(self, X: Float[Tensor, "K O I b"]) -> Float[Tensor, "N V b"]:
+    def push(self, X: Float[Tensor, "K O I b"], multiply: Product = torch.matmul) -> Float[Tensor, "N V b"]:
         """``r · vec X`` for every row."""
 
     @abstractmethod
-    def pull(self, C: Float[Tensor, "N V b"]) -> Float[Tensor, "K O I b"]:
+    def pull(self, C: Float[Tensor, "N V b"], multiply: Product = torch.matmul) -> Float[Tensor, "K O I b"]:
         """``Σ C r``."""
 
     @abstractmethod
@@ -71,15 +72,15 @@ class Piece(ABC):
     def scratch(self, columns: int) -> int:
         """Bytes that a product with so many columns takes, an example."""
 
-    def times(self, X: Float[Tensor, "K O I b"]) -> Float[Tensor, "K O I b"]:
+    def times(self, X: Float[Tensor, "K O I b"], multiply: Product = torch.matmul) -> Float[Tensor, "K O I b"]:
         """``Σ r rᵀ vec X``, a few examples at a time."""
         size = int(max(1, min(self.examples, SCRATCH // max(self.scratch(X.shape[-1]), 1))))
         if size >= self.examples:
-            return self.pull(self.push(X))
+            return self.pull(self.push(X, multiply), multiply)
         total = torch.zeros_like(X)
         for start in range(0, self.examples, size):
             part = self.narrow(start, min(start + size, self.examples))
-            total += part.pull(part.push(X))
+            total += part.pull(part.push(X, multiply), multiply)
         return total
 
 
@@ -107,11 +108,11 @@ class Factored(Piece):
         """S."""
         return self.a.shape[1]
 
-    def push(self, X: Float[Tensor, "K O I b"]) -> Float[Tensor, "N V b"]:
+    def push(self, X: Float[Tensor, "K O I b"], multiply: Product = torch.matmul) -> Float[Tensor, "N V b"]:
         """``Σ_s gᵀ X a``."""
-        return self.g @ self._outputs(X)
+        return self.g @ self._outputs(X, multiply)
 
-    def pull(self, C: Float[Tensor, "N V b"]) -> Float[Tensor, "K O I b"]:
+    def pull(self, C: Float[Tensor, "N V b"], multiply: Product = torch.matmul) -> Float[Tensor, "K O I b"]:
         """``Σ_n Σ_s (Σ_v C g) aᵀ``."""
         k, o, i = self.shape
         n, b = self.examples, C.shape[-1]
@@ -119,10 +120,10 @@ class Factored(Piece):
         if isinstance(self.a, OneHot):
             return self.a.add_rows(D[:, 0]).reshape(k, o, b, i).movedim(-1, -2)
         a = self.a.reshape(-1, k, i)
-        found = a[:, 0].mT @ D[:, 0] if k == 1 else a.permute(1, 2, 0) @ D.transpose(0, 1)
+        found = multiply(a[:, 0].mT, D[:, 0]) if k == 1 else a.permute(1, 2, 0) @ D.transpose(0, 1)
         return found.reshape(k, i, o, b).transpose(1, 2)
 
-    def _outputs(self, X: Float[Tensor, "K O I b"]) -> Float[Tensor, "N P b"]:
+    def _outputs(self, X: Float[Tensor, "K O I b"], multiply: Product) -> Float[Tensor, "N P b"]:
         """``X a`` at every position: what the layer's output would move by."""
         k, o, i = self.shape
         b = X.shape[-1]
@@ -131,7 +132,7 @@ class Factored(Piece):
             table = torch.nn.functional.pad(W[0], (0, 0, 1, 0))
             return table[self.a.index + 1].reshape(self.examples, -1, b)
         a = self.a.reshape(-1, k, i)
-        Z = a[:, 0] @ W[0] if k == 1 else (a.transpose(0, 1) @ W).transpose(0, 1)
+        Z = multiply(a[:, 0], W[0]) if k == 1 else (a.transpose(0, 1) @ W).transpose(0, 1)
         return Z.reshape(self.examples, -1, b)
 
     def square(self) -> Float[Tensor, ""]:
@@ -180,13 +181,13 @@ class Written(Piece):
         """V."""
         return self.rows.shape[1]
 
-    def push(self, X: Float[Tensor, "K O I b"]) -> Float[Tensor, "N V b"]:
+    def push(self, X: Float[Tensor, "K O I b"], multiply: Product = torch.matmul) -> Float[Tensor, "N V b"]:
         """One product."""
-        return (self.rows.flatten(0, 1) @ X.reshape(-1, X.shape[-1])).unflatten(0, self.rows.shape[:2])
+        return multiply(self.rows.flatten(0, 1), X.reshape(-1, X.shape[-1])).unflatten(0, self.rows.shape[:2])
 
-    def pull(self, C: Float[Tensor, "N V b"]) -> Float[Tensor, "K O I b"]:
+    def pull(self, C: Float[Tensor, "N V b"], multiply: Product = torch.matmul) -> Float[Tensor, "K O I b"]:
         """One product."""
-        return (self.rows.flatten(0, 1).mT @ C.flatten(0, 1)).reshape(*self.shape, -1)
+        return multiply(self.rows.flatten(0, 1).mT, C.flatten(0, 1)).reshape(*self.shape, -1)
 
     def square(self) -> Float[Tensor, ""]:
         """Sum of squares."""
@@ -248,6 +249,8 @@ class Rows(OwnArithmetic, guard=in_own_arithmetic):
     """Sum of squares of all rows."""
     few: Batch | None = None
     """Some examples of the first batch."""
+    multiply: Product = torch.matmul
+    """How the large matrices are multiplied; `half_pairs.multiply` has 22 bits, on tensor cores."""
 
     @staticmethod
     def gather(layer: OneLayer, dtype: torch.dtype) -> "Rows":
@@ -314,7 +317,7 @@ class Rows(OwnArithmetic, guard=in_own_arithmetic):
         total = torch.zeros_like(blocks)
 
         def add(part: Piece) -> None:
-            total.add_(part.times(blocks))
+            total.add_(part.times(blocks, self.multiply))
 
         self.each(add)
         return (total / self.count).reshape(X.shape).to(X.dtype)
