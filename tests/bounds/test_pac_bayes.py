@@ -19,6 +19,7 @@ from layerwise.bounds.pac_bayes.prior import PriorGrid
 from layerwise.bounds.pac_bayes.run import Run
 from layerwise.bounds.pac_bayes.together import optimize_together
 from layerwise.foundations.errors import FileFormatError, InputError, NameLookupError, UnsupportedError
+from layerwise.foundations.progress import Bar
 
 SHORT = {"epochs": 4, "batch_size": 10, "interval": 2, "draws": 20, "lr": 0.01}
 
@@ -369,3 +370,9 @@ def test_what_the_prior_may_not_have_seen():
         bounds.pac_bayes(model, init, data, **SHORT)
     with pytest.raises(InputError, match="more than once"):
         bounds.pac_bayes(init, init, (b for b in [data]), **SHORT)
+
+
+def test_progress_shows_the_current_bound(capsys):
+    init = mlp()
+    found = bounds.pac_bayes(moved(init), init, batch(init), "base", progress=Bar(delay=0.0), **SHORT)
+    assert f"bound {found.history[-2]['bound']:.4f}" in capsys.readouterr().err

@@ -94,6 +94,11 @@ class Bar:
 
     def __init__(self, delay: float = 2.0) -> None:
         self.delay = delay
+        self._note = ""
+
+    def note(self, text: str) -> None:
+        """Show this beside the description from now on, such as a loss."""
+        self._note = f", {text}"
 
     def track(self, items: Iterable[T], description: str, total: int | None) -> Iterator[T]:
         """Yield the items, showing a bar once `delay` has passed."""
@@ -104,7 +109,7 @@ class Bar:
             elapsed = time.monotonic() - start
             if elapsed > self.delay:
                 shown = True
-                line = self._line(description, done, total, elapsed, pace.left(total))
+                line = self._line(description + self._note, done, total, elapsed, pace.left(total))
                 print(f"\r{line}", end="", file=sys.stderr)
         if shown:
             print(file=sys.stderr)
@@ -123,6 +128,11 @@ class RichBar:
 
     def __init__(self, delay: float = 2.0) -> None:
         self.delay = delay
+        self._note = ""
+
+    def note(self, text: str) -> None:
+        """Show this beside the description from now on, such as a loss."""
+        self._note = f", {text}"
 
     def track(self, items: Iterable[T], description: str, total: int | None) -> Iterator[T]:
         """Yield the items under a rich progress bar, once `delay` has passed."""
@@ -135,7 +145,7 @@ class RichBar:
         try:
             for item in items:
                 yield item
-                bar.advance(task)
+                bar.update(task, advance=1, description=description + self._note)
                 if not bar.live.is_started and time.monotonic() - start > self.delay:
                     bar.start()
         finally:

@@ -116,33 +116,30 @@ class Posterior:
             noise = noise * std
             drawn = self.bases.to_standard(noise) + self.mean
         f = self._outputs(model, drawn.requires_grad_(), x)
-        losses = nn.functional.cross_entropy(f.flatten(0, -2), y.flatten(), reduction="sum")
-        (g,) = torch.autograd.grad(losses, drawn)
+        loss = nn.functional.cross_entropy(f.flatten(0, -2), y.flatten(), reduction="sum")
+        (g,) = torch.autograd.grad(loss * (self.objective.loss_scale / y.shape[-1]), drawn)
         with torch.no_grad():
-            g = g * (self.objective.loss_scale / y.shape[-1])
-            self._regularizer(std)
+            self._regularized(std, g)
             self.grad[..., P:-1].addcmul_(self.bases.to_basis(g), noise)
-            self.grad[..., :P] += g
             return (f.detach().argmax(-1) != y).sum(-1)
 
     def _outputs(self, model: nn.Module, drawn: Tensor, x: Tree) -> Tensor:
         params = pieces(drawn, self.bases.table.shapes)
         return outputs(model, params, x) if drawn.ndim == 1 else vmap(lambda p, x: outputs(model, p, x))(params, x)
 
-    def _regularizer(self, std: Float[Tensor, "*B P"]) -> None:
-        """∇√(B_RE/2) into `grad`, all in tensors: the host does not wait for the device."""
+    def _regularized(self, std: Float[Tensor, "*B P"], g: Float[Tensor, "*B P"]) -> None:
+        """∇√(B_RE/2) into `grad`, with g added where it is w's; all in tensors, so that no host waits for a device."""
         o, P, b = self.objective, self.objective.parameters, self.objective.grid.precision
-        half_log = self.half_log
-        moved, precision = torch.sub(self.mean, o.prior_mean, out=self.grad[..., :P]), torch.exp(-2 * half_log)
-        variance = torch.mul(std, std, out=self.grad[..., P:-1])
-        spread = (variance.sum(-1) + torch.linalg.vecdot(moved, moved)) * precision
+        half_log, log_std = self.half_log, self.log_std
+        moved, precision = self.mean - o.prior_mean, torch.exp(-2 * half_log)
+        spread = (torch.linalg.vecdot(std, std) + torch.linalg.vecdot(moved, moved)) * precision
         j = (b * (o.log_cap - 2 * half_log)).clamp_min(1.0)
-        kl = 0.5 * (spread - P) + P * half_log - self.log_std.sum(-1)
+        kl = 0.5 * (spread - P) + P * half_log - log_std.sum(-1)
         rate = (kl + 2 * j.log() + o.constant) / (o.examples - 1)
         weight = 1 / (math.sqrt(8) * rate.clamp_min(1e-12).sqrt() * (o.examples - 1))  # 1/(4√(B_RE/2)(N − 1))
         scaled = (precision * weight).unsqueeze(-1)
-        moved.mul_(scaled)
-        variance.mul_(scaled).sub_(weight.unsqueeze(-1))
+        torch.addcmul(g, moved, scaled, out=self.grad[..., :P])
+        torch.addcmul(-weight.unsqueeze(-1), std * scaled, std, out=self.grad[..., P:-1])
         self.grad[..., -1] = weight * (P - spread - 4 * b / j)
 
     @torch.no_grad()
