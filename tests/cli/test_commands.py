@@ -700,6 +700,7 @@ BAD_VALUES = {
     "sensitivity": (["--network", "vgg12"], ["--directions", "0"], ["--size", "0"], ["--trained-on", "0"]),
     "alignment-by-optimizer": (["--methods", "kafc"], ["--rates", "0"], ["--trials", "1"], ["--losses", "nan"]),
     "regime-errata": (["--seeds", "0"],),
+    "pac-bayes": (["--networks", "T-601"], ["--variants", "itre"], ["--caps", "0"], ["--epochs", "0"], ["--decay", "2"]),
     "contraction": (["--k", "200"], ["--steps", "0"], ["--inputs", "isotorpic"], ["--conditions", "0.5"]),
     "correlation-anisotropy": (["--dx", "7"], ["--damping", "nan"], ["--activation", "tahn"]),
     "correlation-damping": (["--n", "0"], ["--anisotropy", "1.5"], ["--dampings", "0"]),
