@@ -230,7 +230,7 @@ def test_masks_beat_the_standard_objective_with_too_many_atoms():
 def test_early_stopping_keeps_the_least_held_out_loss():
     data = small(n=200, sigma=0.05)
     learner = DictionaryLearner(40, 3, lr=0.02, epochs=60, early_stopping=True, check_every=1, patience=3).fit(data.Y)
-    losses = learner.history_["heldout_masked_loss"]
+    losses = learner.history_["heldout_loss"]
     best = losses.index(min(losses))
     assert learner.n_iter_ == learner.history_["epoch"][best]
     assert best > 0
@@ -238,6 +238,18 @@ def test_early_stopping_keeps_the_least_held_out_loss():
     assert stopped(losses, 3) == best + 3
     longer = DictionaryLearner(40, 3, lr=0.02, epochs=learner.n_iter_, early_stopping=True, patience=99).fit(data.Y)
     torch.testing.assert_close(longer.dictionary_, learner.dictionary_)
+
+
+def test_the_loss_that_stops_can_be_chosen():
+    data = small(n=100)
+    learner = DictionaryLearner(40, 3, epochs=1, early_stopping=True, stop_by="reconstruction", check_every=1).fit(
+        data.Y
+    )
+    plain = learner.history_["heldout_loss"]
+    masked = DictionaryLearner(40, 3, epochs=1, early_stopping=True, check_every=1).fit(data.Y).history_["heldout_loss"]
+    assert plain[0] > 2 * masked[0]  # of twenty coordinates, and of two
+    with pytest.raises(InputError, match="masked or reconstruction"):
+        DictionaryLearner(stop_by="standard").fit(data.Y)
 
 
 def test_arrays_tensors_and_inverse():

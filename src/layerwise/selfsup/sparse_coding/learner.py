@@ -13,7 +13,7 @@ from layerwise.selfsup.sparse_coding.data import unit_columns
 from layerwise.selfsup.sparse_coding.estimator import Estimator, Samples
 from layerwise.selfsup.sparse_coding.losses import heldout_masked_loss, hidden_count
 from layerwise.selfsup.sparse_coding.omp import omp
-from layerwise.selfsup.sparse_coding.stopping import Best
+from layerwise.selfsup.sparse_coding.stopping import RULES, Best
 from layerwise.selfsup.sparse_coding.training import Make, train_dictionaries
 
 
@@ -28,7 +28,7 @@ class DictionaryLearner(Estimator):
     masked loss, so that a grid search may choose the number of atoms.
 
     Attributes after `fit`: `components_` (atoms as rows), `dictionary_` (as columns), `n_iter_` (epochs until the
-    dictionary that was kept), `history_` (with early stopping: epochs, and held-out masked losses), `n_features_in_`.
+    dictionary that was kept), `history_` (with early stopping: epochs, and held-out losses), `n_features_in_`.
 
     >>> from layerwise.selfsup import DictionaryLearner, recovery_error, sample_sparse_data
     >>> data = sample_sparse_data(d=20, p=20, k=2, n=400, sigma=0.02)
@@ -55,6 +55,7 @@ class DictionaryLearner(Estimator):
         batch_size: int = 200,
         epochs: int = 500,
         early_stopping: bool = False,
+        stop_by: str = "masked",
         validation_fraction: float | int = 0.1,
         check_every: int = 5,
         patience: int = 10,
@@ -76,8 +77,10 @@ class DictionaryLearner(Estimator):
             lr: of Adam.
             batch_size: samples a step.
             epochs: passes over X, at most.
-            early_stopping: keep the dictionary with the least masked loss of samples that are not trained on, and stop
-                when it has not become less for a while.
+            early_stopping: keep the dictionary with the least loss of samples that are not trained on, and stop when it
+                has not become less for a while.
+            stop_by: which loss: "masked" (what of those samples is hidden), or "reconstruction" (all of them), which
+                needs fewer samples to find the moment, but cannot tell whether there are too many atoms.
             validation_fraction: the share of those samples.
             check_every: epochs between looks at them.
             patience: looks without a lower loss after which training stops.
@@ -96,6 +99,7 @@ class DictionaryLearner(Estimator):
         self.batch_size = batch_size
         self.epochs = epochs
         self.early_stopping = early_stopping
+        self.stop_by = stop_by
         self.validation_fraction = validation_fraction
         self.check_every = check_every
         self.patience = patience
@@ -118,7 +122,9 @@ class DictionaryLearner(Estimator):
         validation, training = rows[order[:held]], rows[order[held:]]
         B, training = self._start(training, q, random)
         hidden = hidden_count(d, self.hidden_fraction) if self.hidden_fraction else 0
-        best = Best(validation, k, self.hidden_fraction or 0.1, self.patience) if self.early_stopping else None
+        best = None
+        if self.early_stopping:
+            best = Best(validation, k, self.hidden_fraction or 0.1, self.patience, self.stop_by)
         epochs_run = [0]
 
         def watch(epoch: int, dictionaries: Tensor) -> bool:
@@ -195,6 +201,8 @@ class DictionaryLearner(Estimator):
         if self.early_stopping and not 1 <= round(self.validation_fraction * n) < n:
             given = f"validation_fraction={self.validation_fraction} of n_samples={n}"
             raise InputError(describe(given, "some samples to look at, and some to train on", "give more samples"))
+        if self.stop_by not in RULES:
+            raise InputError(describe(f"stop_by={self.stop_by!r}", " or ".join(RULES), "name one of them"))
         for name in ("lr", "batch_size", "epochs", "check_every", "patience"):
             if not getattr(self, name) > 0:
                 raise InputError(describe(f"{name}={getattr(self, name)}", "a positive number", "correct it"))

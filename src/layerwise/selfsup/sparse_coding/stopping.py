@@ -1,30 +1,37 @@
-"""When to stop: the dictionary that predicts hidden coordinates of other samples best."""
+"""When to stop: the dictionary that predicts, or represents, other samples best."""
 
 import math
 
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.selfsup.sparse_coding.losses import heldout_masked_loss
+from layerwise.selfsup.sparse_coding.losses import heldout_masked_loss, reconstruction_loss
+
+RULES = ("masked", "reconstruction")
 
 
 class Best:
-    """The best dictionary so far, by the masked loss of samples that it is not trained on."""
+    """The best dictionary so far, by a loss of samples that it is not trained on."""
 
-    def __init__(self, Y: Float[Tensor, "n d"], k: int, hidden_fraction: float | int, patience: int) -> None:
-        self.Y, self.k, self.hidden_fraction, self.patience = Y, k, hidden_fraction, patience
+    def __init__(
+        self, Y: Float[Tensor, "n d"], k: int, hidden_fraction: float | int, patience: int, rule: str = "masked"
+    ) -> None:
+        self.Y, self.k, self.hidden_fraction, self.patience, self.rule = Y, k, hidden_fraction, patience, rule
         self.epoch, self.least = 0, math.inf
         self.dictionary: Tensor
-        self.history: dict[str, list[float]] = {"epoch": [], "heldout_masked_loss": []}
+        self.history: dict[str, list[float]] = {"epoch": [], "heldout_loss": []}
 
     def look(self, epoch: int, B: Float[Tensor, "d q"]) -> bool:
         """Compare a dictionary with the best; true once `patience` looks have not found a better one."""
-        loss = float(heldout_masked_loss(self.Y, B, self.k, self.hidden_fraction))
+        if self.rule == "masked":
+            loss = float(heldout_masked_loss(self.Y, B, self.k, self.hidden_fraction))
+        else:
+            loss = float(reconstruction_loss(self.Y, B, self.k))
         self.history["epoch"].append(epoch)
-        self.history["heldout_masked_loss"].append(loss)
+        self.history["heldout_loss"].append(loss)
         if loss < self.least:
             self.least, self.epoch, self.dictionary = loss, epoch, B.clone()
-        return stopped(self.history["heldout_masked_loss"], self.patience) is not None
+        return stopped(self.history["heldout_loss"], self.patience) is not None
 
 
 def stopped(losses: list[float], patience: int) -> int | None:
