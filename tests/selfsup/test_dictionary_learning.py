@@ -15,7 +15,7 @@ from layerwise.selfsup import DictionaryLearner, heldout_masked_loss, masked_omp
 from layerwise.selfsup.sparse_coding.data import start_dictionary
 from layerwise.selfsup.sparse_coding.losses import represented
 from layerwise.selfsup.sparse_coding.stopping import stopped
-from layerwise.selfsup.sparse_coding.training import train_dictionaries
+from layerwise.selfsup.sparse_coding.training import sums_by_index, sums_by_product, train_dictionaries
 
 
 @pytest.fixture
@@ -181,6 +181,16 @@ def test_problems_do_not_mix_and_watching_can_stop():
         watch=lambda epoch, B: seen.append(epoch) or epoch == 6,
     )
     assert seen == [0, 2, 4, 6]
+
+
+def test_both_ways_to_sum_codes_and_errors():
+    """That of a GPU, too, wherever this runs."""
+    indices = torch.stack([torch.randperm(7)[:3] for _ in range(10)]).view(2, 5, 3)
+    values, error = torch.randn(2, 5, 3, dtype=torch.float64), torch.randn(2, 5, 4, dtype=torch.float64)
+    expected = torch.zeros(2, 5, 7, dtype=torch.float64).scatter_(-1, indices, values).mT @ error
+    for total in (sums_by_index, sums_by_product):
+        total(indices, values, error, found := torch.full((2, 7, 4), 9.0, dtype=torch.float64))
+        torch.testing.assert_close(found, expected)
 
 
 def test_starts():

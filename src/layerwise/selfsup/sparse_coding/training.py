@@ -117,11 +117,18 @@ def _gradient(Y: Tensor, atoms: Tensor, k: int, visible: Tensor | None) -> None:
         standard = visible.all(-1, keepdim=True)  # problems that hide nothing have the loss of all coordinates
         error *= (1 - visible + standard)[:, None]
     assert atoms.grad is not None
-    (R, q, d), n = atoms.shape, Y.shape[1]
-    if Y.device.type == "cpu":
-        at = (indices + (torch.arange(R) * q)[:, None, None]).view(-1)
-        parts = (values[..., None] * (2 / n * error)[:, :, None]).view(-1, d)
-        atoms.grad.zero_().view(-1, d).index_add_(0, at, parts)
-    else:  # sums by atomic additions would differ from run to run
-        codes = values.new_zeros(R, n, q).scatter_(-1, indices, values)
-        torch.bmm(codes.mT, 2 / n * error, out=atoms.grad)
+    total = sums_by_index if Y.device.type == "cpu" else sums_by_product
+    total(indices, values, 2 / Y.shape[1] * error, atoms.grad)
+
+
+def sums_by_index(indices: Tensor, values: Tensor, error: Tensor, out: Tensor) -> None:
+    """Zᵀ E into ``out [r, q, d]``, for codes Z by their entries: little work on a CPU."""
+    R, q, d = out.shape
+    at = (indices + (torch.arange(R, device=out.device) * q)[:, None, None]).view(-1)
+    out.zero_().view(-1, d).index_add_(0, at, (values[..., None] * error[:, :, None]).view(-1, d))
+
+
+def sums_by_product(indices: Tensor, values: Tensor, error: Tensor, out: Tensor) -> None:
+    """The same as a product of matrices: on a GPU sums of atomic additions would differ from run to run."""
+    codes = values.new_zeros(*values.shape[:2], out.shape[1]).scatter_(-1, indices, values)
+    torch.bmm(codes.mT, error, out=out)
