@@ -37,6 +37,17 @@ def test_one_example_is_exactly_a_kronecker_product():
     assert error.frobenius <= 1e-12
 
 
+def test_a_norm_that_has_not_converged_says_how_far_it_may_be():
+    values = torch.linspace(-1.2, 1, 300, dtype=torch.float64)
+    like = torch.zeros((), dtype=torch.float64)
+    far, error = module.spectral_norm(lambda X: values.unsqueeze(1) * X, 300, like, 1e-9, 8, 0)
+    assert 1e-3 < error < 1
+    assert (values.abs() - far).abs().min() <= error  # an eigenvalue is that near
+    near, error = module.spectral_norm(lambda X: values.unsqueeze(1) * X, 300, like, 1e-9, 300, 0)
+    assert near == pytest.approx(1.2, abs=1e-8)
+    assert error <= 1e-8
+
+
 def test_bad_input():
     net, data = mlp(activation=nn.Tanh), batch()
     with pytest.raises(InputError, match="gauss_newton"):

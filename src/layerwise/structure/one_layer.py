@@ -50,14 +50,21 @@ class OneLayer:
     @property
     def spec(self) -> LayerSpec:
         """As the first batch has shown it; before that, as the model's modules suggest."""
-        return next(spec for spec in self.sweep.recorder.table.layers if self.is_of(spec))
+        for spec in self.sweep.recorder.table.layers:
+            if self.is_of(spec):
+                return spec
+        raise UnsupportedError(
+            describe(
+                f"rows {self.part.rows} of parameter {self.weight!r}, which falls back as a whole",
+                "a layer with a rule",
+                f"see lw.layers(model), or ask for {self.weight!r}",
+            )
+        )
 
     def is_of(self, spec: LayerSpec) -> bool:
         """Whether a block is this layer's."""
-        return spec.form.weight is not None and (spec.form.weight.name, spec.form.weight.rows) in (
-            (self.part.name, self.part.rows),
-            (self.part.name, None),
-        )
+        weight = spec.form.weight
+        return weight is not None and (weight.name, weight.rows) == (self.part.name, self.part.rows)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -115,7 +122,9 @@ class OneLayer:
 
                 recorded.each_layer(v, of_layer, last)
 
-        return self.sweep.visit(visit, description, ready)
+        totals = self.sweep.visit(visit, description, ready)
+        _ = self.spec  # still there
+        return totals
 
     def chunks(self, io: LayerIO, gradients: bool = True) -> Iterator[Chunk]:
         """The standard form, a few examples at a time, without the bias column where it takes no part."""
