@@ -348,9 +348,9 @@ def test_pair_dictionary_is_dense_in_planes_and_far_from_atoms():
     A = small(d=12, p=6).A
     B = selfsup.pair_dictionary(A, 8)
     torch.testing.assert_close(B.norm(dim=0), torch.ones(B.shape[1], dtype=torch.float64))
-    assert float((A.T @ B).abs().max()) < math.cos(math.pi / 16)
-    error = float(selfsup.recovery_error(A, B))
-    assert 1 - math.cos(math.pi / 16) <= error < 1 - math.cos(3 * math.pi / 16)
+    assert float((A.T @ B).abs().max()) < math.cos(math.pi / 16) + 1e-6
+    least = 1 - math.cos(math.pi / 16)
+    assert least - 1e-6 < float(selfsup.recovery_error(A, B)) < 1.5 * least
     plane = A[:, 0] + 0.9 * A[:, 3]  # a random direction of a plane is near some atom
     assert float(((plane / plane.norm()) @ B).abs().max()) > math.cos(math.pi / 8)
     with pytest.raises(InputError, match="two or more"):

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from layerwise.studies.masked_sparse_coding.comparison import Setting
 
 OBJECTIVES = ("standard", "masked")
+LABELS = {"standard": "standard loss", "masked": "masked loss", "start": "start"}
+"""In figures."""
 STARTS = {"sample": "from samples", "local": "from the truth"}
 Quantity = Callable[[Sequence[Mapping]], dict[int, float | int]]
 
@@ -105,7 +107,7 @@ FIGURE = (
 
 def course(records: Sequence[Record], cell: str, title: str) -> Panel:
     """Errors along a training."""
-    curves = [band(records, cell, "epoch", name, name) for name in OBJECTIVES]
+    curves = [band(records, cell, "epoch", name, LABELS[name]) for name in OBJECTIVES]
     return Panel(title=title, x_label="epoch", y_label="recovery error", curves=curves)
 
 
@@ -122,7 +124,7 @@ def swept(
         columns = {x: list(by_seed(records, cell, name).values()) for x, cell in places.items()}
         kept = {x: column for x, column in columns.items() if column}
         return Curve(
-            label="start" if name == "start" else name,
+            label=LABELS[name],
             x=list(kept),
             y=[statistics.median(column) for column in kept.values()],
             low=[min(column) for column in kept.values()],
@@ -133,7 +135,7 @@ def swept(
     curves = [over("start", "dashed"), *(over(name, "line") for name in OBJECTIVES)]
     for name in OBJECTIVES if printed else ():
         known = {x: (printed or {})[cell][name] for x, cell in places.items() if cell in (printed or {})}
-        curves.append(Curve(label=f"{name}, thesis", x=list(known), y=list(known.values()), style="points"))
+        curves.append(Curve(label=f"thesis, {name}", x=list(known), y=list(known.values()), style="points"))
     return Panel(title=title, x_label=x_label, y_label="recovery error", curves=curves)
 
 

@@ -12,7 +12,7 @@ from layerwise.experiments.figures import Curve, Figure, Panel
 from layerwise.experiments.over_seeds import band, combined
 from layerwise.experiments.progress import within_cell
 from layerwise.experiments.wu2024 import PAPER
-from layerwise.experiments.wu2024.both_objectives import across
+from layerwise.experiments.wu2024.both_objectives import LABELS, across
 from layerwise.foundations.errors import InputError, NameLookupError, describe, unknown
 
 if TYPE_CHECKING:
@@ -202,14 +202,16 @@ def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
 
 
 def _figure(config: Config, records: Sequence[Record], cell: str) -> Figure:
-    curves = [band(records, cell, "epoch", objective, objective) for objective in OBJECTIVES]
+    curves = [band(records, cell, "epoch", objective, LABELS[objective]) for objective in OBJECTIVES]
     for objective in OBJECTIVES:
         rows = [r["values"] for r in records if r["cell"] == cell]
         x, y = ([row[f"{objective}/reconstruction{part}"] for row in rows] for part in ("/epoch", ""))
         curves.append(Curve(label=f"{objective}, stopped", x=x, y=y, style="points"))
     panels = [Panel(title="distance to the truth", x_label="epoch", y_label="recovery error", curves=curves)]
     for rule in RULES[:2]:
-        losses = [band(records, cell, "epoch", f"{objective}/{rule}/loss", objective) for objective in OBJECTIVES]
+        losses = [
+            band(records, cell, "epoch", f"{objective}/{rule}/loss", LABELS[objective]) for objective in OBJECTIVES
+        ]
         panels.append(Panel(title=f"held-out {rule} loss", x_label="epoch", y_label="loss", curves=losses))
     caption = (
         f"Points: the least held-out reconstruction loss before {config.patience} looks, one in {config.look_every} "

@@ -35,7 +35,8 @@ def pair_dictionary(A: Float[Tensor, "d p"], directions: int = 8) -> Float[Tenso
     second = unit_columns(second - (first * second).sum(0) * first)
     angles = (torch.arange(directions, dtype=A.dtype, device=A.device) + 0.5) * math.pi / directions
     B = (first[..., None] * angles.cos() + second[..., None] * angles.sin()).flatten(1)
-    return B[:, (A.mT @ B).abs().amax(0) < math.cos(math.pi / (2 * directions))]
+    nearest = math.cos(math.pi / (2 * directions)) + 1e-6  # each pair has atoms at that angle: rounding must not choose
+    return B[:, (A.mT @ B).abs().amax(0) < nearest]
 
 
 def exhaustive_loss(Y: Float[Tensor, "n d"], A: Float[Tensor, "d p"], k: int) -> Float[Tensor, ""]:
