@@ -254,7 +254,9 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, method):
 
 
 def test_runs_together_are_as_alone():
-    """Without new bases on the way, since those of a null space are arbitrary, and by SGD: RMSprop divides by zero."""
+    """Without new bases on the way, since those of a null space are arbitrary, and by SGD: where a gradient is zero but
+    for rounding, RMSprop divides it by its own size.
+    """
     init = mlp()
     data, model = batch(init), moved(init)
     short = {**SHORT, "interval": 10, "optimizer": "sgd"}
