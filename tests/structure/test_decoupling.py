@@ -23,6 +23,11 @@ def test_both_norms():
 def test_matrix_free_is_the_same_within_what_it_states(model, data, layer, monkeypatch):
     net, given = model(), data()
     truth = decoupling_error(net, given, layer)
+    monkeypatch.setattr(module, "WHOLE", 10)
+    formed = decoupling_error(net, given, layer)
+    assert formed.exact
+    assert formed.spectral == pytest.approx(truth.spectral, rel=1e-7)
+    assert formed.frobenius == truth.frobenius
     monkeypatch.setattr(module, "DENSE", 10)
     found = decoupling_error(net, given, layer, samples=20)
     assert abs(found.spectral - truth.spectral) <= found.spectral_uncertainty + 1e-6

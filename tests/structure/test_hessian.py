@@ -20,7 +20,7 @@ from torch import nn
 
 import layerwise as lw
 from layerwise.foundations.errors import InputError, MemoryBudgetError
-from layerwise.structure import decoupled, layer_hessian
+from layerwise.structure import decoupled, eigenpairs, layer_hessian
 from layerwise.structure import hessian as of_layer
 from layerwise.structure.rows import Factored, Written
 
@@ -183,6 +183,16 @@ def test_more_pairs_than_rows():
     assert torch.allclose(found.values[6:], torch.zeros(6, dtype=torch.float64), atol=1e-12)
     gram = found.vectors.mT @ found.vectors
     assert torch.allclose(gram, torch.eye(12, dtype=torch.float64), atol=1e-8)
+
+
+def test_few_pairs_of_a_large_matrix_are_as_exact(monkeypatch):
+    values = torch.logspace(0, -8, 60, dtype=torch.float64)
+    Q = torch.linalg.qr(torch.randn(60, 60, dtype=torch.float64)).Q
+    matrix = (Q * values) @ Q.mT
+    monkeypatch.setattr(eigenpairs, "WHOLE", 10)
+    found = eigenpairs.dense_pairs(matrix, 3)
+    assert torch.allclose(found.values, values[:3], rtol=1e-12)
+    assert torch.allclose((found.vectors.mT @ Q[:, :3]).abs(), torch.eye(3, dtype=torch.float64), atol=1e-9)
 
 
 def test_the_method_follows_the_sizes(monkeypatch):

@@ -203,14 +203,7 @@ class GaussNewton(LayerOperator):
     def _dense(self) -> Tensor:
         d = self.numel()
         total = torch.zeros(d, d, dtype=torch.float64, device=self.device)
-
-        def add(part: Piece) -> None:
-            size = max(1, 2**25 // (d * part.vectors))
-            for start in range(0, part.examples, size):
-                R = part.narrow(start, min(start + size, part.examples)).written().double()
-                total.addmm_(R.mT, R)
-
-        self.rows.each(add, "dense")
+        self.rows.each(lambda part: part.add_outer_(total), "dense")
         return total / self.rows.count
 
     def _method(self, k: int) -> str:

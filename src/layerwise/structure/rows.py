@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from layerwise.foundations.arithmetic import OwnArithmetic
@@ -30,6 +30,8 @@ from layerwise.structure.one_layer import Observe, OneLayer
 Product = Callable[[Tensor, Tensor], Tensor]
 SCRATCH = 256 * 2**20
 """Bytes that products with one group of examples may take."""
+OUTER = 2**25
+"""Entries of rows that are written out at a time."""
 FEW = 8
 """Examples that are kept, to compare matrices on."""
 
@@ -59,6 +61,13 @@ class Piece(ABC):
     @abstractmethod
     def written(self) -> Float[Tensor, "M D"]:
         """The rows themselves."""
+
+    def add_outer_(self, total: Float[Tensor, "D D"]) -> None:
+        """Add ``Σ r rᵀ`` in the precision of the total."""
+        size = max(1, OUTER // (total.shape[0] * self.vectors))
+        for start in range(0, self.examples, size):
+            R = self.narrow(start, min(start + size, self.examples)).written().to(total.dtype)
+            total.addmm_(R.mT, R)
 
     @abstractmethod
     def narrow(self, start: int, stop: int) -> "Piece":
@@ -145,6 +154,22 @@ class Factored(Piece):
         g = self.g.unflatten(-1, (self.positions, k, o)).movedim(1, 0)
         return Standard(self.a, g)
 
+    def add_outer_(self, total: Float[Tensor, "D D"]) -> None:
+        """Add ``Σ M_x ⊗ x xᵀ``: two symmetric matrices an example, of which half is multiplied."""
+        k, o, i = self.shape
+        if k > 1 or self.positions > 1 or isinstance(self.a, OneHot):
+            super().add_outer_(total)
+            return
+        up, across = (torch.triu_indices(n, n, device=total.device) for n in (o, i))
+        halves = total.new_zeros(up.shape[1], across.shape[1])
+        size = max(1, OUTER // (o * o + i * i))
+        for start in range(0, self.examples, size):
+            g, a = self.g[start : start + size].to(total.dtype), self.a[start : start + size, 0, 0].to(total.dtype)
+            M = g.mT @ g
+            halves.addmm_(M[:, up[0], up[1]].mT, a[:, across[0]] * a[:, across[1]])
+        outputs, inputs = (_places(n, pairs) for n, pairs in ((o, up), (i, across)))
+        total.view(o, i, o, i).add_(halves[outputs][:, :, inputs].transpose(1, 2))
+
     def written(self) -> Float[Tensor, "M D"]:
         """Per-example gradients, examples first."""
         return self.standard().per_example_grads().transpose(0, 1).flatten(0, 1).flatten(1)
@@ -162,6 +187,15 @@ class Factored(Piece):
     def scratch(self, columns: int) -> int:
         """``X a`` and ``Σ C g``."""
         return 2 * self.g.shape[-1] * columns * self.g.itemsize
+
+
+def _places(n: int, pairs: Int[Tensor, "2 p"]) -> Int[Tensor, "n n"]:
+    """For every entry of a symmetric matrix, which of the pairs it is."""
+    places = pairs.new_zeros(n, n)
+    number = torch.arange(pairs.shape[1], device=pairs.device)
+    places[pairs[0], pairs[1]] = number
+    places[pairs[1], pairs[0]] = number
+    return places
 
 
 @dataclass(frozen=True)
