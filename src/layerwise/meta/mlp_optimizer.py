@@ -47,64 +47,74 @@ def mlp_parameters(hidden: int = 32, generator: torch.Generator | None = None) -
     }
 
 
-def mlp_memory(params: Tree) -> dict[str, Tensor]:
+def mlp_memory(params: Tree, tasks: bool = False) -> dict[str, Tensor]:
     """What the optimizer remembers at the start: no averages, no steps.
+
+    Args:
+        params: what will be trained.
+        tasks: whether the first axis of all parameters is one of tasks, each with a memory of its own.
 
     >>> memory = mlp_memory({"w": torch.ones(2, 3)})
     >>> memory["first"].shape
     torch.Size([6, 5])
     """
-    flat = _flat(params)
-    averages = torch.zeros(len(flat), len(DECAYS), dtype=flat.dtype, device=flat.device)
-    return {"first": averages, "second": averages.clone(), "step": flat.new_zeros(())}
+    flat = _flat(params, int(tasks))
+    averages = flat.new_zeros(*flat.shape, len(DECAYS))
+    return {"first": averages, "second": averages.clone(), "step": flat.new_zeros(flat.shape[:-1])}
 
 
 def mlp_update(gradients: Tree, memory: Tree, params: Tree, meta: Meta) -> tuple[Tree, Tree]:
     """The learned update, for `inner_step`: changes of the parameters, and the memory after them.
+
+    A stack of tasks, whose memory was made with ``tasks=True``, is updated at once, each task by itself.
 
     >>> params = {"w": torch.randn(4, 3)}
     >>> changes, memory = mlp_update(params, mlp_memory(params), params, mlp_parameters())
     >>> changes["w"].shape, int(memory["step"])
     (torch.Size([4, 3]), 1)
     """
-    g, w = _flat(gradients), _flat(params)
+    axes = memory["step"].ndim
+    g, w = _flat(gradients, axes), _flat(params, axes)
     decay = torch.tensor(DECAYS, dtype=g.dtype, device=g.device)
-    first = decay * memory["first"] + (1 - decay) * g[:, None]
-    second = decay * memory["second"] + (1 - decay) * (g * g)[:, None]
+    first = decay * memory["first"] + (1 - decay) * g[..., None]
+    second = decay * memory["second"] + (1 - decay) * (g * g)[..., None]
     output = _network(features(g, w, first, second), embedding(memory["step"]), meta)
-    change = -SCALE * output[:, 0] * (SCALE * output[:, 1]).exp()
-    return _shaped(change, params), {"first": first, "second": second, "step": memory["step"] + 1}
+    change = -SCALE * output[..., 0] * (SCALE * output[..., 1]).exp()
+    return _shaped(change, params, axes), {"first": first, "second": second, "step": memory["step"] + 1}
 
 
 def features(
-    g: Float[Tensor, "P"], w: Float[Tensor, "P"], first: Float[Tensor, "P 5"], second: Float[Tensor, "P 5"]
-) -> Float[Tensor, "P 22"]:
+    g: Float[Tensor, "*T P"],
+    w: Float[Tensor, "*T P"],
+    first: Float[Tensor, "*T P 5"],
+    second: Float[Tensor, "*T P 5"],
+) -> Float[Tensor, "*T P 22"]:
     """The features of each weight but the step's embedding: over the weights, mean 0 and standard deviation 1."""
     root = (second + EPS).rsqrt()
-    found = torch.cat([g[:, None], w[:, None], first, second, first * root, root], 1)
-    found = found - found.mean(0)
+    found = torch.cat([g[..., None], w[..., None], first, second, first * root, root], -1)
+    found = found - found.mean(-2, keepdim=True)
     # An average that is the same for all weights has no deviation to divide by.
-    return found * (found.square().mean(0) + 1e-20).rsqrt()
+    return found * (found.square().mean(-2, keepdim=True) + 1e-20).rsqrt()
 
 
-def embedding(step: Float[Tensor, ""]) -> Float[Tensor, "9"]:
+def embedding(step: Float[Tensor, "*T"]) -> Float[Tensor, "*T 9"]:
     """tanh(step / scale) for nine scales."""
-    return torch.tanh(step / torch.tensor(SCALES, dtype=step.dtype, device=step.device))
+    return torch.tanh(step[..., None] / torch.tensor(SCALES, dtype=step.dtype, device=step.device))
 
 
-def _network(found: Float[Tensor, "P 22"], at: Float[Tensor, "9"], meta: Meta) -> Float[Tensor, "P 2"]:
+def _network(found: Float[Tensor, "*T P 22"], at: Float[Tensor, "*T 9"], meta: Meta) -> Float[Tensor, "*T P 2"]:
     # The embedding is the same for all weights: one row of numbers rather than nine columns.
     shared = at @ meta["W1"][NORMALISED:] + meta["b1"]
-    return torch.relu(found @ meta["W1"][:NORMALISED] + shared) @ meta["W2"] + meta["b2"]
+    return torch.relu(found @ meta["W1"][:NORMALISED] + shared[..., None, :]) @ meta["W2"] + meta["b2"]
 
 
-def _flat(tree: Tree) -> Float[Tensor, "P"]:
-    return torch.cat([leaf.reshape(-1) for leaf in pytree.tree_leaves(tree)])
+def _flat(tree: Tree, axes: int) -> Float[Tensor, "*T P"]:
+    return torch.cat([leaf.reshape(*leaf.shape[:axes], -1) for leaf in pytree.tree_leaves(tree)], -1)
 
 
-def _shaped(flat: Float[Tensor, "P"], like: Tree) -> Tree:
+def _shaped(flat: Float[Tensor, "*T P"], like: Tree, axes: int) -> Tree:
     leaves, shape = pytree.tree_flatten(like)
-    parts = flat.split([leaf.numel() for leaf in leaves])
+    parts = flat.split([leaf.shape[axes:].numel() for leaf in leaves], -1)
     return pytree.tree_unflatten([part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)], shape)
 
 
