@@ -163,6 +163,24 @@ def test_a_generator_is_enough_where_rows_fit():
     assert relative(H.dense(), hessian_of(net, data, "0.weight")) <= 1e-10
 
 
+def test_rows_do_not_change_with_the_batch_they_were_made_of():
+    net, (x, y) = mlp(bias=False), batch()
+    H = layer_hessian(net, (x, y), "0")
+    before = H.dense()
+    x.zero_()
+    assert relative(H @ torch.eye(30, dtype=torch.float64), before) <= 1e-12
+
+
+@pytest.mark.parametrize("memory", [None, 3000])
+def test_products_in_inference_mode_and_autocast(memory):
+    net, data = mlp(), batch()
+    H = layer_hessian(net, in_parts(data, 5), "2", memory=memory)
+    v = torch.randn(25, dtype=torch.float64)
+    plain = H @ v
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        assert relative(H @ v, plain) <= 1e-12
+
+
 @pytest.mark.parametrize("method", ["lanczos", "gram"])
 def test_eigenpairs_against_a_full_decomposition(method):
     net, data = mlp(), batch(7)  # 21 rows, fewer than 25 entries

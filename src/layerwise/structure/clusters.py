@@ -119,7 +119,8 @@ def class_sums(layer: OneLayer, of: str) -> tuple[Float[Tensor, "c l d"], Float[
                 counts.append(torch.zeros(c, dtype=torch.float64, device=layer.device))
             logits[0] = 0 if first else logits[0]
             if first:
-                counts[0] += torch.bincount(labels, minlength=c)
+                counted = torch.ones_like(terms.weight) if terms.mask is None else terms.mask
+                counts[0].scatter_add_(0, labels, counted[:, 0].double())
             at = 0
             for chunk in layer.chunks(io, gradients=of == "weight"):
                 assert isinstance(chunk, Standard)

@@ -18,7 +18,7 @@ from layerwise.curvature.hessian import HessianProducts
 from layerwise.foundations.arithmetic import OwnArithmetic
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods import Likelihood
-from layerwise.foundations.linalg import Estimate, frobenius_squared, guarded_eigh, hutchinson_trace, squared_norm
+from layerwise.foundations.linalg import Estimate, frobenius_squared, hutchinson_trace, squared_norm
 from layerwise.foundations.memory import require
 from layerwise.foundations.random import stream
 from layerwise.layers.calling import autocast_of_the_caller, in_own_arithmetic
@@ -246,11 +246,9 @@ class GaussNewton(LayerOperator):
         return found / self.rows.count
 
     def _gram_pairs(self, k: int) -> Eigenpairs:
-        values, vectors = guarded_eigh(self.gram(), name="Gram matrix of rows")
-        floor = 1e-12 * float(values[-1]) if len(values) else 0.0
-        if k > len(values) or float(values[-k]) <= floor:
+        values, vectors, _ = dense_pairs(self.gram(), min(k, self.rows.total))
+        if k > len(values) or float(values[-1]) <= 1e-12 * float(values[0]):
             return self.eigenpairs(k, method="lanczos")  # some of them are in the null space, which rows do not span
-        values, vectors = values[-k:].flip(0), vectors[:, -k:].flip(1)
         assert self.rows.pieces is not None
         only = self.rows.pieces[0]
         C = vectors.view(only.examples, only.vectors, k) / (values * self.rows.count).sqrt()

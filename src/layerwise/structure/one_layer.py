@@ -219,8 +219,9 @@ def require_finite_parameters(model: nn.Module) -> None:
     named = [(name, p) for name, p in model.named_parameters() if p.numel() and p.device.type != "meta"]
     if not named:
         return
-    sizes = torch.stack([p.detach().abs().amax().double().cpu() for _, p in named])
-    for (name, _), size in zip(named, sizes.tolist(), strict=True):
+    device = named[0][1].device
+    largest = torch.stack([p.detach().abs().amax().float().to(device) for _, p in named])  # one look for all
+    for (name, _), size in zip(named, largest.tolist(), strict=True):
         if not size < float("inf"):
             raise InputError(
                 describe(

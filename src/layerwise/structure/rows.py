@@ -21,7 +21,7 @@ from layerwise.foundations.memory import readable
 from layerwise.foundations.types import map_leaves
 from layerwise.layers.batch import Batch
 from layerwise.layers.calling import in_own_arithmetic, take
-from layerwise.layers.io import LayerIO
+from layerwise.layers.io import LayerIO, RecordedIO
 from layerwise.layers.one_hot import OneHot
 from layerwise.layers.recorder import Recorded
 from layerwise.layers.standard import Chunk, Standard
@@ -256,7 +256,7 @@ def piece(chunk: Chunk, shape: tuple[int, int, int], dtype: torch.dtype, vectors
     if is_cheaper_written(chunk, vectors):
         return Written(chunk.per_example_grads().to(dtype).transpose(0, 1).flatten(2).contiguous(), shape)
     assert isinstance(chunk, Standard)
-    a = chunk.a if isinstance(chunk.a, OneHot) else chunk.a.to(dtype)
+    a = chunk.a if isinstance(chunk.a, OneHot) else chunk.a.to(dtype).contiguous()
     return Factored(a, chunk.g.to(dtype).transpose(0, 1).flatten(2).contiguous(), shape)
 
 
@@ -300,7 +300,8 @@ class Rows(OwnArithmetic, guard=in_own_arithmetic):
             batch: list[Piece] = []
 
             def observe(io: LayerIO, first: bool, recorded: Recorded) -> None:
-                found = layer_pieces(layer, io, recorded, dtype)
+                # what is kept must not change where the user writes over a batch
+                found = layer_pieces(layer, io.owned() if isinstance(io, RecordedIO) else io, recorded, dtype)
                 if rows.few is None:
                     rows.few = first_examples(layer, recorded.batch)
                 rows.total += sum(p.examples * p.vectors for p in found)
@@ -332,6 +333,7 @@ class Rows(OwnArithmetic, guard=in_own_arithmetic):
             rows.pieces = joined(rows.pieces)
         return rows
 
+    @in_own_arithmetic
     def each(self, consume: Callable[[Piece], None], description: str = "product") -> None:
         """Hand over all rows, a few examples at a time."""
         if self.pieces is not None:
