@@ -182,17 +182,21 @@ def test_a_trained_model_has_something_to_find_and_an_untrained_one_has_not():
     assert "give more text" in str(dataclasses.replace(nothing, positions=50))
 
 
-def test_a_model_is_left_as_it_was():
-    model = Recurrent().train()
+def test_a_model_is_measured_in_eval_mode_and_left_as_it_was():
+    model, ids = Recurrent(), torch.randint(60, (20, 12))
+    model.norm = nn.Sequential(model.norm, nn.Dropout(0.5))
+    model.mix.eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    lw.selfsup.anchors(model, torch.randint(60, (20, 12), generator=torch.Generator()), head="head", k=(0, 5))
+    report = lw.selfsup.anchors(model, ids, head="head", k=(0, 5))
+    assert torch.equal(state, torch.get_rng_state())
     assert model.training
-    assert model.mix.training
+    assert not model.mix.training
     assert not model.head._forward_pre_hooks
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert torch.equal(state, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
+    again = lw.selfsup.anchors(model.eval(), ids, head="head", k=(0, 5))
+    assert report.rows[5].anchor.mse == pytest.approx(again.rows[5].anchor.mse, rel=1e-5)
 
 
 def cap(z):

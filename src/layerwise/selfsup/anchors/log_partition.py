@@ -78,15 +78,14 @@ def log_bulk_partition(logits: Float[Tensor, "N n"], k: Sequence[int]) -> Float[
     """
     refuse_k(k, logits.shape[1])
     largest = max(k)
-    logits = logits.double()
     if largest == 0:
-        return logits.logsumexp(1, keepdim=True).expand(-1, len(k))
+        return logits.double().logsumexp(1, keepdim=True).expand(-1, len(k))
     if largest * 8 > logits.shape[1]:
-        values = logits.sort(dim=1, descending=True).values
+        values = logits.sort(dim=1, descending=True).values.double()
         top, rest = values[:, :largest], values[:, largest:]
     else:
         top, places = logits.topk(largest, dim=1)
-        rest = logits.scatter(1, places, -torch.inf)
+        top, rest = top.double(), logits.scatter(1, places, -torch.inf).double()
     upwards = torch.cat([rest.logsumexp(1, keepdim=True), top.flip(1)], dim=1).logcumsumexp(1)
     return upwards[:, [largest - each for each in k]]
 

@@ -100,11 +100,16 @@ class AnchorReport:
         random = self.controls.get("gaussian", {}).get(row.k)
         deviation, r2 = math.sqrt(row.variance), row.with_intercept.r2
         usual = 0.0 if random is None else math.sqrt(random.variance)
-        if deviation <= max(HARDLY_VARIES, AS_RANDOM * usual):
-            beside = f", with random atoms {usual:.2g}" if random else ""
+        if deviation <= HARDLY_VARIES:
+            beside = f"; with random atoms of the same norms {usual:.2g}" if random else ""
             return (
-                f"k={row.k}: nothing to find. log Z_bulk hardly varies (standard deviation {deviation:.2g}{beside}): "
-                "a constant predicts it, and no anchor could show anything."
+                f"k={row.k}: nothing to find. log Z_bulk hardly varies (standard deviation {deviation:.2g}{beside}): a "
+                "constant predicts it."
+            )
+        if deviation <= AS_RANDOM * usual:
+            return (
+                f"k={row.k}: nothing to find. log Z_bulk varies little more than with random atoms of the same norms "
+                f"(standard deviation {deviation:.2g}, against {usual:.2g})."
             )
         if r2 < PREDICTED:
             return f"k={row.k}: no anchor. ⟨h, v_0⟩ + c leaves a held-out R² of {r2:.3f}."
