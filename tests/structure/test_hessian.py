@@ -20,6 +20,7 @@ from torch import nn
 
 import layerwise as lw
 from layerwise.foundations.errors import InputError, MemoryBudgetError
+from layerwise.foundations.linalg import half_pairs
 from layerwise.structure import decoupled, eigenpairs, layer_hessian
 from layerwise.structure import hessian as of_layer
 from layerwise.structure.rows import Factored, Written
@@ -265,3 +266,20 @@ def test_what_has_no_rule_has_a_hessian_all_the_same():
     truth = hessian_of(net, data, "scale")
     for kind in (None, False):
         assert relative(layer_hessian(net, data, "scale", gauss_newton=kind).dense(), truth) <= 1e-10
+
+    class Twofold(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + 2 * (x @ self.weight.mT)
+
+    net = nn.Sequential(Twofold(6, CLASSES)).double()
+    assert relative(layer_hessian(net, data, "0").dense(), hessian_of(net, data, "0.weight")) <= 1e-10
+
+
+def test_products_of_pairs_of_halves():
+    """22 bits, for tensor cores; here the same arithmetic on a CPU."""
+    net, (x, y) = mlp().float(), batch()
+    H = layer_hessian(net, (x.float(), y), "2")
+    V = torch.randn(25, 4)
+    plain = H @ V
+    H.rows.multiply = half_pairs.multiply
+    assert 0 < relative(H @ V, plain) <= 1e-5

@@ -186,6 +186,8 @@ def choose(model: nn.Module, table: LayerTable, layer: str) -> tuple[LayerSpec, 
             describe(f"layer={layer!r}", "the name of a layer", f"one of: {', '.join(table.names()[:30])}")
         )
     found = [spec for spec in table.layers if matches(spec, layer)]
+    if not found:  # a module without a rule: its parameters are layers of their own
+        found = [spec for spec in table.layers if spec.name == f"{layer}.weight"]
     if not found:
         frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
         if any(name == layer or name.startswith(f"{layer}.") for name in frozen):

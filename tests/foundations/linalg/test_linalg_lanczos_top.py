@@ -81,3 +81,38 @@ def test_same_seed_same_result_and_the_global_state_is_untouched():
 def test_wrong_k(k):
     with pytest.raises(InputError, match=f"k={k}"):
         lanczos_top(lambda X: X, 3, k, generator=generator())
+
+
+@pytest.mark.parametrize("name", ["decaying", "indefinite", "low rank", "zero"])
+def test_narrow_blocks_find_the_same(name):
+    s, columns = SPECTRA[name], []
+    M = symmetric(s)
+
+    def product(X):
+        columns.append(X.shape[1])
+        return M @ X
+
+    values, U, residuals = lanczos_top(product, 160, 12, generator=generator(), dtype=F64, block=3)
+    torch.testing.assert_close(values, s.sort().values[-12:], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(U.T @ U, torch.eye(12, dtype=F64), rtol=0, atol=1e-10)
+    torch.testing.assert_close(torch.linalg.vector_norm(M @ U - U * values, dim=0), residuals, rtol=0, atol=1e-10)
+    assert max(columns) == 3
+
+
+def test_pairs_at_the_precision_of_the_products_are_not_asked_for_more():
+    """In single precision residuals stop falling; a goal below that is not reached by further products."""
+    M = symmetric(torch.logspace(0, -4, 300, dtype=F64), dtype=torch.float32)
+    products = []
+
+    def product(X):
+        products.append(1)
+        return M @ X
+
+    _, _, residuals = lanczos_top(product, 300, 20, generator=generator(), tol=1e-9)
+    assert len(products) < 60
+    assert (residuals <= 1e-5).all()
+
+
+def test_a_block_of_no_columns():
+    with pytest.raises(InputError, match="block"):
+        lanczos_top(lambda X: X, 3, 1, generator=generator(), block=0)
