@@ -218,10 +218,11 @@ EXPERIMENT = Experiment(
         "The MLP optimizer of Metz et al. (2019): 31 features of each weight, a hidden layer of 32 units, a direction "
         "and a magnitude. It is learned on small image tasks with shuffled classes by RMSProp on the mean loss over "
         "each segment of a trajectory, and tried on new tasks, trained on all of their examples, as the thesis' code "
-        "does. Width and scales are those of that code, which the thesis does not print. Cut from the thesis' "
-        "meta-training (300 trajectories of some 40 segments of 150 steps, one update each, 12000 in all): "
-        "tasks are trained several at once with one update for all; in preset paper 16 at once, 5 episodes, segments 10 + Exp(10) of 50 + "
-        "Exp(50) steps, about 100 updates; smaller networks and shorter segments in the others."
+        "does. Width and scales are those of that code, which the thesis does not print. Cut from its meta-training, "
+        "which has 300 trajectories of some 40 segments of 150 steps with an update after each, 12000 in all: tasks "
+        "are trained several at once, with one update for all. Preset paper has 16 at once, 5 episodes, 10 + "
+        "Exp(10) segments of 50 + Exp(50) steps, about 100 updates; the others have smaller networks and shorter "
+        "segments."
     ),
     presets={
         "smoke": Config(together=2, episodes=2, segments=(2, 0.1), length=(6, 0.1), tests=1, steps=20),
