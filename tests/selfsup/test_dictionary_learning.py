@@ -262,6 +262,23 @@ def test_the_loss_that_stops_can_be_chosen():
         DictionaryLearner(stop_by="standard").fit(data.Y)
 
 
+def test_another_optimizer_gets_the_matrix():
+    """Plain SGD at rate η is B − η ∇, by hand; and what it is given has the shape of a matrix."""
+    data, given = small(n=30, held_out=40), []
+
+    def sgd(parameters):
+        given.extend(parameters)
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    B = start_dictionary("sample", 40, data)
+    options = {"hidden": [0], "generators": [torch.Generator()], "epochs": 1, "batch_size": 30, "optimizer": sgd}
+    found = train_dictionaries(data.Y[None], B[None], 3, **options)[0]
+    z = omp(data.Y, B, 3).dense(40)
+    stepped = B - 0.1 * 2 / 30 * (z @ B.T - data.Y).T @ z
+    torch.testing.assert_close(found, stepped / stepped.norm(dim=0))
+    assert [tuple(one.shape) for one in given] == [(40, 20)]
+
+
 def test_arrays_tensors_and_inverse():
     Y = small(n=90).Y
     learner = DictionaryLearner(25, 3, epochs=3)

@@ -85,7 +85,7 @@ class DictionaryLearner(Estimator):
             check_every: epochs between looks at them.
             patience: looks without a lower loss after which training stops.
             normalize: see `omp`.
-            optimizer: from a list of one tensor, atoms as rows ``[1, n_atoms, d]``, to an optimizer other than Adam.
+            optimizer: from a list of one parameter, atoms as rows ``[n_atoms, d]``, to an optimizer other than Adam.
             callback: called with the epoch and the dictionary after each epoch; a truth value stops training.
             random_state: a seed or a generator; None is 0.
             device: where to compute; by default where X is.

@@ -47,8 +47,8 @@ def train_dictionaries(
         lr: of Adam.
         batch_size: samples a step; the last step of an epoch may have fewer.
         epochs: passes over the samples.
-        optimizer: from the stacked atoms ``[r, q, d]`` to an optimizer, in place of Adam; one that looks at whole
-            tensors would mix problems, so give it one problem.
+        optimizer: from a list of one parameter to an optimizer, in place of Adam. The parameter has atoms as rows,
+            ``[r, q, d]``; of one problem it is a matrix, ``[q, d]``, as Shampoo, Muon and others want it.
         watch: called with the epoch and the dictionaries before the first epoch, after every `every` epochs and after
             the last; a truth value ends the training.
         every: see `watch`.
@@ -64,20 +64,22 @@ def train_dictionaries(
     check_numbers(Y, B, B.norm(dim=-2))
     _check(R, n, d, k, hidden, generators, batch_size, epochs)
     atoms = B.mT.clone(memory_format=torch.contiguous_format)
-    atoms.grad = torch.zeros_like(atoms)
-    steps = optimizer([atoms]) if optimizer else torch.optim.Adam([atoms], lr=lr, fused=True)
+    parameter = torch.nn.Parameter(atoms[0] if R == 1 else atoms)  # the same memory
+    grad = torch.zeros_like(atoms)
+    parameter.grad = grad[0] if R == 1 else grad
+    steps = optimizer([parameter]) if optimizer else torch.optim.Adam([parameter], lr=lr, fused=True)
     with torch.no_grad():
         if watch and watch(0, atoms.mT):
-            return atoms.detach().mT
+            return atoms.mT
         for epoch in (progress or Silent()).track(range(1, epochs + 1), "epochs", epochs):
             batches = Y.split(batch_size, 1)
             for Yb, visible in zip(batches, _masks(hidden, generators, len(batches), Y), strict=True):
-                _gradient(Yb, atoms, k, visible)
+                _gradient(Yb, atoms, k, visible, grad)
                 steps.step()
                 atoms /= atoms.norm(dim=-1, keepdim=True)
             if watch and (epoch % every == 0 or epoch == epochs) and watch(epoch, atoms.mT):
                 break
-    return atoms.detach().mT
+    return atoms.mT
 
 
 def _check(R: int, n: int, d: int, k: int, hidden: Sequence[int], generators: Sequence, size: int, epochs: int) -> None:
@@ -107,8 +109,8 @@ def _masks(
     return visible.to(like).unbind(1)
 
 
-def _gradient(Y: Tensor, atoms: Tensor, k: int, visible: Tensor | None) -> None:
-    """That of the mean loss of a batch, into ``atoms.grad``."""
+def _gradient(Y: Tensor, atoms: Tensor, k: int, visible: Tensor | None, grad: Tensor) -> None:
+    """That of the mean loss of a batch, into ``grad``."""
     columns = atoms.mT.contiguous()
     sizes = atoms.new_ones(atoms.shape[:2])  # of whole atoms
     indices, values = pursue(Y, columns, sizes, k, atoms=atoms, visible=visible)
@@ -116,9 +118,8 @@ def _gradient(Y: Tensor, atoms: Tensor, k: int, visible: Tensor | None) -> None:
     if visible is not None:
         standard = visible.all(-1, keepdim=True)  # problems that hide nothing have the loss of all coordinates
         error *= (1 - visible + standard)[:, None]
-    assert atoms.grad is not None
     total = sums_by_index if Y.device.type == "cpu" else sums_by_product
-    total(indices, values, 2 / Y.shape[1] * error, atoms.grad)
+    total(indices, values, 2 / Y.shape[1] * error, grad)
 
 
 def sums_by_index(indices: Tensor, values: Tensor, error: Tensor, out: Tensor) -> None:
