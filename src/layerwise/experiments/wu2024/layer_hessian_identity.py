@@ -118,7 +118,7 @@ EXPERIMENT = Experiment(
         "mean of Kronecker products. Not so for all weights together, nor with smooth activations."
     ),
     presets={
-        "smoke": Config(seeds=1, hidden=(4, 4), examples=20),
+        "smoke": Config(seeds=1, hidden=(3,), examples=10),
         "laptop": Config(),
         "paper": Config(seeds=10, examples=200),
     },

@@ -67,7 +67,7 @@ class Networks:
         return setting.startswith("digits") and self.epochs < FULL
 
 
-SMOKE: dict[str, Any] = {"seeds": 1, "settings": ("digits/12-12",), "trained_on": 300, "epochs": 40, "leading": 20}
+SMOKE: dict[str, Any] = {"seeds": 1, "settings": ("digits/12-12",), "trained_on": 200, "epochs": 30, "leading": 12}
 PAPER_SIZES: dict[str, Any] = {
     "seeds": 5,
     "settings": ("mnist/200-200", "mnist/600-600", "cifar10/lenet5"),
@@ -145,13 +145,13 @@ def over_layers(
     return combined(cell, [f"{layer}/{name}" for layer in layers], lambda *values: function(values))
 
 
-def least(cell: str, layers: Sequence[str], name: str, target: float, statement: str, **others: Any) -> Claim:
+def least(cell: str, layers: Sequence[str], name: str, target: float | int, statement: str, **others: Any) -> Claim:
     """The claim that a measure of all layers is at least so much."""
     quantity = over_layers(cell, layers, name, min)
     return Claim(name=f"{cell}/{name}", statement=statement, quantity=quantity, relation=">=", target=target, **others)
 
 
-def most(cell: str, layers: Sequence[str], name: str, target: float, statement: str, **others: Any) -> Claim:
+def most(cell: str, layers: Sequence[str], name: str, target: float | int, statement: str, **others: Any) -> Claim:
     """The claim that a measure of all layers is at most so much."""
     quantity = over_layers(cell, layers, name, max)
     return Claim(name=f"{cell}/{name}", statement=statement, quantity=quantity, relation="<=", target=target, **others)
