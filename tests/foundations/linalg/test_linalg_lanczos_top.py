@@ -100,17 +100,17 @@ def test_narrow_blocks_find_the_same(name):
 
 
 def test_pairs_at_the_precision_of_the_products_are_not_asked_for_more():
-    """In single precision residuals stop falling; a goal below that is not reached by further products."""
+    """Residuals stop falling where products are rounded; a goal below that is not reached by further products."""
     M = symmetric(torch.logspace(0, -4, 300, dtype=F64), dtype=torch.float32)
-    products = []
+    products, step = [], 2.0**-20
 
     def product(X):
         products.append(1)
-        return M @ X
+        return (M @ X / step).round() * step
 
     _, _, residuals = lanczos_top(product, 300, 20, generator=generator(), tol=1e-9)
-    assert len(products) < 60
-    assert (residuals <= 1e-5).all()
+    assert len(products) < 60  # of 200
+    assert (residuals <= 2e-5).all()
 
 
 def test_a_block_of_no_columns():
