@@ -113,7 +113,7 @@ def course(records: Sequence[Record], cell: str, title: str) -> Panel:
 
 def swept(
     records: Sequence[Record],
-    places: Mapping[float, str],
+    places: Mapping[float | int, str],
     title: str,
     x_label: str,
     printed: Mapping[str, Mapping[str, float]] | None = None,
