@@ -28,7 +28,7 @@ def kl_inverse(error: float | int | Tensor, rate: float | int | Tensor) -> float
     digits. It starts above the root, so that every step comes from above.
 
     >>> round(kl_inverse(0.03373, 0.0780), 4)
-    0.1541
+    0.1548
     >>> kl_inverse(0.0, 0.5) == -math.expm1(-0.5), kl_inverse(0.2, 0.0), kl_inverse(1.0, 0.3)
     (True, 0.2, 1.0)
 

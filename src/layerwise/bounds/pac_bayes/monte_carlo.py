@@ -25,7 +25,7 @@ def error_limit(error: float | int, draws: int, delta: float | int) -> float:
     kl⁻¹(ê, log(2/δ′)/n), which holds for means of n independent numbers between 0 and 1.
 
     >>> round(error_limit(0.03373, 50_000, 0.01), 4)
-    0.0365
+    0.0364
     """
     return float(kl_inverse(error, math.log(2 / delta) / draws))
 
