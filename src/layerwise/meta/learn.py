@@ -49,7 +49,7 @@ def learn(
     episodes: Iterable[Episode],
     objective: Objective,
     *,
-    lr: float | int = RATE,
+    lr: float | int | Callable[[int], float] = RATE,
     decay: float | int = 0.9,
     clip: float | int | None = None,
     tasks: bool = True,
@@ -64,7 +64,7 @@ def learn(
         meta: where to start.
         episodes: inner trainings, one after the other; several tasks at once with ``tasks=True``.
         objective: ``objective(state, batch)``; see `unrolled`.
-        lr: of RMSProp.
+        lr: of RMSProp: a number, or a function of the update's number 1, 2, ….
         decay: of its average of squares.
         clip: largest norm of the whole meta-gradient; longer ones are shortened. None: not.
         tasks: whether states and batches have a first axis of tasks.
@@ -77,10 +77,12 @@ def learn(
     >>> bool(found.meta["log_lr"].exp() > 0.6), found.faults
     (True, [])
     """
-    if not lr > 0:
+    if not callable(lr) and not lr > 0:
         raise InputError(describe(f"lr={lr}", "a rate > 0", "pass e.g. lr=0.01"))
+    rate = lr if callable(lr) else lambda k: lr
     now = {name: torch.nn.Parameter(value.detach().clone()) for name, value in meta.items()}
-    optimizer = torch.optim.RMSprop(now.values(), lr=lr, alpha=decay)
+    optimizer = torch.optim.RMSprop(now.values(), lr=rate(1), alpha=decay)
+    updates = 0
     objectives: list[float] = []
     faults: list[tuple[int, Fault]] = []
     total = len(episodes) if isinstance(episodes, Sized) else None
@@ -106,6 +108,8 @@ def learn(
                 value.grad = found.gradient[name]
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(list(now.values()), clip)
+            updates += 1
+            optimizer.param_groups[0]["lr"] = rate(updates)
             optimizer.step()
             state, done = found.state, done + length
     return Learned(meta={n: p.detach().clone() for n, p in now.items()}, objectives=objectives, faults=faults)

@@ -13,7 +13,7 @@ from torch import Tensor
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.progress import Progress, Silent
 from layerwise.foundations.random import stream
-from layerwise.meta.learn import Episode, Learned, learn
+from layerwise.meta.learn import RATE, Episode, Learned, learn
 from layerwise.meta.mlp_optimizer import mlp_memory, mlp_parameters, mlp_update
 from layerwise.meta.unroll import inner_step
 from layerwise.studies.learning_to_learn.image_tasks import (
@@ -56,6 +56,8 @@ class LearnedOptimizer:
     """Steps of a segment, likewise."""
     clip: float | int | None = 1.0
     """Of the meta-gradient's norm: a safeguard of ours."""
+    slowing: float | int = 0.5
+    """RMSProp's rate at update k is 0.01/k^slowing; 0 is the thesis' constant rate, for its 12000 updates."""
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -71,6 +73,7 @@ class LearnedOptimizer:
             meta,
             _Counted(self._episodes(seed, by), self.episodes),
             lambda state, batch: losses(state["params"], *batch).mean(),
+            lr=lambda k: RATE / k**self.slowing,
             clip=self.clip,
             tasks=False,
             progress=progress,
