@@ -21,9 +21,8 @@ from torch import nn
 import layerwise as lw
 from layerwise.foundations.errors import InputError, MemoryBudgetError
 from layerwise.foundations.linalg import half_pairs
-from layerwise.structure import decoupled, eigenpairs, layer_hessian
-from layerwise.structure import hessian as of_layer
-from layerwise.structure.rows import Factored, Written
+from layerwise.structure import decoupled, eigenpairs, gauss_newton, layer_hessian, operator
+from layerwise.structure.pieces import Factored, Written
 
 
 @pytest.mark.parametrize("layer", ["0", "2", "4"])
@@ -71,7 +70,7 @@ def test_convolutions_are_exact(layer, shape):
 
 @pytest.mark.parametrize("form", [Factored, Written])
 def test_both_forms_of_rows_of_a_convolution(form, monkeypatch):
-    monkeypatch.setattr("layerwise.structure.rows.is_cheaper_written", lambda chunk, vectors: form is Written)
+    monkeypatch.setattr("layerwise.structure.pieces.is_cheaper_written", lambda chunk, vectors: form is Written)
     net, data = convolutional(), images()
     truth = hessian_of(net, data, "3.weight")
     H = layer_hessian(net, in_parts(data, 2), "3", gauss_newton=True)
@@ -217,9 +216,9 @@ def test_few_pairs_of_a_large_matrix_are_as_exact(monkeypatch):
 def test_the_method_follows_the_sizes(monkeypatch):
     H = layer_hessian(mlp(), batch(7), "2")
     assert H._method(3) == "dense"
-    monkeypatch.setattr(of_layer, "DENSE", 10)
+    monkeypatch.setattr(operator, "DENSE", 10)
     assert H._method(3) == "gram"
-    monkeypatch.setattr(of_layer, "GRAM", 10)
+    monkeypatch.setattr(gauss_newton, "GRAM", 10)
     assert H._method(3) == "lanczos"
 
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from layerwise.structure.factors import input_mean as input_mean
     from layerwise.structure.factors import input_moment as input_moment
     from layerwise.structure.factors import output_hessian as output_hessian
-    from layerwise.structure.hessian import LayerOperator as LayerOperator
     from layerwise.structure.hessian import layer_hessian as layer_hessian
     from layerwise.structure.network import FullNetwork as FullNetwork
     from layerwise.structure.network import full_network as full_network
+    from layerwise.structure.operator import LayerOperator as LayerOperator
     from layerwise.structure.spectra import MeanAlignment as MeanAlignment
     from layerwise.structure.spectra import Outliers as Outliers
     from layerwise.structure.spectra import mean_alignment as mean_alignment

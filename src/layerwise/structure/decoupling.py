@@ -15,8 +15,9 @@ from layerwise.foundations.random import stream
 from layerwise.layers.calling import in_own_arithmetic
 from layerwise.structure.eigenpairs import DENSE, WHOLE
 from layerwise.structure.factors import Decoupled, Sharing, gather
-from layerwise.structure.hessian import LayerOperator, layer_hessian
+from layerwise.structure.hessian import layer_hessian
 from layerwise.structure.one_layer import one_layer
+from layerwise.structure.operator import LayerOperator
 
 
 @dataclass(frozen=True)
