@@ -57,7 +57,7 @@ def no_synchronisation() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def the_same_draws() -> None:
-    """Which tests a process ran before must not decide what the next one draws: see the order that `pytest -n` takes."""
+    """What a test draws must not depend on those that its process ran before, which `pytest -n` chooses."""
     torch.manual_seed(0)
 
 
