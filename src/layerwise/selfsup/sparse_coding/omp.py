@@ -63,9 +63,10 @@ def omp(
     batch, (n, m), q = Y.shape[:-2], Y.shape[-2:], D.shape[-1]
     keep = None if visible is None else visible.to(Y.dtype).expand(*batch, m).reshape(-1, m)
     columns = D.reshape(-1, m, q)
-    sizes = columns.norm(dim=-2) if keep is None else (columns * keep[..., None]).norm(dim=-2)
+    atoms = columns.mT.contiguous()
+    sizes = (atoms if keep is None else atoms * keep[:, None]).norm(dim=-1)
     check_numbers(Y, columns, sizes)
-    found = pursue(Y.reshape(-1, n, m), columns, sizes, k, visible=keep, normalize=normalize)
+    found = pursue(Y.reshape(-1, n, m), columns, sizes, k, atoms=atoms, visible=keep, normalize=normalize)
     return SparseCode(*(part.reshape(*batch, n, k) for part in found))
 
 
