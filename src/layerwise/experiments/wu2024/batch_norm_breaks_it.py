@@ -65,7 +65,7 @@ def claims(config: Networks) -> list[Claim]:
     """Of the layers behind a batch norm."""
     found: list[Claim] = []
     for setting in config.settings:
-        layers, short = config.task(setting).layers[1:], config.short(setting)
+        layers, short = config.layers(setting)[1:], config.short(setting)
         paper: dict[str, Any] = {"origin": "paper", "source": SOURCE, "seeds": config.seeds, "span": POSITIVE}
         printed = TABLE.get(setting)
         found += [
@@ -122,7 +122,7 @@ def figures(config: Networks, records: Sequence[Record]) -> list[Figure]:
     }
     found = []
     for cell in cells(config):
-        layers = config.task(cell.options["setting"]).layers
+        layers = config.layers(cell.options["setting"])
         panels = [
             Panel(
                 title=title,

@@ -49,7 +49,7 @@ def claims(config: Networks) -> list[Claim]:
     found: list[Claim] = []
     for cell in cells(config):
         setting, state = cell.options["setting"], cell.options["state"]
-        layers, of = config.task(setting).layers, f"{setting}, {STATES[state]}"
+        layers, of = config.layers(setting), f"{setting}, {STATES[state]}"
         paper: dict[str, Any] = {"origin": "paper", "source": SOURCE, "seeds": config.seeds, "span": (0, 1)}
         trained, short = state == TRAINED, config.short(setting)
         found += [
@@ -89,7 +89,7 @@ def figures(config: Networks, records: Sequence[Record]) -> list[Figure]:
     """Eigenvalues and overlaps."""
     found = []
     for cell in cells(config):
-        layers = config.task(cell.options["setting"]).layers
+        layers = config.layers(cell.options["setting"])
         panels = [
             panel(records, cell.key, layers, "hessian", "eigenvalue of H, over the largest", "log"),
             panel(records, cell.key, layers, "decoupled", "eigenvalue of E[M] ⊗ E[xxᵀ], over H's largest", "log"),

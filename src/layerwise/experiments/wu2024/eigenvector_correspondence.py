@@ -45,7 +45,7 @@ def claims(config: Networks) -> list[Claim]:
     found: list[Claim] = []
     for cell in cells(config):
         setting = cell.options["setting"]
-        layers, short = config.task(setting).layers, config.short(setting)
+        layers, short = config.layers(setting), config.short(setting)
         paper: dict[str, Any] = {"origin": "paper", "source": SOURCE, "seeds": config.seeds, "span": (0, 1)}
         found += [
             least(
@@ -87,7 +87,7 @@ def figures(config: Networks, records: Sequence[Record]) -> list[Figure]:
     """By eigenvector."""
     found = []
     for cell in cells(config):
-        layers = config.task(cell.options["setting"]).layers
+        layers = config.layers(cell.options["setting"])
         panels = [
             panel(records, cell.key, layers, "rank_one", "‖Mat h‖₂ / ‖Mat h‖_F"),
             panel(records, cell.key, layers, "along_mean", "‖Mat(h) v₁‖²"),

@@ -70,8 +70,8 @@ def claims(config: Networks) -> list[Claim]:
     """By the part of the trace in c − 1 eigenvalues; the gap after them is weak on the digits."""
     found: list[Claim] = []
     for setting in config.settings:
-        task, short = config.task(setting), config.short(setting)
-        hidden, last = task.layers[:-1], task.layers[-1]
+        layers, short = config.layers(setting), config.short(setting)
+        hidden, last = layers[:-1], layers[-1]
         paper: dict[str, Any] = {"origin": "paper", "source": SOURCE, "seeds": config.seeds, "span": (0, 1)}
         replaced: dict[str, Any] = paper | {"span": (-1, 1)}
         cell = key(setting, TRAINED)
@@ -88,7 +88,7 @@ def claims(config: Networks) -> list[Claim]:
             ),
             least(
                 cell,
-                task.layers,
+                layers,
                 "fraction",
                 0.7 if not short else 0.5,
                 f"{setting}: c − 1 eigenvalues have most of the trace of H (part of it, least over layers).",
@@ -125,7 +125,7 @@ def figures(config: Networks, records: Sequence[Record]) -> list[Figure]:
     """Spectra of both matrices."""
     found = []
     for cell in cells(config):
-        layers = config.task(cell.options["setting"]).layers
+        layers = config.layers(cell.options["setting"])
         panels = [
             panel(records, cell.key, layers, "hessian", "eigenvalue of H, over the largest", "log"),
             panel(records, cell.key, layers, "outputs", "eigenvalue of E[M], over the largest"),

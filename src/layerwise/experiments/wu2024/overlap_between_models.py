@@ -58,7 +58,7 @@ def check_models(config: Config) -> None:
 
 def layers_of(config: Config, setting: str) -> tuple[str, ...]:
     """The first layer and the last; of LeNet5 its first linear layer, as in the thesis."""
-    layers = config.task(setting).layers
+    layers = config.layers(setting)
     return ("fc1", layers[-1])
 
 

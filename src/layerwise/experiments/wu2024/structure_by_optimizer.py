@@ -131,7 +131,7 @@ def claims(config: Config) -> list[Claim]:
     found: list[Claim] = []
     ours: dict[str, Any] = {"seeds": config.seeds, "note": NOTE}
     for setting in config.settings:
-        layers, full = config.task(setting).layers, not config.short(setting)
+        layers, full = config.layers(setting), not config.short(setting)
         slower = [f"{SLOW}/{layer}" for layer in layers]
         for name in config.methods:
             cell, label = f"{setting}/{name}", LABELS[name]
@@ -201,7 +201,7 @@ def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
             curves: list[Curve] = []
             for name in config.methods:
                 cell = f"{setting}/{name}"
-                last = config.task(setting).layers[1:]
+                last = config.layers(setting)[1:]
                 curves += bars(records, cell, {f"{layer}/{measure}": f"{LABELS[name]}, {layer}" for layer in last})
                 if name in config.slow:
                     slow = {f"{SLOW}/{layer}/{measure}": f"{LABELS[name]}, slow, {layer}" for layer in last}

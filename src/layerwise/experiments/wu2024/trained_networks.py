@@ -62,6 +62,13 @@ class Networks:
             device=self.device,
         )
 
+    def layers(self, setting: str) -> tuple[str, ...]:
+        """Names of layers, as the study has them; said here, so that claims can be made without torch."""
+        network = setting.partition("/")[2]
+        fully = 3 if network == "lenet5" else len(network.split("-")) + 1
+        convolutions = ("conv1", "conv2") if network == "lenet5" else ()
+        return (*convolutions, *(f"fc{k}" for k in range(1, fully + 1)))
+
     def short(self, setting: str) -> bool:
         """Whether less is claimed of it."""
         return setting.startswith("digits") and self.epochs < FULL

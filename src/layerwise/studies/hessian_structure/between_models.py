@@ -36,8 +36,8 @@ def between(task: Task, seeds: Sequence[int], layer: str, leading: int = 60, *, 
     """Compare a layer of several networks, pair by pair, up to so many leading eigenvectors."""
     weight = task.model(seeds[0]).get_parameter(f"{layer}.weight")
     m, entries = weight.shape[0], weight.numel()
-    k = min(leading, entries)
     found = [measured(task, seed, layer, at_start, leading) for seed in seeds]
+    k = found[0].vectors.shape[1]
     curves, inputs = [], []
     for one, other in combinations(found, 2):
         curves.append(structure.overlap_curve(one.vectors, other.vectors))

@@ -78,14 +78,14 @@ def measure(
         batch: examples and labels, or an iterable of such.
         layer: by its name.
         classes: c; H has c − 1 outliers.
-        leading: eigenvectors that are computed, at most.
+        leading: eigenvectors that are computed, if there are so many; c at least.
         gauss_newton: as for `lw.structure.layer_hessian`.
         dtype: of products with H.
     """
     kronecker = structure.decoupled(model, batch, layer)
     hessian = structure.layer_hessian(model, batch, layer, gauss_newton=gauss_newton, dtype=dtype)
     m, n = hessian.matrix_shape
-    k, few = min(leading, m * n), min(classes - 1, m * n - 1)
+    k, few = min(max(leading, classes), m * n), min(classes - 1, m * n - 1)
     small = m * n <= DENSE
     found = hessian.eigenpairs(k, method="dense" if small else "lanczos", tol=TOLERANCE[hessian.dtype])
     approximated = kronecker.eigenpairs(k)

@@ -89,11 +89,6 @@ class Task:
         fully = tuple(f"fc{k + 1}" for k in range(3 if self.network == "lenet5" else len(self.hidden) + 1))
         return ("conv1", "conv2", *fully) if self.network == "lenet5" else fully
 
-    @property
-    def non_negative(self) -> tuple[str, ...]:
-        """Layers whose inputs have a mean worth the name: all, but the first where pixels are centred."""
-        return self.layers if self.images == "digits" else self.layers[1:]
-
     def split(self, seed: int = 0) -> Split:
         """The same images for every seed; random labels are the seed's own."""
         found = _split(self.images, self.trained_on, self.network == "mlp")
