@@ -67,6 +67,15 @@ def test_without_a_limit_divergence_is_an_infinite_loss():
     assert torch.isinf(tasks.descend(1e6, 200).train_loss).all()
 
 
+def test_what_is_frozen_stays_so_though_it_would_come_back():
+    x, y = torch.ones(1, 1, 1).double(), torch.ones(1, 1).double()  # w goes to 1, past the limit of 0.5
+    found = LeastSquares(x, y, limit=0.5).descend(1.6, 8)  # 1.6, frozen; not frozen, 0.5 → 1.3 → 0.82 → …
+    assert found.truncated.all()
+    torch.testing.assert_close(found.weights.abs(), torch.full((1, 1, 1), 0.5).double())
+    loud = LeastSquares(torch.cat([x, 0 * x], 2), y, limit=1.2).descend(1.6, 3)  # 1.6 > 1.2, then it would be 0.88
+    torch.testing.assert_close(loud.weights.norm(), torch.tensor(1.2).double())
+
+
 X, Y = torch.ones(2, 3, 4), torch.ones(2, 3)
 
 
