@@ -127,20 +127,33 @@ def pursue(
 def _pursue(
     Y: Tensor, atoms: Tensor, sizes: Tensor, k: int, visible: Tensor | None, scores: "_Scores"
 ) -> tuple[Tensor, Tensor]:
+    if Y.device.type == "cpu":  # on a GPU the question whether all went well would have to wait
+        indices, values, regular = _steps(Y, atoms, sizes, k, visible, scores, careful=False)
+        if regular:
+            return indices, values
+    return _steps(Y, atoms, sizes, k, visible, scores, careful=True)[:2]
+
+
+def _steps(
+    Y: Tensor, atoms: Tensor, sizes: Tensor, k: int, visible: Tensor | None, scores: "_Scores", *, careful: bool
+) -> tuple[Tensor, Tensor, bool]:
+    """The steps of the pursuit, and whether every one of them found an atom that was useful.
+
+    If `careful`, a sample that has none left takes no further step; otherwise it would divide by zero.
+    """
     (R, n, m), q = Y.shape, atoms.shape[1]
     eps, tiny = torch.finfo(Y.dtype).eps, torch.finfo(Y.dtype).tiny
     length = Y.norm(dim=-1, keepdim=True)
     residual = Y / length.clamp_min(tiny)  # of unit rows, so that all that follows is free of scale
     flat, first = atoms.view(R * q, m), torch.arange(R, device=Y.device)[:, None] * q
-    basis = Y.new_empty(R, k, n, m)
-    triangle, along = Y.new_zeros(R, n, k, k), Y.new_zeros(R, n, k)
+    basis, triangle = Y.new_empty(R, k, n, m), Y.new_zeros(R, n, k, k)
     indices = torch.zeros(R, n, k, dtype=torch.int64, device=Y.device)
-    alive = None
+    along, lengths, found, alive = [], [], [], None
     for t in range(k):
         best, chosen = scores.largest(residual, indices[..., :t])
         indices[..., t] = chosen
         at = (chosen + first).view(-1)
-        atom, size = flat.index_select(0, at).view(R, n, m), sizes.view(-1)[at].view(R, n)
+        atom = flat.index_select(0, at).view(R, n, m)
         if visible is not None:
             atom *= visible[:, None]
         if t:  # Gram and Schmidt, by sums of products: batched products of such small matrices are slow
@@ -149,17 +162,28 @@ def _pursue(
             for s in range(t):
                 atom.addcmul_(basis[:, s], overlap[:, s, :, None], value=-1)
         new = atom.norm(dim=-1)
-        useful = (new > eps**0.5 * size) & (best > scores.least)
-        alive = useful if alive is None else alive & useful
-        unit = atom.mul_((alive / new.clamp_min(tiny))[..., None])
+        if careful:
+            useful = (new > eps**0.5 * sizes.view(-1)[at].view(R, n)) & (best > scores.least)
+            alive = useful if alive is None else alive & useful
+            unit = atom.mul_((alive / new.clamp_min(tiny))[..., None])
+            new = new.masked_fill(~alive, 1)
+        else:
+            unit = atom.div_(new[..., None])
         step = torch.linalg.vecdot(unit, residual)
-        along[..., t] = step
-        triangle[..., t, t] = new.masked_fill(~alive, 1)
+        along.append(step)
+        lengths.append(new)
+        found.append(best)
         if t + 1 < k:
             basis[:, t] = unit
             residual.addcmul_(unit, step[..., None], value=-1)
-    values = torch.linalg.solve_triangular(triangle, along[..., None], upper=True)[..., 0]
-    return indices, values * length
+    diagonal = torch.stack(lengths, -1)
+    triangle.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
+    values = torch.linalg.solve_triangular(triangle, torch.stack(along, -1)[..., None], upper=True)[..., 0]
+    if careful:
+        return indices, values * length, True
+    whole = sizes.gather(-1, indices.view(R, -1)).view(R, n, k)
+    regular = (diagonal > eps**0.5 * whole) & (torch.stack(found, -1) > scores.least[..., None])
+    return indices, values * length, bool(regular.all())
 
 
 class _Scores:
