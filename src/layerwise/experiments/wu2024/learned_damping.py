@@ -141,7 +141,10 @@ def claims(config: Config) -> list[Claim]:
     return found
 
 
-NOTE = "Ours."
+NOTE = (
+    "Ours. Exploration with 120 steps on two tasks and 20 % random labels chose 10, with .62 against .83; final seed 0 "
+    "chose the library's own damping, with and without random labels."
+)
 
 
 def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
