@@ -186,7 +186,7 @@ NOTE = (
     "On seeds 100 to 104, at the rates that training loss chose (.1 for SGD, .03 for the others), least and largest "
     "over layers of the overlap are .45 – .88 (SGD), .49 – .87 (Adam), .57 – .89 (Muon), .58 – .87 (SOAP) and .54 – "
     ".87 (KFAC), of rank-one-ness .84 – .96 for all, and the relative spectral error goes up to 1.43, .88, .74, .56 "
-    "and .91. At small rates (.005, .001 and .002; seeds 100 and 101) the overlap is .74 – .83, .74 – .91 and .66 – "
+    "and .89. At small rates (.005, .001 and .002; seeds 100 and 101) the overlap is .74 – .83, .74 – .91 and .66 – "
     ".92, and the error at most .35, .33 and .46. With momentum .9 and a rate of .005, SGD ends where plain SGD at "
     ".05 does: it is the rate, not the momentum."
 )
