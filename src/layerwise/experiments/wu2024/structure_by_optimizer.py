@@ -225,12 +225,12 @@ EXPERIMENT = Experiment(
     summary=(
         "The networks of the other experiments, trained by SGD with momentum, Adam, Muon, SOAP and KFAC to one "
         "training loss, each at the best of equally many rates, chosen on seeds that are not reported; three of them "
-        "also at a rate twenty times smaller. The structure is no fact of SGD: leading eigenvectors are outer "
-        "products with the mean input whoever trains, and those of the Kronecker product overlap with them as far as "
-        "under SGD, or further. How clean it is, the rate decides: at small rates SGD and Adam end with the same "
-        "numbers, and at the rates at which they are fastest the Kronecker product can be as far from the Hessian as "
-        "zero is. KFAC gains less from a small rate: inputs of its layers are less dominated by their mean (γ₁/γ₂ is "
-        "half of SGD's)."
+        "also at a rate twenty times smaller. The structure is no fact of SGD: leading eigenvectors are outer products "
+        "with the mean input whoever trains, and those of the Kronecker product overlap with them as far as under SGD, "
+        "or further. How clean it is, the rate decides: at small rates SGD and Adam end with the same numbers, and at "
+        "the rates at which they are fastest the Kronecker product is off by half of the norm or so, at times by more. "
+        "KFAC gains less from a small rate: inputs of its layers are less dominated by their mean (γ₁/γ₂ is half of "
+        "SGD's)."
     ),
     presets={
         "smoke": Config(
