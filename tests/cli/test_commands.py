@@ -719,7 +719,7 @@ BAD_VALUES = {
     "tuned-step": (["--images", "minst"], ["--examples", "5000"], ["--noises", "1.5"], ["--grid", "1"]),
     "learned-optimizer": (["--images", "minst"], ["--length", "0.5", "1"], ["--noises", "2"], ["--together", "0"]),
     "learned-damping": (["--images", "minst"], ["--dampings", "1"], ["--rates", "0"], ["--examples", "1"]),
-    "pac-bayes": (["--networks", "T-601"], ["--variants", "itre"], ["--caps", "0"], ["--epochs", "0"], ["--decay", "2"]),
+    "pac-bayes": (["--networks", "T-601"], ["--variants", "itre"], ["--caps", "0"], ["--epochs", "0"]),
     "over-realised": (["--atoms", "200", "100"], ["--starts", "somewhere"], ["--k", "30"], ["--sigma", "nan"]),
     "scaling": (["--sizes", "10"], ["--starts", "somewhere"], ["--epochs", "0"], ["--precision", "half"]),
     "noise": (["--sigmas", "0.2", "0.1"], ["--sigmas", "nan"], ["--k", "0"], ["--atoms", "0"]),

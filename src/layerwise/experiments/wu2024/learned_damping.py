@@ -173,7 +173,7 @@ def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
 EXPERIMENT = Experiment(
     name="learned-damping",
     title="K-FAC's damping and rate, learned by validation loss on small tasks",
-    paper=f"beyond {PAPER}",
+    paper=PAPER,
     figure="no figure of the thesis: its train-by-validation, for another optimizer",
     summary=(
         "Small networks on subsets of the digits, trained by `lw.optim.KFAC` for some steps. Damping and rate are "
