@@ -1,5 +1,7 @@
 """The stable meta-gradient against autograd, and where only the stable one is left."""
 
+import math
+
 import pytest
 import torch
 
@@ -66,6 +68,49 @@ def test_a_derivative_that_is_not_a_number_stays_visible():
     problem = Quadratic.random(1, 4)
     path = problem.learn(0.1, 10, meta_steps=3, gradient=lambda eta: eta * torch.nan)
     assert torch.isnan(path[1:]).all()
+
+
+def doubles(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_coordinates_of_zero_do_not_count_and_tiny_ones_for_what_they_are():
+    whole = Quadratic(doubles(0.01, 1.0, 2.0), doubles(0.0, 1.0, 1.0))
+    rest = Quadratic(doubles(1.0, 2.0), doubles(1.0, 1.0))
+    torch.testing.assert_close(whole.best_step(400), rest.best_step(400))
+    torch.testing.assert_close(whole.learn(0.6, 400, 3), rest.learn(0.6, 400, 3))
+    for tiny in (0.0, 1e-200):
+        problem = Quadratic(doubles(1.0, 2.0), doubles(tiny, 1.0))  # (0.9/0.8)^10000 is 10⁵¹¹, above 10⁴⁰⁰
+        small = tiny == 0.0
+        assert float(problem.gradient(0.1, 5000)) == pytest.approx(-5.0 if small else -2 / 0.9)
+        share = 2 * math.log(0.8) if small else 2 * math.log(0.9) + (2 * math.log(tiny) - math.log(2)) / 5000
+        assert float(problem.objective(0.1, 5000)) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e200])
+def test_the_scale_of_the_start_does_not_matter(scale):
+    lam, c = doubles(1.0, 2.0, 4.0), doubles(1.0, -2.0, 0.5)
+    scaled, plain = Quadratic(lam, c * scale), Quadratic(lam, c)
+    torch.testing.assert_close(scaled.gradient(0.1, 10), plain.gradient(0.1, 10))
+    torch.testing.assert_close(scaled.normalized().c, plain.normalized().c)
+    logs = scaled.naive_log_gradient(0.1, 10).logabs - plain.naive_log_gradient(0.1, 10).logabs
+    assert float(logs) == pytest.approx(2 * math.log(scale))
+
+
+def test_eigenvalues_may_come_in_any_order_and_precision():
+    found = Quadratic(torch.tensor([2.0, 1.0]), torch.tensor([0.8, 0.6]))
+    assert found.eigenvalues.tolist() == [1.0, 2.0]
+    assert found.c.dtype == torch.float64
+    expected = Quadratic(doubles(1.0, 2.0), doubles(0.6, 0.8)).best_step(5)
+    torch.testing.assert_close(found.best_step(5), expected, rtol=1e-6, atol=0)
+
+
+def test_a_start_that_is_gone_after_one_step_has_numbers():
+    problem = Quadratic.of(torch.eye(3), torch.ones(3))
+    assert float(problem.gradient(1.0, 3)) == 0
+    assert float(problem.naive_gradient(1.0, 3)) == 0
+    assert float(problem.naive_objective(1.0, 3)) == 0
+    assert float(problem.objective(1.0, 3)) == -math.inf
 
 
 @pytest.mark.parametrize(

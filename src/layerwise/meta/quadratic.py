@@ -5,9 +5,11 @@ The inner problem is f(w) = ½wᵀHw from a given start, whose t-th iterate is w
 - naive, F(η) = f(w_t): convex, but its derivative vanishes or explodes exponentially in t;
 - log, F(η) = log f(w_t) / t: the derivative is bounded whatever t is, and leads to the one minimiser.
 
-Backpropagation of the log objective still forms f(w_t) itself, and fails where that overflows. With r_i = 1 − ηλ_i,
-s = max|r_i| and q = r/s, the derivative is −(2/s) Σ c²λ² q^(2t−1) / Σ c²λ q^(2t), in which no number is large. This is
-(5.1) divided as Claim 5.3.5 divides it. All functions take problems and step sizes of any shape, computed at once.
+Backpropagation of the log objective still forms f(w_t) itself, and fails where that overflows. With r_i = 1 − ηλ_i and
+the shares p_i = c_i²λ_i r_i^(2t) / Σ_j c_j²λ_j r_j^(2t) of f(w_t), the derivative is −2 Σ p_i λ_i / r_i: (5.1) divided
+as Claim 5.3.5 divides it. The shares are a softmax of logarithms, so that nothing overflows, and coordinates of the
+start that are tiny or zero count for what they are. All functions take problems and step sizes of any shape, computed
+at once.
 """
 
 import math
@@ -42,7 +44,7 @@ class Quadratic:
     """
 
     eigenvalues: Float[Tensor, "*problems d"]
-    """λ_i > 0, ascending."""
+    """λ_i > 0, kept in ascending order, and c with them."""
     c: Float[Tensor, "*problems d"]
     """⟨w₀, u_i⟩; the log objective's derivative does not depend on their scale."""
 
@@ -57,6 +59,9 @@ class Quadratic:
             raise InputError(describe(given, "H positive definite", "add a multiple of the identity to H"))
         if not bool((self.c != 0).any(-1).all()):
             raise InputError(describe("a start of zero", "a start with f(w₀) > 0", "draw w₀ at random"))
+        ascending = self.eigenvalues.double().sort(-1)
+        object.__setattr__(self, "eigenvalues", ascending.values)
+        object.__setattr__(self, "c", self.c.double().gather(-1, ascending.indices))
 
     @classmethod
     def of(cls, H: Float[Tensor, "*problems d d"], start: Float[Tensor, "*problems d"]) -> "Quadratic":
@@ -79,17 +84,21 @@ class Quadratic:
 
     def normalized(self) -> "Quadratic":
         """The same problems from starts of unit norm, as the theorems have them."""
-        return Quadratic(self.eigenvalues, self.c / self.c.norm(dim=-1, keepdim=True))
+        c = self.c / self.c.abs().amax(-1, keepdim=True)  # whose squares neither overflow nor vanish
+        return Quadratic(self.eigenvalues, c / c.norm(dim=-1, keepdim=True))
 
     # --- the log objective ------------------------------------------------------------------------------------
 
     def objective(self, eta: Number | Tensor, steps: int) -> Tensor:
-        """log f(w_t) / t, without forming f(w_t)."""
-        s, q, t = self._scaled(eta, steps)
-        return 2 * s.log() + (0.5 * self._weights() * q ** (2 * t)).sum(-1).log() / t
+        """log f(w_t) / t, without forming f(w_t); −∞ where w_t = 0."""
+        t = whole(steps, "steps")
+        return (self._log_terms(self._factors(eta), 2 * t).logsumexp(-1) - math.log(2)) / t
 
     def gradient(self, eta: Number | Tensor, steps: int) -> Tensor:
-        """The derivative of log f(w_t) / t in η (5.1), in numbers of order one: the stable meta-gradient."""
+        """The derivative of log f(w_t) / t in η (5.1), in numbers of order one: the stable meta-gradient.
+
+        Zero where w_t = 0, which one step reaches from a start along eigenvectors of one eigenvalue.
+        """
         return self._gradient(step_sizes(eta, zero=True).to(self.eigenvalues), whole(steps, "steps"))
 
     def best_step(self, steps: int) -> Tensor:
@@ -141,9 +150,11 @@ class Quadratic:
 
     def naive_log_gradient(self, eta: Number | Tensor, steps: int) -> SignedLog:
         """The same as a sign and a logarithm, which do not overflow."""
-        s, q, t = self._scaled(eta, steps)
-        total = -(self._weights() * self.eigenvalues * q ** (2 * t - 1)).sum(-1)
-        return SignedLog(total.sign(), math.log(t) + (2 * t - 1) * s.log() + total.abs().log())
+        r, t = self._factors(eta), whole(steps, "steps")
+        terms = self._log_terms(r, 2 * t - 1) + self.eigenvalues.log()
+        largest = terms.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+        total = -(r.sign() * (terms - largest).exp()).sum(-1)
+        return SignedLog(total.sign(), math.log(t) + largest[..., 0] + total.abs().log())
 
     # --- by steps, to be differentiated by others -----------------------------------------------------------------
 
@@ -151,18 +162,14 @@ class Quadratic:
         """½wᵀHw of a point in the eigenbasis, in the precision of w."""
         return 0.5 * (self.eigenvalues.to(w.dtype) * w * w).sum(-1)
 
-    def _weights(self) -> Tensor:
-        return self.c**2 * self.eigenvalues
-
     def _gradient(self, eta: Tensor, t: int) -> Tensor:
-        s, q = self._ratios(eta)
-        even = q ** (2 * t - 2) * self._weights()
-        return -2 / s * (self.eigenvalues * even * q).sum(-1) / (even * q * q).sum(-1)
-
-    def _ratios(self, eta: Tensor) -> tuple[Tensor, Tensor]:
         r = 1 - eta[..., None] * self.eigenvalues
-        s = r.abs().amax(-1)
-        return s, r / s[..., None]
+        shares = self._log_terms(r, 2 * t).softmax(-1).nan_to_num(0.0)  # NaN where all terms are zero, w_t = 0
+        return -2 * (shares * torch.where(r == 0, 0.0, self.eigenvalues / r)).sum(-1)
 
-    def _scaled(self, eta: Number | Tensor, steps: int) -> tuple[Tensor, Tensor, int]:
-        return *self._ratios(step_sizes(eta, zero=True).to(self.eigenvalues)), whole(steps, "steps")
+    def _log_terms(self, r: Tensor, power: int) -> Tensor:
+        """log c²λ|r|^power."""
+        return 2 * self.c.abs().log() + self.eigenvalues.log() + power * r.abs().log()
+
+    def _factors(self, eta: Number | Tensor) -> Tensor:
+        return 1 - step_sizes(eta, zero=True).to(self.eigenvalues)[..., None] * self.eigenvalues
