@@ -82,6 +82,59 @@ def test_tasks_at_once_are_the_mean_of_each_alone():
     torch.testing.assert_close(found.value, (each[0].value + each[1].value) / 2)
 
 
+@pytest.mark.parametrize("tasks", [False, True])
+def test_random_numbers_of_steps_and_batches_are_the_same_on_the_way_back(tasks):
+    """Against a finite difference with the same seed: dropout, drawn batches, and a random objective."""
+    model = nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.5), nn.Linear(6, 2)).double()
+    loss, params = functional(model, cross_entropy)
+    x, y = torch.randn(20, 3).double(), torch.randint(2, (20,))
+    params = {name: torch.stack([p, 2 * p]) for name, p in params.items()} if tasks else params
+
+    def drawn(k):
+        rows = torch.randint(20, (2, 5) if tasks else (5,))
+        return x[rows], y[rows]
+
+    def at(lr):
+        torch.manual_seed(5)
+        state, meta = {"params": params, "memory": None}, {"lr": torch.tensor(lr, dtype=torch.float64)}
+        options = {"steps": 3, "batches": drawn, "judged": drawn, "average": True, "tasks": tasks}
+        found = unrolled(inner_step(loss, sgd), state, meta, objective=lambda s, b: loss(s["params"], b), **options)
+        return found, torch.rand(1)
+
+    (found, after), eps = at(0.3), 1e-5
+    difference = (at(0.3 + eps)[0].value - at(0.3 - eps)[0].value) / (2 * eps)
+    torch.testing.assert_close(found.gradient["lr"], difference, rtol=1e-6, atol=1e-9)
+    torch.manual_seed(5)
+    assert after != torch.rand(1)  # the caller's random numbers have gone on, not back
+
+
+def test_every_batch_is_asked_for_once():
+    batches, asked = iter(range(1, 4)), []
+    found = unrolled(
+        lambda w, meta, b: w * meta["a"] * b,
+        torch.tensor(1.0),
+        {"a": torch.tensor(1.0)},
+        steps=3,
+        objective=lambda w, _: w,
+        batches=lambda k: (asked.append(k), next(batches))[1],
+    )
+    assert asked == [0, 1, 2]
+    assert float(found.gradient["a"]) == 18.0  # of 6a³
+
+
+def test_an_earlier_objective_that_is_no_number_is_said():
+    found = unrolled(
+        lambda w, meta, _: w * meta["a"],
+        torch.tensor(2.0),
+        {"a": torch.tensor(0.5)},
+        steps=4,
+        objective=lambda w, _: torch.where(w == 0.5, torch.inf, w),
+        average=True,
+        truncate=1,
+    )
+    assert found.fault == Fault("objective", 2)
+
+
 def test_integers_in_the_state_are_carried_along():
     def step(state, meta, batch):
         return {"w": state["w"] * meta["a"] ** state["k"], "k": state["k"] + 1}
@@ -145,14 +198,48 @@ def test_a_gradient_of_exactly_zero_is_said():
         ({"steps": 0}, "steps=0"),
         ({"truncate": 0}, "truncate=0"),
         ({"batches": [None]}, "1 batches for 3 steps"),
+        ({"batches": iter([None] * 3)}, "list_iterator"),
         ({"objective": lambda w, _: w.repeat(2)}, "shape"),
+        ({"objective": lambda w, _: 1.0}, "type float"),
         ({"tasks": True}, "tasks"),
     ],
 )
-def test_bad_input_is_refused_in_one_sentence(changed, message):
+def test_bad_input_is_refused_in_one_sentence(unchecked, changed, message):
     options = {"meta": {"a": torch.tensor(1.0)}, "steps": 3, "objective": lambda w, _: w} | changed
     with pytest.raises(InputError, match=message):
         unrolled(lambda w, meta, _: w * meta["a"], torch.tensor(1.0), **options)
+
+
+def test_an_objective_may_have_an_axis_of_one():
+    found = unrolled(
+        lambda w, m, _: w * m["a"], torch.ones(1), {"a": torch.tensor(3.0)}, steps=2, objective=lambda w, _: w
+    )
+    assert float(found.gradient["a"]) == 6.0
+
+
+def test_batch_normalisation_that_keeps_averages_is_refused():
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    loss, params = functional(model, cross_entropy)
+    batch = torch.randn(4, 3), torch.randint(2, (4,))
+    step, state = inner_step(loss, sgd), {"params": params, "memory": None}
+    with pytest.raises(InputError, match="eval"):
+        step(state, {"lr": torch.tensor(0.1)}, batch)
+    model.eval()
+    step(state, {"lr": torch.tensor(0.1)}, batch)
+
+
+@pytest.mark.parametrize(
+    ("meta", "options", "message"),
+    [
+        ({}, {}, "meta"),
+        ({"a": -3.0}, {}, "meta"),
+        ({"a": torch.tensor(1.0)}, {"clip": -1.0}, "clip"),
+        ({"a": torch.tensor(1.0)}, {"decay": 2.0}, "decay"),
+    ],
+)
+def test_what_learning_cannot_start_from_is_refused(unchecked, meta, options, message):
+    with pytest.raises(InputError, match=message):
+        learn(lambda w, m, _: w * m["a"], meta, [], lambda w, _: w, **options)
 
 
 def test_learning_never_uses_a_gradient_that_is_no_number():

@@ -12,7 +12,7 @@ from torch import Tensor
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.progress import Progress, Silent
 from layerwise.meta.checks import whole
-from layerwise.meta.unroll import Fault, Meta, Objective, Step, Tree, unrolled
+from layerwise.meta.unroll import Fault, Meta, Objective, Step, Tree, checked, unrolled
 
 RATE = 0.01
 
@@ -25,8 +25,7 @@ class Episode:
     segments: Sequence[int]
     """Steps of each segment; the meta-parameters change after each, and the inner training goes on."""
     batches: Callable[[int], Any] | None = None
-    """What the inner step gets, by the number of the step since the start. Called twice for a step: it must answer the
-    same both times."""
+    """What the inner step gets, by the number of the step since the start; called once for each step."""
     judged: Callable[[int], Any] | None = None
     """What the objective gets, likewise."""
 
@@ -79,8 +78,12 @@ def learn(
     """
     if not callable(lr) and not lr > 0:
         raise InputError(describe(f"lr={lr}", "a rate > 0", "pass e.g. lr=0.01"))
+    if not 0 <= decay < 1:
+        raise InputError(describe(f"decay={decay}", "0 ≤ decay < 1", "pass e.g. decay=0.9"))
+    if clip is not None and not clip > 0:
+        raise InputError(describe(f"clip={clip}", "a norm > 0, or None", "pass e.g. clip=1.0"))
     rate = lr if callable(lr) else lambda k: lr
-    now = {name: torch.nn.Parameter(value.detach().clone()) for name, value in meta.items()}
+    now = {name: torch.nn.Parameter(value.detach().clone()) for name, value in checked(meta).items()}
     optimizer = torch.optim.RMSprop(now.values(), lr=rate(1), alpha=decay)
     updates = 0
     objectives: list[float] = []

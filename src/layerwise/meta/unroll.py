@@ -1,10 +1,10 @@
 """Meta-gradients through any inner loop: unroll the steps, judge the end, go back step by step.
 
 The inner loop is a function ``step(state, meta, batch) → state``, written with torch operations; the state and the
-batches are nested dictionaries, lists or tuples of tensors, the meta-parameters a dictionary of tensors. States are
-kept on the way and each step is computed again on the way back, so that memory grows with the size of a state and not
-with the graph of a step; and every step's part of the derivative is seen, so that the step at which it stopped being a
-number is known.
+batches are nested dictionaries, lists or tuples of tensors, the meta-parameters a dictionary of tensors. States and
+batches are kept on the way and each step is computed again on the way back, with the same random numbers, so that
+memory grows with the size of a state and a batch and not with the graph of a step; and every step's part of the
+derivative is seen, so that the step at which it stopped being a number is known.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vjp, vmap
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from layerwise.foundations.errors import InputError, describe
@@ -28,13 +29,14 @@ Step = Callable[[Tree, Any, Any], Tree]
 Objective = Callable[[Tree, Any], Tensor]
 Update = Callable[[Tree, Tree, Tree, Any], tuple[Tree, Tree]]
 Batches = Callable[[int], Any] | Sequence | None
+BATCH_NORM = "call model.eval(), or make it with track_running_stats=False"
 
 
 class Fault(NamedTuple):
     """Where a meta-gradient stopped being a number."""
 
     phase: str
-    """"forward": the inner loop diverged; "objective": the meta-objective of its last state is not finite;
+    """"forward": the inner loop diverged; "objective": the meta-objective of a state is not finite;
     "backward": the derivative overflowed on the way back."""
     step: int
     """Steps that had been made: 1 is the state after the first."""
@@ -85,13 +87,15 @@ def unrolled(
 
     Args:
         step: one inner step, ``step(state, meta, batch) → state``; `inner_step` makes one from a loss and an update. It
-            must differentiate with `torch.func.grad`, not with ``backward``.
+            must differentiate with `torch.func.grad`, not with ``backward``, and may draw random numbers, as dropout
+            does, but from torch's own generator only: the step is computed twice, from the same state of that.
         state: where the inner loop starts. Integers in it are carried along.
         meta: the meta-parameters.
         steps: t ≥ 1.
         objective: ``objective(state, batch)``, a single number: the training loss for train-by-train, the loss on
             held-out examples for train-by-validation.
-        batches: what `step` gets: a function of the step's number 0, 1, …, or a sequence of t; None for none.
+        batches: what `step` gets: a function of the step's number 0, 1, …, called once for each, or a sequence of t;
+            None for none.
         judged: the same for `objective`, by the number of the state 1, …, t (item k − 1 of a sequence).
         average: the mean of `objective` over the states 1, …, t, rather than that of the last.
         truncate: go back through so many steps only; what came before is taken as given. None: through all.
@@ -110,27 +114,35 @@ def unrolled(
     """
     steps = whole(steps, "steps")
     back = steps if truncate is None else min(whole(truncate, "truncate"), steps)
-    meta = {name: _cast(value.detach(), dtype) for name, value in _checked(meta).items()}
+    meta = {name: _cast(value.detach(), dtype) for name, value in checked(meta).items()}
     state, feed, judge = _cast(_detached(state), dtype), _feed(batches, steps, dtype), _feed(judged, steps, dtype)
-    step, objective = _over_tasks(step, objective, state) if tasks else (step, objective)
+    step, objective = _over_tasks(step, _single(objective), state) if tasks else (step, _single(objective))
+    random = _Random([state, meta])
 
     states, values = [state], []
+    stepped: list[_Call] = []
+    valued: dict[int, _Call] = {}
     with torch.no_grad():
         for k in range(steps):
-            states.append(_detached(step(states[-1], meta, feed(k))))
+            stepped.append(_Call(feed(k), random.get()))
+            states.append(_detached(step(states[-1], meta, stepped[-1].batch)))
             if average or k == steps - 1:
-                values.append(_single(objective(states[-1], judge(k))))
-    flags = {"forward": [_finite(s) for s in states[1:]], "objective": [_finite(values[-1])], "backward": []}
+                valued[k] = _Call(judge(k), random.get())
+                values.append(objective(states[-1], valued[k].batch))
+    flags = {"forward": [_finite(s) for s in states[1:]], "objective": [_finite(v) for v in values], "backward": []}
     weight = 1 / steps if average else 1.0
     cotangent = [torch.zeros_like(leaf) for leaf in _floats(states[-1])]
     total = {name: torch.zeros_like(value) for name, value in meta.items()}
-    for k in range(steps - 1, steps - 1 - back, -1):
-        if average or k == steps - 1:
-            pulled = _objective_gradient(objective, states[k + 1], judge(k))
-            cotangent = [c + weight * p for c, p in zip(cotangent, pulled, strict=True)]
-        cotangent, part = _step_back(step, states[k], meta, feed(k), cotangent)
-        total = {name: total[name] + part[name] for name in total}
-        flags["backward"].append(_finite([cotangent, part]))
+    with torch.random.fork_rng(random.devices):
+        for k in range(steps - 1, steps - 1 - back, -1):
+            if k in valued:
+                random.set(valued[k].random)
+                pulled = _objective_gradient(objective, states[k + 1], valued[k].batch)
+                cotangent = [c + weight * p for c, p in zip(cotangent, pulled, strict=True)]
+            random.set(stepped[k].random)
+            cotangent, part = _step_back(step, states[k], meta, stepped[k].batch, cotangent)
+            total = {name: total[name] + part[name] for name in total}
+            flags["backward"].append(_finite([cotangent, part]))
     value = torch.stack(values).mean()
     return Unrolled(value=value, gradient=total, state=states[-1], fault=_fault(flags, steps))
 
@@ -165,12 +177,20 @@ def sgd(gradients: Tree, memory: Tree, params: Tree, meta: Meta) -> tuple[Tree, 
 def functional(model: nn.Module, criterion: Callable[[Tensor, Tensor], Tensor]) -> tuple[Objective, dict[str, Tensor]]:
     """A module as a loss of its parameters and a batch (x, y), and the parameters it has now.
 
+    Batch normalisation must not change running averages, which are no parameters: see to that by ``model.eval()`` or
+    ``track_running_stats=False``.
+
     >>> loss, params = functional(nn.Linear(3, 2), nn.functional.cross_entropy)
     >>> loss(params, (torch.ones(4, 3), torch.zeros(4, dtype=torch.long))).shape
     torch.Size([])
     """
+    tracking = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
 
     def loss(params: Tree, batch: Any) -> Tensor:
+        for norm in tracking:
+            if norm.training:
+                given = f"a {type(norm).__name__} that updates running averages"
+                raise InputError(describe(given, "a function of parameters and batch", BATCH_NORM))
         x, y = batch
         return criterion(functional_call(model, params, (x,)), y)
 
@@ -178,6 +198,29 @@ def functional(model: nn.Module, criterion: Callable[[Tensor, Tensor], Tensor]) 
 
 
 # --- one step back ----------------------------------------------------------------------------------------------
+
+
+class _Call(NamedTuple):
+    """What a step or an objective was called with, to be called so again."""
+
+    batch: Any
+    random: list[Tensor]
+
+
+class _Random:
+    """The state of torch's random numbers on the CPU and on the CUDA devices that are used."""
+
+    def __init__(self, tree: Tree) -> None:
+        leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+        self.devices = sorted({leaf.device.index for leaf in leaves if leaf.is_cuda})
+
+    def get(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.devices)]
+
+    def set(self, states: list[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for device, state in zip(self.devices, states[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)
 
 
 def _step_back(
@@ -239,7 +282,7 @@ def _mapped(function: Callable[[Tree, Any], Tree], *trees: Tree) -> Tree:
         others[:] = [spec, [None if isinstance(leaf, Tensor) else (leaf,) for leaf in found]]
         return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
-    results = iter(vmap(of_tensors)([leaves[i] for i in where]))
+    results = iter(vmap(of_tensors, randomness="different")([leaves[i] for i in where]))
     spec, kept = others
     return pytree.tree_unflatten([next(results) if other is None else other[0] for other in kept], spec)
 
@@ -249,13 +292,21 @@ def _feed(batches: Batches, steps: int, dtype: torch.dtype | None) -> Callable[[
         return lambda k: None
     if callable(batches):
         return lambda k: _cast(batches(k), dtype)
+    if not (hasattr(batches, "__len__") and hasattr(batches, "__getitem__")):
+        given = f"batches of type {type(batches).__name__}"
+        raise InputError(describe(given, "a sequence, or a function of the step's number", "pass list(batches)"))
     if len(batches) != steps:
         given = f"{len(batches)} batches for {steps} steps"
         raise InputError(describe(given, "one for each step", "give so many, or a function of the step's number"))
     return lambda k: _cast(batches[k], dtype)
 
 
-def _checked(meta: Meta) -> Meta:
+def checked(meta: Meta) -> Meta:
+    """Meta-parameters: tensors of finite numbers, one or more.
+
+    >>> list(checked({"lr": torch.tensor(0.1)}))
+    ['lr']
+    """
     if not isinstance(meta, Mapping) or not meta or not all(_is_float(value) for value in meta.values()):
         given = f"meta of type {type(meta).__name__}" + (f" with {list(meta)}" if isinstance(meta, Mapping) else "")
         do = 'pass e.g. {"lr": torch.tensor(0.1)}'
@@ -274,14 +325,20 @@ def _fault(flags: Mapping[str, list[Tensor]], steps: int) -> Fault | None:
         return None
     first = fine.index(False)
     within = first - phases.index(phases[first])
-    return Fault(phases[first], {"forward": within + 1, "objective": steps, "backward": steps - within}[phases[first]])
+    at = steps - len(flags["objective"]) + within + 1  # of one or of all states, the last is that of step t
+    return Fault(phases[first], {"forward": within + 1, "objective": at, "backward": steps - within}[phases[first]])
 
 
-def _single(value: Tensor) -> Tensor:
-    if value.numel() != 1:
-        given = f"an objective of shape {tuple(value.shape)}"
-        raise InputError(describe(given, "a single number", "take its mean; tasks=True averages over tasks itself"))
-    return value.reshape(())
+def _single(objective: Objective) -> Objective:
+    def number(state: Tree, batch: Any) -> Tensor:
+        value = objective(state, batch)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
+            do = "take its mean and no .item(); tasks=True averages over tasks itself"
+            raise InputError(describe(f"an objective of {what}", "a tensor of a single number", do))
+        return value.reshape(())
+
+    return number
 
 
 def _is_float(leaf: Any) -> bool:
