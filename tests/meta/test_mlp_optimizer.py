@@ -64,6 +64,20 @@ def test_there_are_31_features_and_all_but_nine_are_normalised():
     torch.testing.assert_close(found.square().mean(0), torch.ones(22), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_feature_that_is_the_same_for_all_weights_is_zero(dtype):
+    for size in (7, 1001):
+        w = torch.randn(size).to(dtype)
+        found = features(
+            torch.full_like(w, 0.3), w, torch.full((size, 5), 0.1).to(dtype), torch.zeros(size, 5).to(dtype)
+        )
+        torch.testing.assert_close(found[:, 0], torch.zeros_like(w), atol=0.1, rtol=0)
+        torch.testing.assert_close(found[:, 2:], torch.zeros(size, 20).to(dtype), atol=0.1, rtol=0)
+        g = torch.full_like(w, 0.3)
+        g[0] += 1e-7  # a few last digits of float32 are a difference
+        assert float(features(g, w, w[:, None].expand(-1, 5), torch.zeros(size, 5).to(dtype))[0, 0]) > 2
+
+
 def test_tasks_of_a_stack_do_not_see_each_other():
     meta = mlp_parameters(4)
     params = {"w": torch.randn(3, 4, 2), "b": torch.randn(3, 2)}
@@ -94,6 +108,30 @@ def test_the_optimizer_makes_the_steps_of_the_function_and_goes_on_from_its_stat
             opt = MLPOptimizer(model.parameters(), meta)
             opt.load_state_dict(saved)
     torch.testing.assert_close(dict(model.named_parameters()), state["params"], rtol=1e-4, atol=1e-6)
+
+
+def test_steps_are_counted_by_all_parameters_together():
+    early, late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    opt = MLPOptimizer([late, early], mlp_parameters(4))
+    for k in range(3):
+        early.grad, late.grad = torch.randn(3), torch.randn(2) if k == 2 else None
+        opt.step()
+    assert int(opt.state[early]["step"]) == int(opt.state[late]["step"]) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_computed_in_single(dtype):
+    start, meta = torch.randn(5).to(dtype), mlp_parameters(4)
+    half, single = nn.Parameter(start.clone()), nn.Parameter(start.float())
+    for p in (half, single):
+        opt = MLPOptimizer([p], meta, size=100.0)
+        for k in range(2):
+            p.grad = (start * (0.01 + k)).to(p.dtype)
+            opt.step()
+        assert opt.state[p]["second"].dtype == torch.float32
+    assert half.dtype == dtype
+    tolerance = 16 * torch.finfo(dtype).eps
+    torch.testing.assert_close(half.float(), single.data, rtol=tolerance, atol=tolerance)
 
 
 def test_the_meta_gradient_of_the_optimizer_is_a_finite_difference():
@@ -137,12 +175,13 @@ def test_learning_makes_it_better_on_its_task():
 @pytest.mark.parametrize(
     ("meta", "options"),
     [
+        (None, {}),
         ({}, {}),
         ({**mlp_parameters(4), "W1": torch.zeros(30, 4)}, {}),
         ({**mlp_parameters(4), "b2": torch.full((2,), torch.nan)}, {}),
         (mlp_parameters(4), {"size": 0.0}),
     ],
 )
-def test_what_it_cannot_be_made_of_is_refused(meta, options):
+def test_what_it_cannot_be_made_of_is_refused(unchecked, meta, options):
     with pytest.raises(InputError, match=r"given: .*; expected: .*; do: "):
         MLPOptimizer(nn.Linear(2, 2).parameters(), meta, **options)

@@ -10,7 +10,7 @@ magnitude). The hidden layer (32 units) and both scales (10⁻³) are those of t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -92,9 +92,13 @@ def features(
     """The features of each weight but the step's embedding: over the weights, mean 0 and standard deviation 1."""
     root = (second + EPS).rsqrt()
     found = torch.cat([g[..., None], w[..., None], first, second, first * root, root], -1)
+    mean = found.mean(-2, keepdim=True)
+    found = found - mean
+    # Of a feature that is the same for all weights the rounding of the mean is left, no deviation to divide by. Centred
+    # again it is some eps² of the mean; where one weight differs by a digit, the deviation is at least eps/√P of it.
     found = found - found.mean(-2, keepdim=True)
-    # An average that is the same for all weights has no deviation to divide by.
-    return found * (found.square().mean(-2, keepdim=True) + 1e-20).rsqrt()
+    least = 1e-20 + (1e-4 * torch.finfo(found.dtype).eps * mean).square()
+    return found * (found.square().mean(-2, keepdim=True) + least).rsqrt()
 
 
 def embedding(step: Float[Tensor, "*T"]) -> Float[Tensor, "*T 9"]:
@@ -109,13 +113,16 @@ def _network(found: Float[Tensor, "*T P 22"], at: Float[Tensor, "*T 9"], meta: M
 
 
 def _flat(tree: Tree, axes: int) -> Float[Tensor, "*T P"]:
-    return torch.cat([leaf.reshape(*leaf.shape[:axes], -1) for leaf in pytree.tree_leaves(tree)], -1)
+    """All weights in a row, in float32 at least: in half precision the averages and their roots would be lost."""
+    leaves = [leaf.reshape(*leaf.shape[:axes], -1) for leaf in pytree.tree_leaves(tree)]
+    return torch.cat([leaf.to(torch.promote_types(leaf.dtype, torch.float32)) for leaf in leaves], -1)
 
 
 def _shaped(flat: Float[Tensor, "*T P"], like: Tree, axes: int) -> Tree:
     leaves, shape = pytree.tree_flatten(like)
     parts = flat.split([leaf.shape[axes:].numel() for leaf in leaves], -1)
-    return pytree.tree_unflatten([part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)], shape)
+    parts = [part.reshape(leaf.shape).to(leaf.dtype) for part, leaf in zip(parts, leaves, strict=True)]
+    return pytree.tree_unflatten(parts, shape)
 
 
 class MLPOptimizer(Optimizer):
@@ -133,6 +140,9 @@ class MLPOptimizer(Optimizer):
     """
 
     def __init__(self, params: Iterable[Any], meta: Meta, size: float = 1.0) -> None:
+        if not isinstance(meta, Mapping) or not all(isinstance(p, Tensor) for p in meta.values()):
+            given = f"meta of type {type(meta).__name__}"
+            raise InputError(describe(given, "a dictionary of tensors", "pass what mlp_parameters or learn made"))
         hidden = meta["W2"].shape[0] if "W2" in meta and meta["W2"].ndim else 1
         wanted = {name: tuple(p.shape) for name, p in mlp_parameters(hidden).items()}
         given = {name: tuple(p.shape) for name, p in meta.items()}
@@ -165,9 +175,10 @@ class MLPOptimizer(Optimizer):
             if not self.state[p]:
                 self.state[p].update(mlp_memory([p]))
         memory = {name: torch.cat([self.state[p][name] for p in params]) for name in ("first", "second")} | {
-            "step": self.state[params[0]]["step"]
+            # One count for all: a parameter may get its first gradient late.
+            "step": torch.stack([state["step"] for state in self.state.values()]).max()
         }
-        meta = {name: value.to(params[0]) for name, value in self.meta.items()}
+        meta = {name: value.to(memory["first"]) for name, value in self.meta.items()}
         changes, memory = mlp_update(gradients, memory, params, meta)
         sizes = [p.numel() for p in params]
         parts = [memory[name].split(sizes) for name in ("first", "second")]
