@@ -1,5 +1,6 @@
 """All tasks and step sizes at once, against one task at a time by plain gradient descent."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,6 +86,11 @@ X, Y = torch.ones(2, 3, 4), torch.ones(2, 3)
         (lambda: LeastSquares(X, Y[:, :2]), "shapes"),
         (lambda: LeastSquares(X * torch.nan, Y), "NaN"),
         (lambda: LeastSquares(X, Y, X), "alone"),
+        (lambda: LeastSquares(X, Y.double()), "float32 and torch.float64"),
+        (lambda: LeastSquares(X.long(), Y.long()), "int64"),
+        (lambda: LeastSquares(X.numpy(), Y.numpy()), "ndarray"),
+        (lambda: LeastSquares(X, Y).split(2.5), "n=2.5"),
+        (lambda: LeastSquares(X, Y).learn_step(torch.tensor([1e9, 1e6]), 90, "train"), "diverge"),
         (lambda: LeastSquares(X, Y, X[:, :, :2], Y), "shapes"),
         (lambda: LeastSquares(X[:, :0], Y[:, :0]), "shapes"),
         (lambda: LeastSquares(X, Y, truth=torch.ones(3, 4)), "truth"),
@@ -105,6 +111,11 @@ def test_bad_input_is_refused_in_one_sentence(unchecked, call, message):
     with pytest.raises(InputError, match=message) as caught:
         call()
     assert str(caught.value).startswith("given: ")
+
+
+def test_numpys_integers_are_integers(unchecked):
+    found = LeastSquares(X, Y).split(np.int64(2)).objective(0.1, np.int64(3))
+    torch.testing.assert_close(found, LeastSquares(X, Y).split(2).objective(0.1, 3))
 
 
 def test_an_unknown_meta_objective_is_answered_with_the_known():

@@ -70,6 +70,13 @@ def test_converged_error_is_what_long_descent_ends_at():
     assert theory.converged_error(100, 60, 2.0) == pytest.approx(4 * 60 / 39)
 
 
+def test_what_is_without_noise_is_not_infinite_and_what_diverges_is():
+    assert theory.converged_error(100, 100, 0.0) == theory.converged_error(101, 100, 0.0) == 0
+    assert theory.converged_error(99, 100, 0.0) == pytest.approx(0.01)
+    assert theory.descent_error(np.ones(4) * 5, 1.0, 4000, n=4, d=8, noise=0.0) == math.inf
+    assert theory.log_gradient_bound(np.array([1.0, 2.0]), np.array([0.0, 1.0])) == math.inf
+
+
 def test_validation_step_minimises_the_expected_error():
     tasks = LeastSquares.draw(tasks=1, n=100, d=400, noise=8.0, generator=torch.Generator().manual_seed(100))
     lam = tasks.eigenvalues[0].numpy()

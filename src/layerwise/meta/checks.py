@@ -1,5 +1,7 @@
 """What a step size, a number of steps and a task must be: refused in one sentence otherwise."""
 
+from numbers import Integral
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -32,9 +34,9 @@ def whole(value: int, name: str, example: int = 40) -> int:
     >>> whole(3, "steps")
     3
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise InputError(describe(f"{name}={value!r}", "an integer ≥ 1", f"pass e.g. {name}={example}"))
-    return value
+    return int(value)
 
 
 def finite(tensor: Tensor, name: str) -> Tensor:

@@ -69,6 +69,11 @@ class LeastSquares:
     """The weights that made the labels, where they are known."""
 
     def __post_init__(self) -> None:
+        given = [t for t in (self.x, self.y, self.x_valid, self.y_valid, self.truth) if t is not None]
+        kinds = {str(t.dtype) if isinstance(t, Tensor) else type(t).__name__ for t in given}
+        if len(kinds) > 1 or not isinstance(self.x, Tensor) or not self.x.is_floating_point():
+            wanted = "floating-point tensors of one precision"
+            raise InputError(describe(" and ".join(sorted(kinds)), wanted, "pass e.g. torch.as_tensor(x).double()"))
         for x, y, name in ((self.x, self.y, "x, y"), (self.x_valid, self.y_valid, "x_valid, y_valid")):
             if (x is None) != (y is None):
                 raise InputError(describe(f"one of {name} alone", "both or none", "give inputs with their labels"))
@@ -125,7 +130,7 @@ class LeastSquares:
 
     def split(self, n: int) -> LeastSquares:
         """The same tasks with the first n examples to train on and the others for validation."""
-        if not 1 <= n < self.x.shape[1]:
+        if whole(n, "n") >= self.x.shape[1]:
             given = f"n={n} of {self.x.shape[1]} examples"
             raise InputError(describe(given, "at least one to train on and one for validation", "take about half"))
         held: dict[str, Tensor] = {"x_valid": self.x[:, n:], "y_valid": self.y[:, n:]}
@@ -190,6 +195,9 @@ class LeastSquares:
         """The step size of a grid that the meta-objective prefers; of equal ones the smallest."""
         grid = step_sizes(etas).reshape(-1).sort().values
         objective = self.objective(grid, steps, by)
+        if bool(torch.isinf(objective).all()):
+            given = f"step sizes from {float(grid[0]):g} on, all of which diverge on some task"
+            raise InputError(describe(given, "one with a finite meta-objective", "take smaller ones, or set a limit"))
         return LearnedStep(float(grid[objective.argmin()]), objective)
 
     def error(self, weights: Float[Tensor, "m E d"]) -> Float[Tensor, "m E"]:

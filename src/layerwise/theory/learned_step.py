@@ -8,6 +8,7 @@ expected error of w_t, of the fully trained w, and the step sizes that training 
 """
 
 import math
+from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
@@ -61,13 +62,15 @@ def naive_gradient_floor(eigenvalues: Float[Array, "d"], c: Float[Array, "d"], e
 def log_gradient_bound(eigenvalues: Float[Array, "d"], c: Float[Array, "d"]) -> float:
     """|F'(η)| ≤ 4L³ / (c_min² α (L − α)) of F = log f(w_t)/t, for every η ≥ 0 and t (Claim 5.3.5).
 
-    `c_min` is the smaller of the start's coordinates along the first and the last eigenvector.
+    `c_min` is the smaller of the start's coordinates along the first and the last eigenvector; no bound, ∞, where it is
+    zero.
 
     >>> log_gradient_bound(np.array([1.0, 2.0]), np.array([0.6, 0.8]))
     88.88888888888889
     """
     alpha, L = _spectrum(eigenvalues)
-    return 4 * L**3 / (min(_ends(eigenvalues, c)) ** 2 * alpha * (L - alpha))
+    share = min(_ends(eigenvalues, c)) ** 2
+    return 4 * L**3 / (share * alpha * (L - alpha)) if share > 0 else math.inf
 
 
 def log_gradient_floor(
@@ -119,23 +122,26 @@ def descent_error(eigenvalues: Float[Array, "r"], eta: Number, steps: int, *, n:
         raise InputError(describe(given, f"the {min(n, d)} positive ones of XᵀX/n", "leave out those that are zero"))
     if not (eta > 0 and math.isfinite(eta)):
         raise InputError(describe(f"eta={eta}", "a finite step size > 0", "pass e.g. eta=0.1"))
-    power = (1 - eta * lam) ** steps
-    signal = float((power**2).sum() + d - len(lam)) / d
-    return signal + float(noise) ** 2 * float(((1 - power) ** 2 / (n * lam)).sum())
+    with np.errstate(over="ignore"):  # ∞ where a step size diverges
+        power = (1 - eta * lam) ** steps
+        signal = float((power**2).sum() + d - len(lam)) / d
+        per_noise = float(((1 - power) ** 2 / (n * lam)).sum())
+    return signal + (float(noise) ** 2 * per_noise if noise else 0.0)
 
 
 def converged_error(n: int, d: int, noise: Number) -> float:
     """E‖w − w*‖² of the least-norm solution: 1 − n/d + σ² n/(d − n − 1) for n < d − 1, σ² d/(n − d − 1) for n > d + 1.
 
-    The mean over inputs, too. It is infinite in between: there the smallest eigenvalue is too near to zero.
+    The mean over inputs, too. With noise it is infinite in between: there the smallest eigenvalue is too near to zero.
 
     >>> converged_error(100, 200, noise=1.0), converged_error(1000, 200, noise=1.0)
     (1.5101010101010102, 0.2503128911138924)
     """
     _sizes(n, d)
-    if n < d - 1:
-        return 1 - n / d + noise**2 * n / (d - n - 1)
-    return noise**2 * d / (n - d - 1) if n > d + 1 else math.inf
+    signal = max(0.0, 1 - n / d)
+    if noise and d - 1 <= n <= d + 1:
+        return math.inf
+    return signal + (noise**2 * min(n, d) / (abs(d - n) - 1) if noise else 0.0)
 
 
 def spectrum_edges(n: int, d: int) -> Edges:
@@ -197,9 +203,9 @@ def _ends(eigenvalues: Float[Array, "d"], c: Float[Array, "d"]) -> tuple[float, 
 
 
 def _steps(steps: int) -> int:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+    if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
         raise InputError(describe(f"steps={steps!r}", "an integer t ≥ 1", "pass e.g. steps=40"))
-    return steps
+    return int(steps)
 
 
 def _sizes(n: int, d: int) -> None:
