@@ -282,3 +282,45 @@ def test_products_of_pairs_of_halves():
     plain = H @ V
     H.rows.multiply = half_pairs.multiply
     assert 0 < relative(H @ V, plain) <= 1e-5
+
+
+def test_a_fitted_network_in_single_precision_needs_no_choice():
+    """Its loss has hardly any curvature, and the rounding of that is no second derivative of the outputs."""
+    net, (x, _) = mlp(), batch()
+    net.float()
+    with torch.no_grad():
+        net[4].weight.mul_(200)
+        fitted = net(x.float()).argmax(1)
+    for layer in ("0", "2", "4"):
+        assert layer_hessian(net, (x.float(), fitted), layer).agreement < 1e-3
+
+
+def test_blank_examples_hide_no_smooth_activation():
+    net = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)).double()
+    x, y = torch.randn(50, 6, dtype=torch.float64), torch.randint(3, (50,))
+    x[:20] = 0
+    with pytest.raises(InputError, match="a choice of matrix"):
+        layer_hessian(net, (x, y), "0")
+    x[20:29] = x[42:] = 0  # now all that is looked at is blank
+    with pytest.raises(InputError, match="do not depend"):
+        layer_hessian(net, (x, y), "0")
+
+
+def test_more_copies_of_an_eigenvalue_than_lanczos_multiplies_columns():
+    net, x = nn.Linear(30, 20, bias=False).double(), torch.randn(60, 30, dtype=torch.float64)
+    H = layer_hessian(net, (x, torch.zeros(60, 20, dtype=torch.float64)), "Linear", "gaussian")
+    values = H.eigenpairs(30, method="lanczos").values
+    truth = torch.linalg.eigvalsh(x.T @ x / 60).flip(0).repeat_interleave(20)[:30]
+    torch.testing.assert_close(values, truth, rtol=1e-6, atol=0)
+
+
+def test_the_norm_of_an_indefinite_hessian():
+    net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x = torch.randn(20, 5, dtype=torch.float64)
+    with torch.no_grad():
+        net[0].bias.add_(1.0)
+        wrong = net(x).argmin(1)
+    values = torch.linalg.eigvalsh(hessian_of(net, (x, wrong), "0.weight"))
+    H = layer_hessian(net, (x, wrong), "0", gauss_newton=False)
+    assert -values[0] > values[-1]
+    torch.testing.assert_close(H.norm(), -values[0])

@@ -59,3 +59,22 @@ def test_which_layers_take_part():
     assert found.eigenpairs(2).vectors.shape == (found.numel(), 2)
     with pytest.raises(InputError, match="k=30"):
         full_network(mlp(), batch()).eigenpairs(30)
+
+
+def test_leading_pairs_are_in_order_where_layers_have_means_of_other_sizes():
+    net, (x, y) = mlp(), batch()
+    with torch.no_grad():
+        net[0].weight.mul_(0.01)
+    found = full_network(net, (100 * x.abs(), y))
+    values = found.eigenpairs(len(found.M)).values
+    assert torch.equal(values, values.sort(descending=True).values)
+    torch.testing.assert_close(found.eigenpairs(2).values, values[:2])
+
+
+def test_a_layer_whose_mean_input_is_zero():
+    net = torch.nn.Sequential(torch.nn.Linear(4, 3, bias=False), torch.nn.ReLU(), torch.nn.Linear(3, 3)).double()
+    x = torch.cat([torch.eye(4), -torch.eye(4)]).double()
+    for weighted in (True, False):
+        values, vectors, _ = full_network(net, (x, torch.arange(8) % 3), weighted=weighted).eigenpairs(2)
+        assert torch.isfinite(values).all()
+        torch.testing.assert_close(vectors.mT @ vectors, torch.eye(2, dtype=torch.float64))

@@ -63,3 +63,13 @@ def test_bad_input():
             outliers(torch.ones(4), classes)
     with pytest.raises(InputError, match="finite"):
         outliers(torch.tensor([1.0, float("nan")]), 2)
+
+
+def test_positions_that_do_not_count_have_no_part_in_the_mean():
+    net = torch.nn.Sequential(torch.nn.Linear(4, 5))
+    x = torch.randn(10, 6, 4) + torch.tensor([3.0, 0, 0, 0])
+    y = torch.randint(5, (10, 6))
+    x[:, 3:], y[:, 3:] = torch.tensor([0, 50.0, 0, 0]), -100
+    masked, alone = mean_alignment(net, (x, y), "0"), mean_alignment(net, (x[:, :3], y[:, :3]), "0")
+    assert masked.alignment > 0.95
+    assert abs(masked.alignment - alone.alignment) < 0.05  # the first takes the mean over positions

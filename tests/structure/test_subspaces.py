@@ -74,7 +74,12 @@ def test_bad_input():
         (lambda: overlap(U, 2 * U), "not orthonormal"),
         (lambda: random_overlap(7, 6), "1 ≤ k ≤ d"),
         (lambda: matricization(U, (4, 2)), "4 × 2 weight"),
-        (lambda: correspondence(U, torch.eye(4, dtype=torch.float64)), "square basis"),
+        (lambda: correspondence(U, torch.eye(4, dtype=torch.float64)), "square orthonormal basis"),
     ):
         with pytest.raises(InputError, match=words):
             bad()
+
+
+def test_a_basis_that_is_not_orthonormal_is_refused():
+    with pytest.raises(InputError, match="orthonormal"):
+        correspondence(torch.ones(6) / 6**0.5, 2 * torch.eye(3))

@@ -14,7 +14,7 @@ from layerwise.foundations.memory import require
 from layerwise.foundations.random import stream
 from layerwise.layers.recorder import Batch
 from layerwise.layers.source import Source
-from layerwise.structure.eigenpairs import DENSE
+from layerwise.structure.eigenpairs import DENSE, spectral_norm
 from layerwise.structure.one_layer import OneLayer
 from layerwise.structure.operator import LayerOperator
 
@@ -60,6 +60,13 @@ class AutogradHessian(LayerOperator):
         require(16 * d * d, self.layer.sweep.memory, f"the dense Hessian of {d} entries", "use products and eigenpairs")
         matrix = self._times(torch.eye(d, dtype=self.dtype, device=self.device)).double()
         return (matrix + matrix.mT) / 2
+
+    def norm(self) -> Float[Tensor, ""]:
+        """The spectral norm: the largest absolute eigenvalue, of either sign."""
+        if self.numel() <= DENSE:
+            return torch.linalg.eigvalsh(self.dense()).abs().max()
+        like = torch.zeros((), dtype=self.dtype, device=self.device)
+        return torch.tensor(spectral_norm(self._times, self.numel(), like, 1e-5, 300, 0)[0], dtype=torch.float64)
 
     def trace(self, samples: int = 64, seed: int = 0) -> Tensor:
         """Exact for up to 3000 entries; otherwise an estimate with its standard error."""

@@ -8,12 +8,10 @@ from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods import Likelihood
-from layerwise.foundations.linalg import Estimate, frobenius_squared, guarded_eigh
-from layerwise.foundations.linalg.checks import MatMul
-from layerwise.foundations.linalg.krylov import lanczos_steps
+from layerwise.foundations.linalg import Estimate, frobenius_squared
 from layerwise.foundations.random import stream
 from layerwise.layers.calling import in_own_arithmetic
-from layerwise.structure.eigenpairs import DENSE, WHOLE
+from layerwise.structure.eigenpairs import DENSE, WHOLE, spectral_norm
 from layerwise.structure.factors import Decoupled, Sharing, gather
 from layerwise.structure.hessian import layer_hessian
 from layerwise.structure.one_layer import one_layer
@@ -126,24 +124,6 @@ def relative_error(
     frobenius = _over(*squares) ** 0.5
     (spectral, uncertain), relative = _ratio(of_E, of_H), sum(_relative(s) ** 2 for s in squares) ** 0.5
     return DecouplingError(spectral, frobenius, uncertain, frobenius / 2 * relative)
-
-
-def spectral_norm(matmul: MatMul, d: int, like: Tensor, tol: float, max_steps: int, seed: int) -> tuple[float, float]:
-    """The largest |eigenvalue| of a symmetric operator, from both ends of one Lanczos run, and its residual."""
-    start = torch.randn(d, 1, generator=stream(seed, "spectral norm"), dtype=torch.float64).to(like)
-    best = (0.0, 0.0)
-    for form in lanczos_steps(matmul, start, max_steps):
-        steps = len(form.alphas)
-        if steps % 8 and steps < max_steps and float(form.betas[-1]) > 0:
-            continue
-        theta, S = guarded_eigh(form.matrices()[0].double(), name="Lanczos tridiagonal matrix", clamp=False)
-        residuals = float(form.betas[-1]) * S[-1].abs()
-        at = int(theta.abs().argmax())
-        best = (float(theta[at].abs()), float(residuals[at]))
-        other = -1 if at == 0 else 0  # the other end need not be found, if only it is nearer to zero
-        if best[1] <= tol * best[0] and float(theta[other].abs() + residuals[other]) <= best[0]:
-            break
-    return best
 
 
 def _ratio(of_E: tuple[float, float], of_H: tuple[float, float]) -> tuple[float, float]:

@@ -63,20 +63,22 @@ class FullNetwork(OwnArithmetic):
         norms = torch.cat([self._norm(spec).expand(spec.form.outputs) for spec in self.table.layers])
         matrix = self.M * norms.unsqueeze(0) * norms.unsqueeze(1) if self.weighted else self.M
         values, vectors = guarded_eigh(matrix, name="output Hessian of all layers")
-        values, vectors = values[-k:].flip(0), vectors[:, -k:].flip(1)
+        squares = (norms > 0).to(norms) if self.weighted else norms.square()
+        values = values * (squares @ vectors.square())  # σ ‖w‖²; not in the order of σ where layers' means differ
+        order = values.argsort(descending=True)[:k]
+        values, vectors = values[order], vectors[:, order]
         blocks, start = {}, 0
         for spec in self.table.layers:
             mean = self.means[spec.name]
-            mean = mean / self._norm(spec) if self.weighted else mean
+            mean = mean / self._norm(spec).clamp_min(torch.finfo(mean.dtype).tiny) if self.weighted else mean
             part = vectors[start : start + spec.form.outputs]
             blocks[spec.name] = torch.einsum("ok,i->koi", part, mean).unsqueeze(1)
             start += spec.form.outputs
         w = to_flat(self.table.to_params(blocks), self.table.shapes).mT
-        sizes = torch.linalg.vector_norm(w, dim=0)
-        w = w / sizes.clamp_min(torch.finfo(w.dtype).tiny)
+        w = w / torch.linalg.vector_norm(w, dim=0).clamp_min(torch.finfo(w.dtype).tiny)
         Q, R = torch.linalg.qr(w)
-        Q = Q * R.diagonal().sign()
-        return Eigenpairs(values * sizes.square(), Q, torch.linalg.vector_norm(w - Q, dim=0))
+        Q = torch.where(R.diagonal() < 0, -Q, Q)
+        return Eigenpairs(values, Q, torch.linalg.vector_norm(w - Q, dim=0))
 
     def _norm(self, spec: LayerSpec) -> Tensor:
         return torch.linalg.vector_norm(self.means[spec.name])

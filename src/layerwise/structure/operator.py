@@ -115,7 +115,7 @@ class LayerOperator(OwnArithmetic, guard=in_own_arithmetic):
         return root(found)
 
     def norm(self) -> Float[Tensor, ""]:
-        """The spectral norm of a positive semi-definite matrix: its largest eigenvalue."""
+        """The spectral norm, which is the largest eigenvalue where there are no negative ones."""
         return self.eigenpairs(1).values[0]
 
     def __repr__(self) -> str:

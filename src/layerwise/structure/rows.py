@@ -47,7 +47,7 @@ class Rows(OwnArithmetic, guard=in_own_arithmetic):
     """How many rows there are."""
     square: float = 0.0
     """Sum of squares of all rows."""
-    few: Batch | None = None
+    few: list[Batch] = field(default_factory=list)
     """Some examples of the first batch."""
     multiply: Product = torch.matmul
     """How the large matrices are multiplied; `half_pairs.multiply` has 22 bits, on tensor cores."""
@@ -68,8 +68,8 @@ class Rows(OwnArithmetic, guard=in_own_arithmetic):
             def observe(io: LayerIO, first: bool, recorded: Recorded) -> None:
                 # what is kept must not change where the user writes over a batch
                 found = layer_pieces(layer, io.owned() if isinstance(io, RecordedIO) else io, recorded, dtype)
-                if rows.few is None:
-                    rows.few = first_examples(layer, recorded.batch)
+                if not rows.few:
+                    rows.few = some_examples(layer, recorded.batch)
                 rows.total += sum(p.examples * p.vectors for p in found)
                 squares.extend(p.square() for p in found)
                 if rows.pieces is None:
@@ -125,18 +125,21 @@ class Rows(OwnArithmetic, guard=in_own_arithmetic):
         return (total / self.count).reshape(X.shape).to(X.dtype)
 
 
-def first_examples(layer: OneLayer, batch: Batch) -> Batch:
-    """Few examples of a batch."""
+def some_examples(layer: OneLayer, batch: Batch) -> list[Batch]:
+    """A few from the beginning, the middle and the end of a batch: the first ones may be blank."""
     recorder = layer.sweep.recorder
     findings, n = recorder.prepare(batch), recorder.examples(batch)
-    stop = min(FEW, n)
+    size = min(FEW, n)
 
-    def some(t: object) -> object:
-        return findings.output.narrow(t, 0, stop, n).clone() if isinstance(t, Tensor) else t
+    def from_place(start: int) -> Batch:
+        def some(t: object) -> object:
+            return findings.output.narrow(t, start, start + size, n).clone() if isinstance(t, Tensor) else t
 
-    x = map_leaves(torch.clone, take(batch.x, 0, stop, findings.example_axis, findings.shared))
-    mask = None if batch.mask is None else findings.output.narrow(batch.mask, 0, stop, n).clone()
-    return Batch(x, some(batch.y), mask, 0)
+        x = map_leaves(torch.clone, take(batch.x, start, start + size, findings.example_axis, findings.shared))
+        mask = None if batch.mask is None else findings.output.narrow(batch.mask, start, start + size, n).clone()
+        return Batch(x, some(batch.y), mask, 0)
+
+    return [from_place(start) for start in sorted({0, (n - size) // 2, n - size})]
 
 
 def _require_repeats(layer: OneLayer, allowed: int) -> None:

@@ -45,7 +45,7 @@ def outliers(
     Outliers(ratio=6.0, trace_fraction=0.875, count=4, threshold=0.02)
 
     Args:
-        values: eigenvalues in any order: all of them, or the leading ones with `trace`.
+        values: eigenvalues in any order: all of them, or the leading ones with `trace`. No more are counted than given.
         classes: c, of which c − 1 outliers are expected.
         trace: of the whole matrix; None: the sum of `values`.
         threshold: what counts, as a part of the largest.
@@ -118,7 +118,8 @@ def mean_alignment(
     directions = factors.input_means
     if factors.positions > 1 and sharing == "expand" and not chosen.spec.form.one_hot:
         by_position = position_means(chosen)
-        if by_position is not None:
+        # positions that do not count (padding, ignored labels) are in these means, and not in the moments
+        if by_position is not None and torch.allclose(by_position.mean(-1), factors.input_means.to(by_position)):
             directions = torch.linalg.svd(by_position, full_matrices=False).U[..., 0]
     found = [_aligned(factors, group, direction) for group, direction in enumerate(directions)]
     return found[0] if len(found) == 1 else found

@@ -63,17 +63,20 @@ def _compared(U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
         )
     dtype = torch.promote_types(U.dtype, V.dtype)
     for name, basis in (("U", U), ("V", V)):
-        gram = basis.double().mT @ basis.double()
-        gap = float((gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).abs().max())
-        if not gap <= 1e-3:
+        if not _is_orthonormal(basis):
             raise InputError(
                 describe(
-                    f"{name} with columns that are not orthonormal (by {gap:.2g})",
+                    f"{name} with columns that are not orthonormal",
                     "orthonormal columns",
                     "pass torch.linalg.qr(U).Q",
                 )
             )
     return U.to(dtype), V.to(dtype)
+
+
+def _is_orthonormal(basis: Float[Tensor, "p k"]) -> bool:
+    gram = basis.double().mT @ basis.double()
+    return bool((gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).abs().max() <= 1e-3)
 
 
 def _dimension(U: Tensor, V: Tensor, k: int | None) -> int:
@@ -134,11 +137,11 @@ def correspondence(
     if side not in ("input", "output"):
         raise InputError(describe(f"side={side!r}", '"input" or "output"', "choose one of them"))
     p, d = basis.shape[0], h.shape[0]
-    if basis.ndim != 2 or basis.shape[1] != p or d % p:
+    if basis.ndim != 2 or basis.shape[1] != p or d % p or not _is_orthonormal(basis):
         raise InputError(
             describe(
                 f"vectors of {d} entries and a basis of shape {tuple(basis.shape)}",
-                "a square basis of the inputs (or outputs) of the layer",
+                "a square orthonormal basis of the inputs (or outputs) of the layer",
                 "pass decoupled(...).V, or .U with side='output'",
             )
         )
