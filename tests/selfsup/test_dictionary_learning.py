@@ -1,6 +1,7 @@
 """Training by steps one can follow, masks, losses against their definitions, the learner and its conventions."""
 
 import math
+import pickle
 import subprocess
 import sys
 
@@ -103,6 +104,8 @@ def test_the_held_out_loss_hides_every_coordinate_once():
 @pytest.mark.usefixtures("unchecked")
 def test_nothing_hidden_and_too_much_hidden():
     data = small()
+    with pytest.raises(InputError, match=r"torch\.bool"):
+        masked_omp_loss(data.Y, data.A, 3, (torch.arange(20) > 3).long())  # ~1 is −2
     with pytest.raises(InputError, match="no hidden row"):
         masked_omp_loss(data.Y, data.A, 3, torch.ones(20, dtype=torch.bool))
     with pytest.raises(InputError, match="at least k visible rows"):
@@ -181,6 +184,67 @@ def test_problems_do_not_mix_and_watching_can_stop():
         watch=lambda epoch, B: seen.append(epoch) or epoch == 6,
     )
     assert seen == [0, 2, 4, 6]
+
+
+def test_dictionaries_that_are_watched_are_kept_and_norms_of_the_start_do_not_matter():
+    data, kept = small(n=30), []
+    learner = DictionaryLearner(40, 3, epochs=2, callback=lambda epoch, B: kept.append(B)).fit(data.Y)
+    assert not torch.equal(kept[0], kept[1])
+    assert torch.equal(kept[1], learner.dictionary_)
+    options = {"hidden": [0], "generators": [torch.Generator()], "epochs": 1}
+    one, three = (train_dictionaries(data.Y[None], size * data.A[None], 3, **options) for size in (1, 3))
+    torch.testing.assert_close(one, three)
+
+
+def test_normalized_scores_train_choose_and_stop():
+    """With a mask, each atom's visible part has a norm of its own; without one, norms are 1."""
+    data, seen = small(n=100), torch.arange(20) >= 2
+    visible = data.A[seen] / data.A[seen].norm(dim=0)
+    z = omp(data.Y[:, seen], visible, 3).dense(30) / data.A[seen].norm(dim=0)
+    expected = (data.Y - z @ data.A.mT)[:, ~seen].square().sum(1).mean()
+    torch.testing.assert_close(masked_omp_loss(data.Y, data.A, 3, seen, normalize=True), expected)
+    parts = torch.randperm(20, generator=torch.Generator().manual_seed(3)).view(10, 2)
+    masks = [~torch.isin(torch.arange(20), part) for part in parts]
+    losses = torch.stack([masked_omp_loss(data.Y, data.A, 3, mask, normalize=True) for mask in masks])
+    random = torch.Generator().manual_seed(3)
+    torch.testing.assert_close(
+        heldout_masked_loss(data.Y, data.A, 3, 0.1, generator=random, normalize=True), losses.mean()
+    )
+    plain, other = (
+        DictionaryLearner(30, 3, epochs=1, normalize=on, early_stopping=True, init=data.A).fit(data.Y)
+        for on in (False, True)
+    )
+    assert plain.history_["heldout_loss"][0] != other.history_["heldout_loss"][0]
+    trained = [
+        DictionaryLearner(30, 3, epochs=1, normalize=on, init=data.A).fit(data.Y).dictionary_ for on in (False, True)
+    ]
+    assert not torch.allclose(*trained)
+    other.dictionary_ = plain.dictionary_
+    assert plain.score(data.Y) != other.score(data.Y)
+
+
+def test_scores_are_of_one_kind_for_all_fractions():
+    data = small(n=100)
+    learner = DictionaryLearner(30, 3, epochs=1).fit(data.Y)
+    expected = -float(heldout_masked_loss(data.Y, learner.dictionary_, 3, 0.1)) / 2  # a coordinate of the two
+    for fraction in (0, 0.1, 0.4):
+        assert learner.set_params(hidden_fraction=fraction).score(data.Y) == pytest.approx(expected)
+    assert learner.set_params(k=19).score(data.Y) < 0  # one can be hidden
+    with pytest.raises(InputError, match="take a smaller k"):
+        learner.set_params(k=20).score(data.Y)
+
+
+def test_rows_that_are_atoms_at_the_start_are_not_trained_on(monkeypatch):
+    Y, seen = small(n=40).Y, []
+    Y[::2] = 0
+    from layerwise.selfsup.sparse_coding import learner
+
+    monkeypatch.setattr(learner, "train_dictionaries", lambda Y, B, k, **options: seen.append((Y, B)) or B)
+    DictionaryLearner(10, 3).fit(Y)
+    ((trained, B),) = seen
+    assert trained.shape[1] == 30
+    rows = trained[0][trained[0].norm(dim=1) > 0]
+    assert float((rows / rows.norm(dim=1, keepdim=True) @ B[0]).max()) < 1 - 1e-6
 
 
 def test_both_ways_to_sum_codes_and_errors():
@@ -308,9 +372,22 @@ def test_arrays_tensors_and_inverse():
         ({"init": torch.randn(4, 4)}, torch.randn(5, 20), "atoms as columns"),
         ({"lr": 0}, torch.randn(5, 20), "lr=0"),
         ({"early_stopping": True}, torch.randn(3, 20), "n_samples=3"),
+        ({"early_stopping": True, "validation_fraction": math.nan}, torch.randn(9, 20), "validation_fraction=nan"),
+        ({"lr": math.inf}, torch.randn(5, 20), "lr=inf"),
+        ({"lr": "a"}, torch.randn(5, 20), "lr='a'"),
+        ({"epochs": 2.5}, torch.randn(5, 20), "whole number"),
+        ({"batch_size": 10.5}, torch.randn(5, 20), "whole number"),
+        ({"n_atoms": 15.0}, torch.randn(5, 20), "whole number"),
+        ({"k": 2.0}, torch.randn(5, 20), "whole number"),
+        ({"init": None}, torch.randn(5, 20), '"gauss"'),
+        ({"init": torch.zeros(20, 20)}, torch.randn(5, 20), "zero or not finite"),
+        ({"device": "foo"}, torch.randn(5, 20), "a device"),
+        ({"random_state": "a"}, torch.randn(5, 20), "a seed"),
+        ({}, torch.randn(5, 20) + 1j, "Complex"),
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("unchecked")
 def test_bad_input_of_the_learner(options, X, says):
     with pytest.raises(InputError, match=says):
         DictionaryLearner(**options).fit(X)
@@ -321,6 +398,14 @@ def test_an_unknown_parameter_and_one_that_is_not_fitted():
         DictionaryLearner().set_params(epoch=3)
     with pytest.raises(InputError, match="not fitted"):
         DictionaryLearner().transform(torch.randn(3, 4))
+    with pytest.raises(InputError) as error:
+        DictionaryLearner().transform([[1.0]])
+    again = pickle.loads(pickle.dumps(error.value))
+    assert (str(again), isinstance(again, InputError)) == (str(error.value), True)
+    failed = DictionaryLearner(k=30)
+    with pytest.raises(InputError, match="k=30"):
+        failed.fit(torch.randn(9, 4))
+    assert not failed.__sklearn_is_fitted__()
     assert repr(DictionaryLearner(5, lr=0.1)) == "DictionaryLearner(n_atoms=5, lr=0.1)"
 
 
@@ -332,7 +417,11 @@ def test_in_a_pipeline_and_a_grid_search():
 
     Y = small(n=80).Y.numpy()
     pipe = make_pipeline(StandardScaler(), DictionaryLearner(epochs=2, k=2))
-    assert pipe.fit_transform(Y).shape == (80, 20)
+    assert pipe.set_output(transform="default").fit_transform(Y).shape == (80, 20)
+    with pytest.raises(InputError, match="get_feature_names_out"):
+        pipe.set_output(transform="pandas")
+    seeds = (DictionaryLearner(k=2, epochs=1, random_state=np.random.default_rng(s)).fit(Y).components_ for s in (1, 2))
+    assert not np.array_equal(*seeds)
     search = GridSearchCV(DictionaryLearner(k=2, epochs=2), {"n_atoms": [10, 25]}, cv=2).fit(Y)
     assert search.best_params_["n_atoms"] in (10, 25)
 
@@ -370,6 +459,10 @@ def test_pair_dictionary_is_dense_in_planes_and_far_from_atoms():
     assert least - 1e-6 < float(selfsup.recovery_error(A, B)) < 1.5 * least
     plane = A[:, 0] + 0.9 * A[:, 3]  # a random direction of a plane is near some atom
     assert float(((plane / plane.norm()) @ B).abs().max()) > math.cos(math.pi / 8)
+    twice = torch.cat([A[:, :2], -3 * A[:, :1]], 1)  # two planes that are one, and a pair that has none
+    basis = torch.linalg.qr(A[:, :2])[0]
+    found = selfsup.pair_dictionary(twice)
+    torch.testing.assert_close(basis @ (basis.T @ found), found)
     with pytest.raises(InputError, match="two or more"):
         selfsup.pair_dictionary(A, 1)
 
@@ -383,6 +476,9 @@ def test_exhaustive_loss_is_the_least():
     by_lstsq = [min(left(y, data.A[:, [i, j]]) for i in range(7) for j in range(i)) for y in data.Y]
     assert float(selfsup.exhaustive_loss(data.Y, data.A, 2)) == pytest.approx(sum(by_lstsq) / 10)
     assert float(selfsup.exhaustive_loss(data.Y, data.A, 2)) <= float(reconstruction_loss(data.Y, data.A, 2))
+    A = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
+    assert float(selfsup.exhaustive_loss(torch.tensor([[3.0, 4.0, 5.0]]), A, 3)) == pytest.approx(25)  # one atom twice
+    assert float(selfsup.exhaustive_loss(torch.tensor([[3.0, 4.0, 5.0]]), A[:, :2], 2)) == pytest.approx(41)
     with pytest.raises(InputError, match="supports"):
         selfsup.exhaustive_loss(torch.randn(2, 60), torch.randn(60, 60), 6)
 

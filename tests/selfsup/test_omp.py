@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from layerwise.foundations.errors import InputError
-from layerwise.selfsup import SparseCode, omp, sample_sparse_data
+from layerwise.selfsup import SparseCode, masked_omp_loss, omp, reconstruction_loss, sample_sparse_data
 from layerwise.selfsup.sparse_coding import omp as module
+from layerwise.selfsup.sparse_coding.losses import represented
 
 linear_model = pytest.importorskip("sklearn.linear_model")
 
@@ -84,6 +85,23 @@ def test_scale_free(dtype):
     torch.testing.assert_close(large.values, code.values * 2.0**60)
 
 
+@pytest.mark.parametrize(("of_Y", "of_D"), [(1e20, 1), (1e-25, 1), (1, 1e25), (1, 1e-25)])
+def test_sizes_whose_squares_are_no_numbers(of_Y, of_D):
+    Y, D = torch.randn(5, 10), torch.randn(10, 20)
+    code, other = omp(Y, D, 3), omp(Y * of_Y, D * of_D, 3)
+    assert torch.equal(code.indices, other.indices)
+    torch.testing.assert_close(other.values.double() * of_D / of_Y, code.values.double(), rtol=1e-4, atol=0)
+
+
+def test_codes_are_constants_of_the_gradient():
+    Y, D, seen = torch.randn(5, 8), torch.nn.Parameter(torch.randn(8, 9)), torch.arange(8) < 6
+    for loss, visible in ((reconstruction_loss(Y, D, 2), None), (masked_omp_loss(Y, D, 2, seen), seen)):
+        error = Y - represented(omp(Y, D.detach(), 2, visible=visible), D)
+        by_hand = (error if visible is None else error[:, ~seen]).square().sum(1).mean()
+        torch.testing.assert_close(*(torch.autograd.grad(one, D)[0] for one in (loss, by_hand)))
+    assert not omp(Y.requires_grad_(), D, 2).values.requires_grad
+
+
 def test_several_dictionaries_at_once_and_rows_in_parts(monkeypatch):
     (Y0, D0), (Y1, D1) = problem(n=30), problem(n=30, seed=5)
     both = omp(torch.stack([Y0, Y1]), torch.stack([D0, D1]), 5)
@@ -142,6 +160,14 @@ ZERO = torch.cat([torch.randn(6, 3), torch.zeros(6, 1)], 1)
         ({"D": torch.full((6, 9), float("inf"))}, "dictionary with NaN or infinite"),
         ({"D": torch.randn(9, 6)}, "transpose"),
         ({"D": torch.randn(6, 9).double()}, "one floating-point type"),
+        ({"Y": torch.randn(4, 6).half(), "D": torch.randn(6, 9).half()}, "float32 or float64"),
+        ({"Y": torch.randn(6)}, "one sample"),
+        ({"Y": torch.randn(0, 6)}, "one or more"),
+        ({"Y": np.ones((4, 6))}, "tensors"),
+        ({"k": 2.0}, "a whole number"),
+        ({"k": True}, "a whole number"),
+        ({"visible": torch.ones(1, 6, dtype=torch.bool)}, "one truth value a coordinate"),
+        ({"visible": torch.ones(6, dtype=torch.long)}, "torch.bool"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

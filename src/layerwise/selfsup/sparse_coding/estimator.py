@@ -12,11 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from layerwise.foundations.errors import InputError, NameLookupError, describe, unknown
+from layerwise.foundations.errors import InputError, describe, unknown
 from layerwise.foundations.optional import require
 
 Samples = Any
 """A tensor, or what NumPy makes a matrix of."""
+
+
+COMPLEX = describe("Complex data not supported: complex numbers", "real ones", "give both parts")
+
+
+class InputTypeError(InputError, TypeError):
+    """Samples of a type that cannot be used."""
 
 
 class Estimator:
@@ -32,12 +39,19 @@ class Estimator:
         """The arguments of the constructor, by name."""
         return {name: getattr(self, name) for name in self._names()}
 
-    def set_params(self, **params: Any) -> "Estimator":
+    def set_params(self, **params: Any) -> Any:
         """Change arguments of the constructor; what was learned stays until `fit`."""
         for name, value in params.items():
             if name not in self._names():
-                raise NameLookupError(unknown("parameter", name, self._names()))
+                raise InputError(unknown("parameter", name, self._names()))
             setattr(self, name, value)
+        return self
+
+    def set_output(self, *, transform: str | None = None) -> Any:
+        """For pipelines, which ask for it: codes are arrays or tensors, as X was ("default"), and no data frames."""
+        if transform not in (None, "default"):
+            given = f"transform={transform!r}"
+            raise InputError(describe(given, '"default"', "make a data frame with get_feature_names_out()"))
         return self
 
     def __repr__(self) -> str:
@@ -65,6 +79,8 @@ class Estimator:
         if not fitting and not self.__sklearn_is_fitted__():
             raise _not_fitted(describe(f"a {name} that is not fitted yet", "one after fit", "call fit(X) first"))
         rows = X if isinstance(X, Tensor) else _matrix(X)
+        if isinstance(rows, Tensor) and rows.is_complex():
+            raise InputError(COMPLEX)
         if rows.ndim != 2:
             given = f"samples of shape {tuple(rows.shape)}. Reshape your data"
             raise InputError(describe(given, "one row a sample, [n, d]", "use X.reshape(-1, 1) or X.reshape(1, -1)"))
@@ -80,8 +96,6 @@ class Estimator:
         if not bool(torch.isfinite(rows).all()):
             given = "Input X contains NaN or infinity"
             raise InputError(describe(given, "finite numbers", "leave such rows out, or fill them"))
-        if fitting:
-            self.n_features_in_ = d
         return rows
 
     def _like(self, found: Tensor, X: Samples) -> Any:
@@ -91,27 +105,25 @@ class Estimator:
 
 def _matrix(X: Samples) -> np.ndarray:
     if hasattr(X, "toarray"):
-        raise _wrong_type(describe("Sparse data was passed", "a dense matrix", "use X.toarray(), if it fits in memory"))
+        raise InputTypeError(
+            describe("Sparse data was passed", "a dense matrix", "use X.toarray(), if it fits in memory")
+        )
     found = np.asarray(X)
     if np.iscomplexobj(found):
-        raise InputError(describe("Complex data not supported: complex numbers", "real ones", "give both parts"))
+        raise InputError(COMPLEX)
     if found.dtype.kind not in "fiub":
         try:
             found = found.astype(np.float64)
         except (TypeError, ValueError) as error:
-            raise type("InputTypeError", (InputError, type(error)), {})(
-                describe(f"samples of type {found.dtype} ({error})", "numbers", "convert them")
-            ) from error
+            kind = InputTypeError if isinstance(error, TypeError) else InputError
+            raise kind(describe(f"samples of type {found.dtype} ({error})", "numbers", "convert them")) from error
     kind = found.dtype if found.dtype in (np.float32, np.float64) else np.float64
     return np.require(found, kind, ["C", "W"])  # which tensors can share
-
-
-def _wrong_type(message: str) -> InputError:
-    return type("InputTypeError", (InputError, TypeError), {})(message)
 
 
 def _not_fitted(message: str) -> InputError:
     """As scikit-learn's own error, too, where it is there to catch it."""
     theirs = getattr(sys.modules.get("sklearn.exceptions"), "NotFittedError", None)
     kinds = (InputError, theirs) if theirs else (InputError, AttributeError)
-    return type("NotFittedError", kinds, {})(message)
+    again = {"__reduce__": lambda self: (_not_fitted, self.args)}  # a class made here cannot be pickled by its name
+    return type("NotFittedError", kinds, again)(message)

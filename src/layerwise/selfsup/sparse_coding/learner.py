@@ -1,6 +1,8 @@
 """`DictionaryLearner`: a dictionary learned from samples, coordinates hidden or not, as a scikit-learn transformer."""
 
+import math
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -16,6 +18,9 @@ from layerwise.selfsup.sparse_coding.omp import omp
 from layerwise.selfsup.sparse_coding.stopping import RULES, Best
 from layerwise.selfsup.sparse_coding.training import Make, train_dictionaries
 
+SCORED = 0.1
+"""The share of coordinates that is hidden at a time where dictionaries are compared."""
+
 
 class DictionaryLearner(Estimator):
     """A dictionary B of unit atoms with y ≈ B z, z k-sparse; codes by `omp`, B by descent.
@@ -24,8 +29,9 @@ class DictionaryLearner(Estimator):
     from the codes, and the loss is of those alone: noise cannot be fitted, and B may have more atoms than the truth.
     With 0 the loss is of all coordinates, and more atoms than the truth represent noise.
 
-    It follows scikit-learn's conventions, and takes tensors as well as arrays, on any device. `score` is minus the
-    masked loss, so that a grid search may choose the number of atoms.
+    It follows scikit-learn's conventions, and takes tensors as well as arrays, on any device. `score` is minus the mean
+    squared error of hidden coordinates, a tenth of them at a time whatever `hidden_fraction` is, so that a grid search
+    may choose the number of atoms, and that fraction.
 
     Attributes after `fit`: `components_` (atoms as rows), `dictionary_` (as columns), `n_iter_` (epochs until the
     dictionary that was kept), `history_` (with early stopping: epochs, and held-out losses), `n_features_in_`.
@@ -62,7 +68,7 @@ class DictionaryLearner(Estimator):
         normalize: bool = False,
         optimizer: Make | None = None,
         callback: Callable[[int, Tensor], object] | None = None,
-        random_state: int | torch.Generator | None = 0,
+        random_state: Any = 0,
         device: str | None = None,
         progress: bool | Progress | None = None,
     ) -> None:
@@ -84,10 +90,11 @@ class DictionaryLearner(Estimator):
             validation_fraction: the share of those samples.
             check_every: epochs between looks at them.
             patience: looks without a lower loss after which training stops.
-            normalize: see `omp`.
+            normalize: see `omp`; for `fit`, early stopping and `score`, where coordinates are hidden. Without, atoms
+                have norm 1, and it changes nothing.
             optimizer: from a list of one parameter, atoms as rows ``[n_atoms, d]``, to an optimizer other than Adam.
             callback: called with the epoch and the dictionary after each epoch; a truth value stops training.
-            random_state: a seed or a generator; None is 0.
+            random_state: a seed, or a generator of PyTorch or NumPy; None is 0.
             device: where to compute; by default where X is.
             progress: a bar while epochs pass; None, on a terminal alone.
         """
@@ -114,6 +121,7 @@ class DictionaryLearner(Estimator):
         """Learn a dictionary of the rows of X; y is ignored."""
         rows = self._samples(X, fitting=True, device=self._device(X))
         n, d = rows.shape
+        self._check_kinds()
         q, k = d if self.n_atoms is None else self.n_atoms, self._k(d)
         self._check(n, d, q, k)
         random = _generator(self.random_state)
@@ -124,7 +132,8 @@ class DictionaryLearner(Estimator):
         hidden = hidden_count(d, self.hidden_fraction) if self.hidden_fraction else 0
         best = None
         if self.early_stopping:
-            best = Best(validation, k, self.hidden_fraction or 0.1, self.patience, self.stop_by)
+            fraction = self.hidden_fraction or SCORED
+            best = Best(validation, k, fraction, self.patience, self.stop_by, normalize=self.normalize)
         epochs_run = [0]
 
         def watch(epoch: int, dictionaries: Tensor) -> bool:
@@ -144,12 +153,14 @@ class DictionaryLearner(Estimator):
             epochs=self.epochs,
             optimizer=self.optimizer,
             watch=watch,
+            normalize=self.normalize,
             progress=resolve(self.progress),
         )
         self.n_iter_, self.history_ = epochs_run[0], {}
         if best is not None:
             B, self.n_iter_, self.history_ = best.dictionary, best.epoch, best.history
         self.dictionary_, self.components_ = self._like(B.contiguous(), X), self._like(B.mT.contiguous(), X)
+        self.n_features_in_ = d
         return self
 
     def transform(self, X: Samples) -> Any:
@@ -174,10 +185,18 @@ class DictionaryLearner(Estimator):
         return self._like(z.to(components) @ components, codes)
 
     def score(self, X: Samples, y: object = None) -> float:
-        """Minus the masked loss of the rows of X, every coordinate hidden once: larger is better."""
+        """Minus the mean squared error of hidden coordinates of the rows of X: larger is better.
+
+        Every coordinate is hidden once, a tenth of them at a time (fewer, if k would not leave so many).
+        """
         rows = self._samples(X, fitting=False, device=self._device(X))
-        B = torch.as_tensor(self.dictionary_).to(rows)
-        return -float(heldout_masked_loss(rows, B, self._k(rows.shape[1]), self.hidden_fraction or 0.1))
+        B, d = torch.as_tensor(self.dictionary_).to(rows), rows.shape[1]
+        k = self._k(d)
+        if k >= d:
+            given = f"k={k} atoms a sample of {d} coordinate(s)"
+            raise InputError(describe(given, "fewer atoms than coordinates, to hide one", "take a smaller k"))
+        hidden = min(hidden_count(d, SCORED), d - k)
+        return -float(heldout_masked_loss(rows, B, k, hidden / d, normalize=self.normalize)) / hidden
 
     def get_feature_names_out(self, input_features: object = None) -> Any:
         """Names of the columns of `transform`: dictionarylearner0, dictionarylearner1, …"""
@@ -188,10 +207,27 @@ class DictionaryLearner(Estimator):
         return np.array([f"dictionarylearner{i}" for i in range(len(self.components_))], dtype=object)
 
     def _device(self, X: Samples) -> torch.device | str:
-        return self.device or (X.device if isinstance(X, Tensor) else "cpu")
+        try:
+            return torch.device(self.device or (X.device if isinstance(X, Tensor) else "cpu"))
+        except (RuntimeError, TypeError) as error:
+            given = f"device={self.device!r}"
+            raise InputError(describe(given, "a device of PyTorch", "pass e.g. 'cpu' or 'cuda'")) from error
 
     def _k(self, d: int) -> int:
         return max(1, d // 10) if self.k is None else self.k
+
+    def _check_kinds(self) -> None:
+        optional = [name for name in ("n_atoms", "k") if getattr(self, name) is not None]
+        for name in (*optional, "batch_size", "epochs", "check_every", "patience"):
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+                raise InputError(describe(f"{name}={value!r}", "a positive whole number", "correct it"))
+        for name in ("lr", "hidden_fraction", "validation_fraction"):
+            value = getattr(self, name)
+            if not isinstance(value, float | Integral) or not 0 <= float(value) < math.inf:
+                raise InputError(describe(f"{name}={value!r}", "a finite number ≥ 0", "take e.g. the default"))
+        if not self.lr > 0:
+            raise InputError(describe(f"lr={self.lr}", "a positive number", "correct it"))
 
     def _check(self, n: int, d: int, q: int, k: int) -> None:
         hidden = hidden_count(d, self.hidden_fraction) if self.hidden_fraction else 0
@@ -203,31 +239,39 @@ class DictionaryLearner(Estimator):
             raise InputError(describe(given, "some samples to look at, and some to train on", "give more samples"))
         if self.stop_by not in RULES:
             raise InputError(describe(f"stop_by={self.stop_by!r}", " or ".join(RULES), "name one of them"))
-        for name in ("lr", "batch_size", "epochs", "check_every", "patience"):
-            if not getattr(self, name) > 0:
-                raise InputError(describe(f"{name}={getattr(self, name)}", "a positive number", "correct it"))
 
     def _start(self, rows: Tensor, q: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
         """Where B starts, and the samples that remain."""
         n, d = rows.shape
-        if not isinstance(self.init, str):
-            B = torch.as_tensor(self.init).to(rows)
+        if self.init is not None and not isinstance(self.init, str):
+            B = torch.as_tensor(self.init).detach().to(rows)
             if B.shape not in ((d, q), (q, d)):
                 given = f"init of shape {tuple(B.shape)}"
                 raise InputError(describe(given, f"atoms as columns, {[d, q]}", "give n_atoms columns"))
-            return unit_columns(B if B.shape == (d, q) else B.mT), rows
+            B = unit_columns(B if B.shape == (d, q) else B.mT)
+            if not bool(torch.isfinite(B).all()):
+                given = "init with atoms that are zero or not finite"
+                raise InputError(describe(given, "atoms that are directions", "leave such atoms out, or draw them"))
+            return B, rows
         if self.init not in ("sample", "gauss"):
             raise InputError(describe(f"init={self.init!r}", '"sample", "gauss" or a matrix', "name one of them"))
         drawn = torch.randn(d, q, generator=random, dtype=rows.dtype).to(rows.device)
         if self.init == "sample":
-            usable = rows[rows.norm(dim=-1) > 0][:q]  # already in a random order
-            drawn[:, : len(usable)] = usable.mT
-            rows = rows[q:] if n >= 2 * q else rows
+            usable = (rows.norm(dim=-1) > 0).nonzero()[:q, 0]  # already in a random order
+            drawn[:, : len(usable)] = rows[usable].mT
+            if n >= 2 * q:
+                rest = torch.ones(n, dtype=torch.bool, device=rows.device)
+                rest[usable] = False
+                rows = rows[rest]
         return unit_columns(drawn), rows
 
 
 def _generator(state: Any) -> torch.Generator:
     if isinstance(state, torch.Generator):
         return state
-    seed = int(state.randint(2**31 - 1)) if hasattr(state, "randint") else int(state or 0)
+    draw = getattr(state, "integers", getattr(state, "randint", None))  # NumPy's generators, new and old
+    if draw is None and not isinstance(state, Integral | None):
+        given = f"random_state={state!r}"
+        raise InputError(describe(given, "a seed, or a generator of PyTorch or NumPy", "pass e.g. 0"))
+    seed = int(state or 0) if draw is None else int(draw(2**31 - 1))
     return stream(seed, "dictionary learner")

@@ -10,14 +10,14 @@ from layerwise.selfsup.sparse_coding.omp import SparseCode, check_numbers, check
 
 
 def reconstruction_loss(
-    Y: Float[Tensor, "*batch n d"], B: Float[Tensor, "*batch d q"], k: int
+    Y: Float[Tensor, "*batch n d"], B: Float[Tensor, "*batch d q"], k: int, *, normalize: bool = False
 ) -> Float[Tensor, "*batch"]:
-    """L(B, k): the mean of ‖y − B z‖², with z by OMP. Noise is represented, too.
+    """L(B, k): the mean of ‖y − B z‖², with z by OMP (a constant of the gradient). Noise is represented, too.
 
     >>> reconstruction_loss(torch.tensor([[3.0, 4.0]]), torch.eye(2), 1)
     tensor(9.)
     """
-    residual = Y - represented(omp(Y, B, k), B)
+    residual = Y - represented(omp(Y, B, k, normalize=normalize), B)
     return residual.square().sum(-1).mean(-1)
 
 
@@ -26,6 +26,8 @@ def masked_omp_loss(
     B: Float[Tensor, "*batch d q"],
     k: int,
     visible: Bool[Tensor, "*#batch d"],
+    *,
+    normalize: bool = False,
 ) -> Float[Tensor, "*batch"]:
     """L_mask(B, k, M): the mean of ‖[y − B z]‖² over hidden coordinates, with z by OMP on the visible ones, M.
 
@@ -35,9 +37,10 @@ def masked_omp_loss(
     >>> round(float(masked_omp_loss(torch.tensor([[3.0, 5.0]]), B, 1, torch.tensor([True, False]))), 4)
     1.0
     """
+    check_shapes(Y, B, k, visible)
     if bool(visible.all(-1).any()):
         raise InputError(describe("no hidden row", "at least one, to predict", "hide some coordinates"))
-    residual = Y - represented(omp(Y, B, k, visible=visible), B)
+    residual = Y - represented(omp(Y, B, k, visible=visible, normalize=normalize), B)
     return (residual * ~visible[..., None, :]).square().sum(-1).mean(-1)
 
 
@@ -48,6 +51,7 @@ def heldout_masked_loss(
     hidden_fraction: float | int = 0.1,
     *,
     generator: torch.Generator | int = 0,
+    normalize: bool = False,
 ) -> Float[Tensor, "*batch"]:
     """The masked loss of samples that were not trained on, every coordinate hidden once, in parts of equal size.
 
@@ -60,13 +64,14 @@ def heldout_masked_loss(
         k: atoms a sample.
         hidden_fraction: the share of coordinates that is hidden at a time.
         generator: a generator, or a seed, for the division into parts.
+        normalize: see `omp`.
 
     >>> round(float(heldout_masked_loss(torch.ones(4, 20), torch.full((20, 1), 20**-0.5), 1)), 6)
     0.0
     """
+    check_shapes(Y, B, k)
     d = Y.shape[-1]
     hidden = hidden_count(d, hidden_fraction)
-    check_shapes(Y, B, k)
     if d - hidden < k:
         given = f"k={k} with {d - hidden} visible rows of {d}"
         raise InputError(describe(given, "at least k visible rows", "hide fewer coordinates, or take a smaller k"))
@@ -76,13 +81,15 @@ def heldout_masked_loss(
     columns = B.reshape(-1, *B.shape[-2:])
     sizes = columns.norm(dim=-2)
     check_numbers(Y, columns, sizes)
-    return torch.stack([_hidden_loss(Y, B, k, part, sizes) for part in visible]).mean(0)
+    return torch.stack([_hidden_loss(Y, B, k, part, sizes, normalize) for part in visible]).mean(0)
 
 
-def _hidden_loss(Y: Tensor, B: Tensor, k: int, visible: Tensor, sizes: Tensor) -> Tensor:
+def _hidden_loss(Y: Tensor, B: Tensor, k: int, visible: Tensor, sizes: Tensor, normalize: bool) -> Tensor:
     batch, (n, d) = Y.shape[:-2], Y.shape[-2:]
     keep = visible.to(Y.dtype).expand(len(sizes), d)
-    code = pursue(Y.reshape(-1, n, d), B.reshape(-1, *B.shape[-2:]), sizes, k, visible=keep)
+    columns = B.reshape(-1, *B.shape[-2:])
+    sizes = (columns * keep[..., None]).norm(dim=-2) if normalize else sizes
+    code = pursue(Y.reshape(-1, n, d), columns, sizes, k, visible=keep, normalize=normalize)
     residual = Y - represented(SparseCode(*(part.reshape(*batch, n, k) for part in code)), B)
     return (residual * ~visible).square().sum(-1).mean(-1)
 

@@ -4,6 +4,8 @@ Atoms are columns of a dictionary ``[m, q]``, as in the text; inside they are ro
 Several dictionaries, each with samples of its own, are one call: leading axes are a batch of problems.
 """
 
+import math
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -34,6 +36,7 @@ class SparseCode(NamedTuple):
         return self.values.new_zeros(*self.values.shape[:-1], q).scatter_(-1, self.indices, self.values)
 
 
+@torch.no_grad()
 def omp(
     Y: Float[Tensor, "*batch n m"],
     D: Float[Tensor, "*batch m q"],
@@ -45,7 +48,7 @@ def omp(
     """k-sparse codes of samples: k times, the atom with the largest |⟨D_j, y − D z⟩| joins, and z is refitted.
 
     In float64 this selects the atoms that scikit-learn's `orthogonal_mp` selects, with its coefficients. A sample that
-    fewer atoms represent exactly has zeros for the others.
+    fewer atoms represent exactly has zeros for the others. Codes are constants: no gradient flows through them.
 
     Args:
         Y: samples as rows.
@@ -62,32 +65,67 @@ def omp(
     check_shapes(Y, D, k, visible)
     batch, (n, m), q = Y.shape[:-2], Y.shape[-2:], D.shape[-1]
     keep = None if visible is None else visible.to(Y.dtype).expand(*batch, m).reshape(-1, m)
-    columns = D.reshape(-1, m, q)
+    (samples, of_Y), (columns, of_D) = _moderate(Y, -1), _moderate(D, (-2, -1))
+    columns = columns.reshape(-1, m, q)
     atoms = columns.mT.contiguous()
     sizes = (atoms if keep is None else atoms * keep[:, None]).norm(dim=-1)
-    check_numbers(Y, columns, sizes)
-    found = pursue(Y.reshape(-1, n, m), columns, sizes, k, atoms=atoms, visible=keep, normalize=normalize)
-    return SparseCode(*(part.reshape(*batch, n, k) for part in found))
+    check_numbers(Y, D, sizes)
+    found = pursue(samples.reshape(-1, n, m), columns, sizes, k, atoms=atoms, visible=keep, normalize=normalize)
+    indices, values = (part.reshape(*batch, n, k) for part in found)
+    return SparseCode(indices, values * (of_Y / of_D))
+
+
+def _moderate(part: Tensor, dim: int | tuple[int, ...]) -> tuple[Tensor, Tensor | int]:
+    """What can be squared, and what it is to be multiplied by: a power of two, so that nothing is rounded."""
+    largest = part.abs().amax(dim, keepdim=True)
+    least, most = largest.aminmax()
+    if float(least) > 1e-9 and float(most) < 1e9:  # as nearly always
+        return part, 1
+    exponent = torch.frexp(largest).exponent.clamp_min(math.frexp(torch.finfo(part.dtype).tiny)[1]) - 1
+    scale = torch.ldexp(torch.ones_like(largest), exponent)
+    return part / scale, scale
 
 
 def check_shapes(Y: Tensor, D: Tensor, k: int, visible: Tensor | None = None) -> None:
     """Raise an `InputError` for what has no codes, whatever its numbers are."""
+    if not (isinstance(Y, Tensor) and isinstance(D, Tensor)):
+        given = f"samples of type {type(Y).__name__} and a dictionary of type {type(D).__name__}"
+        raise InputError(describe(given, "tensors", "convert them with torch.as_tensor"))
+    if Y.dim() < 2 or D.dim() < 2 or not Y.numel():
+        given = f"samples of shape {tuple(Y.shape)} and a dictionary of shape {tuple(D.shape)}"
+        raise InputError(describe(given, "samples [n, m], one or more, and atoms [m, q]", "use y[None] for one sample"))
     m, q = D.shape[-2:]
     if Y.shape[-1] != m or Y.shape[:-2] != D.shape[:-2]:
         given = f"samples of shape {tuple(Y.shape)} and a dictionary of shape {tuple(D.shape)}"
         raise InputError(describe(given, "samples [n, m] and atoms [m, q]", "transpose one, if it is the other way"))
-    if Y.dtype != D.dtype or Y.device != D.device or not Y.is_floating_point():
+    if Y.dtype != D.dtype or Y.device != D.device or Y.dtype not in (torch.float32, torch.float64):
         given = f"samples of {Y.dtype} on {Y.device}, a dictionary of {D.dtype} on {D.device}"
-        raise InputError(describe(given, "one floating-point type and one device", "convert them with .to(…)"))
-    if visible is not None and visible.shape[-1] != m:
-        given = f"visible of shape {tuple(visible.shape)} for samples of {m} coordinates"
-        raise InputError(describe(given, f"one truth value a coordinate, [{m}]", "give all coordinates"))
+        do = "convert them with .to(…), half precision with .float()"
+        raise InputError(describe(given, "one floating-point type, float32 or float64, and one device", do))
+    if visible is not None:
+        _check_visible(visible, (*Y.shape[:-2], m))
+    if not isinstance(k, Integral) or isinstance(k, bool):
+        raise InputError(describe(f"k={k!r}", "a whole number of atoms a sample", "take e.g. k=2"))
     seen = m if visible is None else int(visible.sum(-1).min())
     if seen == 0:
         raise InputError(describe("no visible row", "at least k visible rows", "hide fewer coordinates"))
     if not 1 <= k <= min(seen, q):
         given = f"k={k} atoms a sample, of {q} atoms with {seen} visible rows"
         raise InputError(describe(given, f"1 ≤ k ≤ {min(seen, q)}", "take another k"))
+
+
+def _check_visible(visible: Tensor, shape: tuple[int, ...]) -> None:
+    if not isinstance(visible, Tensor) or visible.dtype != torch.bool:
+        given = f"visible of type {getattr(visible, 'dtype', type(visible).__name__)}"
+        raise InputError(describe(given, "truth values, as a tensor of torch.bool", "convert it with .bool()"))
+    own, behind = visible.shape, shape[-visible.dim() :]
+    if (
+        not 1 <= visible.dim() <= len(shape)
+        or own[-1] != shape[-1]
+        or any(a not in (1, b) for a, b in zip(own, behind, strict=True))
+    ):
+        given = f"visible of shape {tuple(own)} for samples of {shape[-1]} coordinates"
+        raise InputError(describe(given, f"one truth value a coordinate, {list(shape)}", "give all coordinates once"))
 
 
 def check_numbers(Y: Tensor, columns: Tensor, sizes: Tensor) -> None:
@@ -102,6 +140,7 @@ def check_numbers(Y: Tensor, columns: Tensor, sizes: Tensor) -> None:
         raise InputError(describe(given, "atoms that are not zero", "leave such columns out, or draw them anew"))
 
 
+@torch.no_grad()
 def pursue(
     Y: Float[Tensor, "r n m"],
     columns: Float[Tensor, "r m q"],

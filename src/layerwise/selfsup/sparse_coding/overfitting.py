@@ -32,7 +32,9 @@ def pair_dictionary(A: Float[Tensor, "d p"], directions: int = 8) -> Float[Tenso
     A = unit_columns(A)
     i, j = torch.triu_indices(A.shape[1], A.shape[1], 1, device=A.device)
     first, second = A[:, i], A[:, j]
-    second = unit_columns(second - (first * second).sum(0) * first)
+    second = second - (first * second).sum(0) * first
+    planes = second.norm(dim=0) > torch.finfo(A.dtype).eps ** 0.5  # atoms that are the same up to sign have none
+    first, second = first[:, planes], unit_columns(second[:, planes])
     angles = (torch.arange(directions, dtype=A.dtype, device=A.device) + 0.5) * math.pi / directions
     B = (first[..., None] * angles.cos() + second[..., None] * angles.sin()).flatten(1)
     nearest = math.cos(math.pi / (2 * directions)) + 1e-6  # each pair has atoms at that angle: rounding must not choose
@@ -49,9 +51,15 @@ def exhaustive_loss(Y: Float[Tensor, "n d"], A: Float[Tensor, "d p"], k: int) ->
     if not 1 <= k <= min(A.shape) or math.comb(p, k) > MOST_SUPPORTS:
         given = f"all supports of k={k} of {p} atoms"
         raise InputError(describe(given, f"1 ≤ k ≤ {min(A.shape)} and at most {MOST_SUPPORTS} supports", "use omp"))
+    least = torch.finfo(A.dtype).eps ** 0.5
     explained = Y.new_zeros(len(Y))
+    unit = A / A.norm(dim=0).clamp_min(torch.finfo(A.dtype).tiny)
     supports = torch.tensor(list(itertools.combinations(range(p), k)), device=A.device)
     for some in supports.split(1000):
-        basis, _ = torch.linalg.qr(A.mT[some].mT)  # [supports, d, k]
+        basis, triangle = torch.linalg.qr(unit.mT[some].mT)  # [supports, d, k]
+        dependent = (triangle.diagonal(dim1=-2, dim2=-1).abs() <= least).any(-1)
+        if bool(dependent.any()):  # QR would make up directions
+            U, S, _ = torch.linalg.svd(unit.mT[some[dependent]].mT, full_matrices=False)
+            basis[dependent] = U * S.gt(least)[:, None]
         explained = torch.maximum(explained, (Y @ basis).square().sum(-1).amax(0))
     return (Y.square().sum(-1) - explained).mean()

@@ -14,9 +14,17 @@ class Best:
     """The best dictionary so far, by a loss of samples that it is not trained on."""
 
     def __init__(
-        self, Y: Float[Tensor, "n d"], k: int, hidden_fraction: float | int, patience: int, rule: str = "masked"
+        self,
+        Y: Float[Tensor, "n d"],
+        k: int,
+        hidden_fraction: float | int,
+        patience: int,
+        rule: str = "masked",
+        *,
+        normalize: bool = False,
     ) -> None:
         self.Y, self.k, self.hidden_fraction, self.patience, self.rule = Y, k, hidden_fraction, patience, rule
+        self.normalize = normalize
         self.epoch, self.least = 0, math.inf
         self.dictionary: Tensor
         self.history: dict[str, list[float]] = {"epoch": [], "heldout_loss": []}
@@ -24,9 +32,9 @@ class Best:
     def look(self, epoch: int, B: Float[Tensor, "d q"]) -> bool:
         """Compare a dictionary with the best; true once `patience` looks have not found a better one."""
         if self.rule == "masked":
-            loss = float(heldout_masked_loss(self.Y, B, self.k, self.hidden_fraction))
+            loss = float(heldout_masked_loss(self.Y, B, self.k, self.hidden_fraction, normalize=self.normalize))
         else:
-            loss = float(reconstruction_loss(self.Y, B, self.k))
+            loss = float(reconstruction_loss(self.Y, B, self.k, normalize=self.normalize))
         self.history["epoch"].append(epoch)
         self.history["heldout_loss"].append(loss)
         if loss < self.least:

@@ -34,13 +34,14 @@ def train_dictionaries(
     optimizer: Make | None = None,
     watch: Watch | None = None,
     every: int = 1,
+    normalize: bool = False,
     progress: Progress | None = None,
 ) -> Float[Tensor, "r d q"]:
     """Dictionaries after training, each on samples of its own, in their order.
 
     Args:
         Y: samples of each problem, not shuffled between epochs.
-        B: where dictionaries start, with unit columns.
+        B: where dictionaries start; columns are divided by their norms.
         k: atoms a sample.
         hidden: how many coordinates are hidden from each problem's codes; 0 is the standard objective.
         generators: each problem's own, for its masks (on the CPU, so that all devices draw the same).
@@ -52,6 +53,7 @@ def train_dictionaries(
         watch: called with the epoch and the dictionaries before the first epoch, after every `every` epochs and after
             the last; a truth value ends the training.
         every: see `watch`.
+        normalize: see `omp`.
         progress: shows epochs.
 
     >>> Y, B = torch.randn(2, 30, 8), torch.eye(8).expand(2, 8, 8)
@@ -59,25 +61,25 @@ def train_dictionaries(
     >>> train_dictionaries(Y, B, 2, hidden=[0, 1], generators=random, batch_size=10, epochs=3).shape
     torch.Size([2, 8, 8])
     """
-    (R, n, d) = Y.shape
     check_shapes(Y, B, k)
-    check_numbers(Y, B, B.norm(dim=-2))
+    (R, n, d), sizes = Y.shape, B.detach().norm(dim=-2, keepdim=True)
+    check_numbers(Y, B, sizes[..., 0, :])
     _check(R, n, d, k, hidden, generators, batch_size, epochs)
-    atoms = B.mT.clone(memory_format=torch.contiguous_format)
+    atoms = (B.detach() / sizes).mT.clone(memory_format=torch.contiguous_format)
     parameter = torch.nn.Parameter(atoms[0] if R == 1 else atoms)  # the same memory
     grad = torch.zeros_like(atoms)
     parameter.grad = grad[0] if R == 1 else grad
     steps = optimizer([parameter]) if optimizer else torch.optim.Adam([parameter], lr=lr, fused=True)
     with torch.no_grad():
-        if watch and watch(0, atoms.mT):
+        if watch and watch(0, atoms.mT.clone()):
             return atoms.mT
         for epoch in (progress or Silent()).track(range(1, epochs + 1), "epochs", epochs):
             batches = Y.split(batch_size, 1)
             for Yb, visible in zip(batches, _masks(hidden, generators, len(batches), Y), strict=True):
-                _gradient(Yb, atoms, k, visible, grad)
+                _gradient(Yb, atoms, k, visible, grad, normalize)
                 steps.step()
                 atoms /= atoms.norm(dim=-1, keepdim=True)
-            if watch and (epoch % every == 0 or epoch == epochs) and watch(epoch, atoms.mT):
+            if watch and (epoch % every == 0 or epoch == epochs) and watch(epoch, atoms.mT.clone()):
                 break
     return atoms.mT
 
@@ -109,11 +111,13 @@ def _masks(
     return visible.to(like).unbind(1)
 
 
-def _gradient(Y: Tensor, atoms: Tensor, k: int, visible: Tensor | None, grad: Tensor) -> None:
+def _gradient(Y: Tensor, atoms: Tensor, k: int, visible: Tensor | None, grad: Tensor, normalize: bool = False) -> None:
     """That of the mean loss of a batch, into ``grad``."""
     columns = atoms.mT.contiguous()
     sizes = atoms.new_ones(atoms.shape[:2])  # of whole atoms
-    indices, values = pursue(Y, columns, sizes, k, atoms=atoms, visible=visible)
+    if normalize and visible is not None:
+        sizes = (atoms * visible[:, None]).norm(dim=-1)
+    indices, values = pursue(Y, columns, sizes, k, atoms=atoms, visible=visible, normalize=normalize)
     error = gathered(indices, atoms, values) - Y
     if visible is not None:
         standard = visible.all(-1, keepdim=True)  # problems that hide nothing have the loss of all coordinates
