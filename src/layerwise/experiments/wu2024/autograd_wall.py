@@ -84,7 +84,7 @@ def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
 
 def claims(config: Config) -> list[Claim]:
     """Where float32 fails and float64 does not, and that precision only moves the wall."""
-    from layerwise.studies.learning_to_learn.quadratic import SETTINGS
+    from layerwise.studies.learning_to_learn.settings import SETTINGS
 
     common: dict[str, Any] = {"seeds": config.seeds}
     share: dict[str, Any] = {"span": (0, 1), **common}
@@ -97,7 +97,7 @@ def claims(config: Config) -> list[Claim]:
             "<=",
             1e-6,
             "Where f(w_t) fits in float64, backpropagation agrees with the stable formula (largest relative error).",
-            note="The specification says: for t ≤ 80. At η = 1 that depends on L: the wall is where f(w_t) = (ηL)^(2t) "
+            note="Stated first: for t ≤ 80. At η = 1 that depends on L: the wall is where f(w_t) = (ηL)^(2t) "
             "passes 10³⁰⁸, and some problems are beyond it at t = 80.",
             **common,
         ),

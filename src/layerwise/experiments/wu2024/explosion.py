@@ -92,7 +92,7 @@ def claims(config: Config) -> list[Claim]:
             0.05,
             f"At η = {config.exploding:g} {slope.format('grows')}",
             source="Theorem 5.3.1",
-            note="Of the specification; seeds 100 to 102: at most .032.",
+            note="Stated beforehand; seeds 100 to 102: at most .032.",
             **common,
         ),
         bound(

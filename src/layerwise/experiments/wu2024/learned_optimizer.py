@@ -129,7 +129,7 @@ def _sgd(config: Config, noise: float, seed: int, new: Sequence[int]) -> dict[st
 
 
 def claims(config: Config) -> list[Claim]:
-    """Acceptance of the specification, at a noise of 20 %."""
+    """Limits stated beforehand, at a noise of 20 %."""
     common: dict[str, Any] = {"seeds": config.seeds}
     paper: dict[str, Any] = {"origin": "paper", "source": SOURCE, **common}
     found = []

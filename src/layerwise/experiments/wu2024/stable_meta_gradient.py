@@ -75,7 +75,7 @@ def claims(config: Config) -> list[Claim]:
     """What the thesis' tables say, and what random problems show."""
     common: dict[str, Any] = {"seeds": config.seeds, "span": (0, 1)}
     tables: dict[str, Any] = {"origin": "paper", "source": "Tables D.1 and D.2, row Ours", **common}
-    explored = "Limits of the specification, whose 140 runs have {}; seeds 100 to 102: {}."
+    explored = "Limits from an earlier run, whose 140 problems have {}; seeds 100 to 102: {}."
     close = f"within {CLOSE:.0%} of the best step size"
     return [
         bound(
@@ -133,7 +133,7 @@ def claims(config: Config) -> list[Claim]:
             "The best step size at t = 40 is around .03 (median of the problems).",
             origin="paper",
             source="Appendix D.6.2",
-            note="The specification's quartiles of 50 problems: .0252, .0266, .0285.",
+            note="An earlier run of 50 problems has quartiles: .0252, .0266, .0285.",
             **common,
         ),
         bound(
@@ -155,7 +155,7 @@ def claims(config: Config) -> list[Claim]:
 
 def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
     """The path of Figure 5.1, and the part of runs that converge in each setting."""
-    from layerwise.studies.learning_to_learn.quadratic import SETTINGS
+    from layerwise.studies.learning_to_learn.settings import SETTINGS
 
     first = next((r for r in records if r["cell"] == CELL), None)
     series = first["series"] if first else {"step": [], "median": [], "low": [], "high": []}

@@ -2,9 +2,7 @@
 
 from typing import NamedTuple
 
-from layerwise.bounds.kl import kl_inverse
-from layerwise.bounds.pac_bayes.monte_carlo import error_limit
-from layerwise.bounds.pac_bayes.prior import PriorGrid, relative_entropy_rate
+from layerwise import bounds
 
 EXAMPLES = 60_000
 DRAWS, DELTA_DRAWS = 50_000, 0.01
@@ -51,9 +49,9 @@ def again(row: Row, corrected: bool = False) -> float:
     >>> round(again(BELOW_THE_CAP["T-600 ITER"]), 4)
     0.1198
     """
-    j = PriorGrid().index(row.half_log_lambda)
-    error = error_limit(row.error, DRAWS, DELTA_DRAWS) if corrected else row.error
-    return float(kl_inverse(error, relative_entropy_rate(row.kl, j, EXAMPLES)))
+    j = bounds.PriorGrid().index(row.half_log_lambda)
+    error = bounds.error_limit(row.error, DRAWS, DELTA_DRAWS) if corrected else row.error
+    return float(bounds.kl_inverse(error, bounds.relative_entropy_rate(row.kl, j, EXAMPLES)))
 
 
 def differences() -> dict[str, float]:

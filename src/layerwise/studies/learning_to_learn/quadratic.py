@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,22 +14,10 @@ from layerwise import theory
 from layerwise.foundations.random import stream
 from layerwise.meta.quadratic import Quadratic
 from layerwise.meta.unroll import unrolled
+from layerwise.studies.learning_to_learn.settings import SETTINGS as SETTINGS
+from layerwise.studies.learning_to_learn.settings import Setting
 
 PRECISIONS = {"float32": torch.float32, "float64": torch.float64}
-
-
-class Setting(NamedTuple):
-    """A number of inner steps, and the step size that meta-training starts from."""
-
-    steps: int
-    eta: float
-
-    def __str__(self) -> str:
-        return f"t={self.steps}, η₀={self.eta:g}"
-
-
-SETTINGS = tuple(Setting(t, 0.1) for t in (10, 20, 40, 80)) + tuple(Setting(40, eta) for eta in (0.001, 0.01, 1.0))
-"""Those of Tables D.1 and D.2."""
 
 
 def problems(seeds: Sequence[int], count: int, d: int) -> Quadratic:
