@@ -113,6 +113,6 @@ def test_there_is_no_prior_at_the_cap():
 @pytest.mark.parametrize(("spread", "parameters"), [(0.5, 3), (40.0, 500), (1e-4, 20), (1e3, 50)])
 def test_the_best_prior_is_that_of_a_search_over_all(spread, parameters):
     grid = bounds.PriorGrid(cap=0.1, precision=20)
-    kl = {j: 0.5 * (spread / grid.variance(j) + 2 * parameters * grid.half_log(j)) for j in range(1, 2000)}
+    kl = {j: 1e3 + 0.5 * (spread / grid.variance(j) + 2 * parameters * grid.half_log(j)) for j in range(1, 2000)}
     best = min(kl, key=lambda j: bounds.relative_entropy_rate(kl[j], j, 1000))
     assert grid.best(spread, 0.0, parameters) == best

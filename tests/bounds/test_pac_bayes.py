@@ -349,6 +349,8 @@ def mistakes():
         "no labels": {"y": None, "says": "labels: none"},
         "epochs": {"epochs": 0, "says": "epochs=0"},
         "milestones": {"milestones": (2,), "says": "milestones"},
+        "batch_size": {"batch_size": 0, "says": "batch_size=0"},
+        "probabilities": {"delta": 0.9, "delta_draws": 0.1, "says": "a sum below 1"},
     }
 
 
@@ -357,7 +359,7 @@ def test_one_clear_error_each(mistake):
     given = mistakes()[mistake]
     says = given.pop("says")
     model = given.pop("model", None) or mlp()
-    init = given.pop("init", None) or copy.deepcopy(model)
+    init = given.pop("init", None) or moved(model)
     x, y = batch(model)
     data = (x, given.pop("y")) if "y" in given else (x, y)
     with pytest.raises((InputError, NameLookupError), match=says):
@@ -371,7 +373,7 @@ def test_what_the_prior_may_not_have_seen():
     with pytest.raises(InputError, match="may not depend on the data"):
         bounds.pac_bayes(model, init, data, **SHORT)
     with pytest.raises(InputError, match="more than once"):
-        bounds.pac_bayes(init, init, (b for b in [data]), **SHORT)
+        bounds.pac_bayes(mlp(), mlp(), (b for b in [data]), **SHORT)
 
 
 def test_progress_shows_the_current_bound(capsys):

@@ -130,7 +130,7 @@ def pieces(flat: Float[Tensor, "*B P"], shapes: Mapping[str, tuple[int, ...]]) -
     sizes = [torch.Size(shape).numel() for shape in shapes.values()]
     lead = flat.shape[:-1]
     return {
-        name: part.view(*lead, *shape)
+        name: part.view(*lead, *shape) if shape else part.view(lead)
         for (name, shape), part in zip(shapes.items(), flat.split(sizes, dim=-1), strict=True)
     }
 

@@ -1,17 +1,20 @@
 """The training data: in batches of a new order every epoch, and in one order for what is measured on all of it."""
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.data import DataLoader
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.random import stream
 from layerwise.foundations.types import Tree, leaves, map_leaves
-from layerwise.layers.source import as_batch, is_batch
+from layerwise.layers.source import as_batch, is_batch, usable
 
 AT_ONCE = 10_000
 """Examples of a batch that is only measured."""
@@ -20,9 +23,13 @@ Labels = Int[Tensor, "N"]
 
 def outputs(model: nn.Module, params: Mapping[str, Tensor], x: Tree) -> Tensor:
     """What the model answers with these parameters in the place of its own."""
-    if isinstance(x, Mapping):
-        return functional_call(model, dict(params), (), dict(x))
-    return functional_call(model, dict(params), tuple(x) if isinstance(x, tuple | list) else (x,))
+    named = dict(x) if isinstance(x, Mapping) else {}
+    plain = () if isinstance(x, Mapping) else tuple(x) if isinstance(x, tuple | list) else (x,)
+    f = functional_call(model, dict(params), plain, named)
+    if not isinstance(f, Tensor):
+        given = f"a model that returns a {type(f).__name__}"
+        raise InputError(describe(given, "one tensor of scores, [N, C]", "wrap it in a module that returns these"))
+    return f
 
 
 class Examples:
@@ -35,8 +42,6 @@ class Examples:
             given = f"data of type {type(data).__name__}"
             expected = "(x, y), or batches that can be gone through more than once"
             raise InputError(describe(given, expected, "make it a list or a DataLoader"))
-        if batch_size < 1:
-            raise InputError(describe(f"batch_size={batch_size}", "a number ≥ 1", "take e.g. 128"))
         self._loader = [] if self.whole else data
         self._pair: tuple[Tree, Labels] = (
             self._moved(data, 0) if self.whole else (torch.empty(0), torch.empty(0).long())
@@ -44,17 +49,23 @@ class Examples:
         self.count = sum(len(y) for _, y in self.in_order())
         if self.count < 2:
             raise InputError(describe(f"{self.count} examples", "two or more", "give the training data"))
+        if not self.whole and _repeats(data, self.count):
+            given = f"batches that repeat examples, {self.count} in all"
+            raise InputError(describe(given, "each example once: the bound counts them", "take each of them once"))
 
     def _moved(self, item: Any, number: int) -> tuple[Tree, Labels]:
         batch = as_batch(item, number)
         x, y = batch.x, batch.y
+        if batch.mask is not None:
+            given = "a batch (x, y, mask)"
+            raise InputError(describe(given, "(x, y), all of whose examples count", "pass x[mask] and y[mask]"))
         if not isinstance(y, Tensor) or y.ndim != 1 or y.is_floating_point() or y.is_complex():
             what = "none" if y is None else f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else repr(y)
             raise InputError(describe(f"labels: {what}", "one class index an example, [N]", "pass integer labels"))
         if any(len(leaf) != len(y) for leaf in leaves(x)):
             sizes = ", ".join(str(len(leaf)) for leaf in leaves(x))
             raise InputError(describe(f"{sizes} inputs and {len(y)} labels", "as many of both", "check the data"))
-        return map_leaves(lambda t: t.to(self.device), x), y.to(self.device).long()
+        return map_leaves(lambda t: usable(t).to(self.device), x), usable(y).to(self.device).long()
 
     def _batches(self) -> Iterator[tuple[Tree, Labels]]:
         for number, item in enumerate(self._loader):
@@ -82,22 +93,37 @@ class Examples:
             stop = start + self.batch_size
             yield map_leaves(lambda t, a=start, b=stop: t[a:b], x), y[start:stop]
 
-    def sums(self) -> dict[str, Tensor]:
-        """A few numbers that other data would hardly have."""
-        found = [torch.zeros(3, dtype=torch.float64)]
-        for number, (x, y) in enumerate(self.in_order()):
-            inputs = sum(float(leaf.double().sum()) for leaf in leaves(x))
-            found.append(torch.tensor([len(y), inputs, float(y.double().sum()) * (number + 1)], dtype=torch.float64))
-        if self.whole:
-            places = torch.arange(self.count, device=self.device)
-            found.append(torch.tensor([0.0, 0.0, float((self._pair[1] * places).sum())], dtype=torch.float64))
-        return {"data": torch.stack(found).sum(0)}
+    def fingerprint(self) -> str:
+        """Of all bytes of all examples; their order counts where it decides the batches, which a loader may shuffle."""
+        ordered, added = hashlib.sha256(), 0
+        for x, y in self.in_order():
+            rows = [t.cpu().reshape(len(y), -1).contiguous().view(torch.uint8) for t in (*leaves(x), y) if t.numel()]
+            for row in torch.cat(rows, 1).numpy() if rows else ():
+                if self.whole:
+                    ordered.update(row)
+                else:
+                    added += int.from_bytes(hashlib.sha256(row).digest(), "big")
+        return ordered.hexdigest() if self.whole else f"{added % 2**256:x}"
 
     def drawn(self, n: int, generator: torch.Generator) -> tuple[Tree, Labels]:
         """n examples with replacement, of a whole data set."""
         x, y = self._pair
         chosen = torch.randint(len(y), (n,), generator=generator, device=self.device)
         return map_leaves(lambda t: t[chosen], x), y[chosen]
+
+
+def _repeats(data: Any, count: int) -> bool:
+    """Whether batches are seen to hold an example twice, without a look at their contents."""
+    if isinstance(data, list | tuple):
+        return len({id(item) for item in data}) < len(data)
+    if not isinstance(data, DataLoader) or data.batch_sampler is None:  # then its items are batches
+        return False
+    samplers = (data.sampler, getattr(data.batch_sampler, "sampler", None))
+    if any(getattr(sampler, "replacement", False) for sampler in samplers):
+        return True
+    with suppress(TypeError, NotImplementedError):  # a data set without a size
+        return count > len(data.dataset)  # type: ignore[arg-type]
+    return False
 
 
 def check_labels(f: Tensor, y: Labels) -> None:

@@ -9,7 +9,8 @@ from torch.func import vmap
 from layerwise.bounds.kl import kl_inverse
 from layerwise.bounds.pac_bayes.examples import Examples, outputs
 from layerwise.bounds.pac_bayes.posterior import Posterior
-from layerwise.foundations.errors import NumericalError
+from layerwise.bounds.pac_bayes.prior import check_confidence
+from layerwise.foundations.errors import InputError, NumericalError, describe
 from layerwise.foundations.progress import Progress
 from layerwise.foundations.types import Tree, map_leaves
 
@@ -27,6 +28,9 @@ def error_limit(error: float | int, draws: int, delta: float | int) -> float:
     >>> round(error_limit(0.03373, 50_000, 0.01), 4)
     0.0364
     """
+    check_confidence(delta=delta)
+    if draws < 1:
+        raise InputError(describe(f"draws={draws}", "one network or more", "draw some"))
     return float(kl_inverse(error, math.log(2 / delta) / draws))
 
 

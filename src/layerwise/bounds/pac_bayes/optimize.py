@@ -3,14 +3,17 @@
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from layerwise.bounds.pac_bayes.options import Options
 from layerwise.bounds.pac_bayes.result import PacBayes
 from layerwise.bounds.pac_bayes.run import Run
+from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.progress import Progress, resolve
 from layerwise.foundations.vectors import ParamVector
 
@@ -58,7 +61,7 @@ def pac_bayes(
     - "iter-d": the interval grows as the learning rate falls;
     - "iter-m": "iter" with the output factor replaced by (C.265), for chains of linear layers;
     - "ekfac": "iter" in EKFAC's basis, biases included, and its second moments h decide the variances at the start:
-      s = 1/(1/λ + βh), the posterior that is best if the loss is quadratic with that curvature. The thesis has no such.
+      s = 1/(1/λ + βh), the posterior that is best if the loss is quadratic with that curvature. Not in the thesis.
 
     >>> import copy, torch, layerwise as lw
     >>> x = torch.randn(200, 4)
@@ -77,9 +80,10 @@ def pac_bayes(
     Args:
         model: as trained; it is left as it was, and used in eval mode. What is not a trainable parameter (buffers,
             frozen weights) must be as in `init`: the prior may not depend on the data.
-        init: the network before training, whose weights are the prior's mean θ₀; or these by name.
+        init: the network before training, whose weights are the prior's mean θ₀; or a copy of its tensors by name,
+            with buffers and frozen weights if there are any.
         data: all training data ``(x, y)``, or batches that can be gone through again (a list, a `DataLoader`). A bound
-            counts on independent examples that `init` has not seen. Labels are class indices.
+            counts on independent, distinct examples that `init` has not seen. Labels are class indices.
         method: see above.
         delta: δ, of the theorem.
         delta_draws: δ′, of the drawn networks' error.
@@ -97,14 +101,18 @@ def pac_bayes(
         bias: "rotate" turns biases by the output basis alone, "leave" keeps them, "joint" counts them as columns of the
             weights, which is EKFAC's way. By default "rotate", and "joint" for "ekfac".
         optimizer: the thesis says gradient descent; the released code of Dziugaite and Roy has RMSprop.
-        loss_scale: of the cross-entropy; over log 2 it is never below the error. The thesis has 1.
+        loss_scale: of the cross-entropy; the default 1/log 2 makes the cross-entropy an upper bound of the 0-1 error.
+            The thesis has 1.
         draws: n, networks that are drawn in the end. The thesis has 50,000.
-        per_draw: training examples that each of them is measured on, drawn for each; None: all of them.
-        checkpoint: a file to go on from and to write to; one of other data or options is refused.
+        per_draw: training examples that each of them is measured on, drawn for each; None: all of them, as batches
+            that are given need it.
+        checkpoint: a file to go on from and to write to; one of another model, other data or options is refused.
         checkpoint_every: epochs.
         seed: of the noise and of the order of the data.
         progress: True, False, or an object with `track`; by default a bar with the current bound on a terminal.
     """
+    if not isinstance(milestones, Sequence) or isinstance(milestones, str):
+        raise InputError(describe(f"milestones={milestones!r}", "shares of all epochs", "take e.g. (0.5, 0.75)"))
     options = Options(
         method=method,
         delta=delta,
@@ -125,7 +133,13 @@ def pac_bayes(
         draws=draws,
         per_draw=per_draw,
     )
-    run = Run(model, init, data, options, resolve(progress))
-    if checkpoint is not None:
-        run.keep(Path(checkpoint), checkpoint_every)
-    return run.finished(run.optimized())
+    with ExitStack() as stack:  # in the weights' own dtype, and with gradients, whatever the caller is in
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        run = Run(model, init, data, options, resolve(progress))
+        if checkpoint is not None:
+            run.keep(Path(checkpoint), checkpoint_every)
+        return run.finished(run.optimized())

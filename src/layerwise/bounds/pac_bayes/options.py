@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 
@@ -43,7 +45,11 @@ class Options:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise NameLookupError(unknown("method", self.method, METHODS))
+        self._check_types()
         check_confidence(delta=self.delta, delta_draws=self.delta_draws)
+        if not self.delta + self.delta_draws < 1:
+            given = f"delta={self.delta} and delta_draws={self.delta_draws}"
+            raise InputError(describe(given, "a sum below 1: the bound may fail that often", "take smaller ones"))
         PriorGrid(self.cap, self.precision)
         self._check_names()
         self._check_numbers()
@@ -71,8 +77,18 @@ class Options:
             given = f'method="ekfac" and bias={self.bias!r}'
             raise InputError(describe(given, '"joint": EKFAC counts biases as columns', 'leave it out, or take "iter"'))
 
+    def _check_types(self) -> None:
+        for name in ("epochs", "batch_size", "interval", "draws", "per_draw", "seed"):
+            value: Any = getattr(self, name)
+            if not (isinstance(value, Integral) or (value is None and name == "per_draw")):
+                raise InputError(describe(f"{name}={value!r}", "a whole number", "pass an int"))
+        for name in ("delta", "delta_draws", "cap", "precision", "lr", "decay", "loss_scale"):
+            value = getattr(self, name)
+            if not isinstance(value, Real):
+                raise InputError(describe(f"{name}={value!r}", "a number", "pass a float"))
+
     def _check_numbers(self) -> None:
-        for name in ("epochs", "interval", "draws", "per_draw"):
+        for name in ("epochs", "batch_size", "interval", "draws", "per_draw"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(describe(f"{name}={value}", "a number ≥ 1", "take a larger one"))
@@ -95,5 +111,5 @@ class Options:
         """Whether bases are computed anew before this epoch; they were at epoch `last`."""
         if self.method in ("base", "appr"):
             return False
-        slower = self.decay ** -self._passed(epoch) if self.method == "iter-d" else 1.0
+        slower = 1 / max(self.decay ** self._passed(epoch), 1e-30) if self.method == "iter-d" else 1.0
         return epoch - last >= round(self.interval * slower)

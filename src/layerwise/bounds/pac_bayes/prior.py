@@ -69,8 +69,8 @@ class PriorGrid:
 
 
 def _checked(j: int | float) -> int | float:
-    if not j >= 1:
-        raise InputError(describe(f"j={j}", "j ≥ 1: the union over priors begins there", "use PriorGrid.index"))
+    if not (j >= 1 and float(j).is_integer()):
+        raise InputError(describe(f"j={j}", "a whole j ≥ 1: the union over priors begins there", "use PriorGrid.index"))
     return j
 
 
@@ -95,6 +95,8 @@ def relative_entropy_rate(kl: float | int, j: int, examples: int, delta: float |
         delta: δ, in (0, 1).
     """
     check_confidence(delta=delta)
+    if not kl >= 0:
+        raise InputError(describe(f"KL={kl}", "a number ≥ 0", "pass KL(Q ‖ P), not its negative"))
     if examples < 2:
         raise InputError(describe(f"{examples} examples", "two or more", "give the training data"))
     return (kl + 2 * math.log(_checked(j)) + math.log(math.pi**2 * examples / (6 * delta))) / (examples - 1)

@@ -80,7 +80,9 @@ class PacBayes:
         return stochastic_error(self._network(), self.posterior, examples, draws, generator)
 
     def __repr__(self) -> str:
+        capped = ": the cap binds, and a larger one, fixed in advance, may give a smaller bound" if self.j == 1 else ""
         return (
             f"PacBayes({self.method}: error ≤ {self.bound:.4f} with probability {1 - self.delta - self.delta_draws:g}; "
-            f"training error {self.error:.4f}, KL {self.kl:.1f}, ½ log λ {self.half_log_lambda:.4f} (j = {self.j}))"
+            f"training error {self.error:.4f}, KL {self.kl:.1f}, ½ log λ {self.half_log_lambda:.4f} "
+            f"(j = {self.j}{capped}))"
         )

@@ -1,6 +1,7 @@
 """One optimization of a posterior, epoch by epoch, and the bound at its end."""
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,12 +19,12 @@ from layerwise.bounds.pac_bayes.options import OPTIMIZERS, Options
 from layerwise.bounds.pac_bayes.posterior import Objective, Posterior, start
 from layerwise.bounds.pac_bayes.prior import PriorGrid
 from layerwise.bounds.pac_bayes.result import PacBayes
-from layerwise.bounds.pac_bayes.weights import flat_weights
+from layerwise.bounds.pac_bayes.weights import flat_weights, inner, rest
 from layerwise.foundations.errors import InputError, NumericalError, describe
 from layerwise.foundations.progress import Progress, Silent
 from layerwise.foundations.random import stream
-from layerwise.foundations.types import Tree
-from layerwise.foundations.vectors import ParamVector, trainable, unwrap
+from layerwise.foundations.types import Tree, leaves
+from layerwise.foundations.vectors import ParamVector, trainable
 
 
 class Run:
@@ -37,11 +38,14 @@ class Run:
         options: Options,
         progress: Progress | None = None,
     ) -> None:
-        given = unwrap(model)
+        given = inner(model)
         self.network = copy.deepcopy(given).eval()
         self.options, self.progress = options, progress or Silent()
         self.first, prior_mean = flat_weights(given, init)
         self.examples = Examples(data, options.batch_size, options.seed, self.first.device)
+        if options.per_draw is not None and not self.examples.whole:
+            given = f"per_draw={options.per_draw} and batches"
+            raise InputError(describe(given, "data as one pair (x, y), to draw from", "leave per_draw out"))
         self.mean_error = _mean_error(self.network, self.examples)
         grid = PriorGrid(options.cap, options.precision)
         self.objective = Objective(prior_mean, grid, self.examples.count, options.delta, options.loss_scale)
@@ -53,10 +57,18 @@ class Run:
         """Go on from this file, and write to it."""
         if every < 1:
             raise InputError(describe(f"checkpoint_every={every}", "a number ≥ 1", "take e.g. 10"))
+        if path.is_dir():
+            raise InputError(describe(f"checkpoint={path}, a folder", "a file", "add a name, e.g. run.safetensors"))
+        data = self.examples.fingerprint()
+        if not self.examples.whole and data != self.examples.fingerprint():
+            given = "a checkpoint and a loader whose examples differ from pass to pass"
+            raise InputError(describe(given, "the same examples each time", "no augmentation, and drop_last=False"))
         self.path, self._every = path, every
-        tensors = {"mean": self.first, "init": self.objective.prior_mean, **self.examples.sums()}
+        frozen = {f"rest/{name}": tensor for name, tensor in rest(self.network).items()}
+        tensors = {"mean": self.first, "init": self.objective.prior_mean, **frozen}
         decisive = {name: value for name, value in asdict(self.options).items() if name not in ("draws", "per_draw")}
-        self._name = checkpoints.fingerprint(tensors, decisive)
+        layers = re.sub(r" at 0x[0-9a-f]+", "", repr(self.network))  # another process has other addresses
+        self._name = checkpoints.fingerprint(tensors, {**decisive, "layers": layers, "data": data})
 
     def set_weights(self, mean: Tensor) -> None:
         """Put these into the network."""
@@ -89,7 +101,8 @@ class Run:
             posterior, begun, at, last = self.begun(), 0, self.first, 0
         else:
             at, begun, last = stage.tensors["basis"], stage.epoch, int(stage.tensors["last"])
-            posterior = Posterior(self.objective, stage.tensors["theta"], self.bases(at))
+            first = last == 0 and o.variances == "curvature"  # as in `begun`: eigenvectors are unique up to signs only
+            posterior = Posterior(self.objective, stage.tensors["theta"], self.bases(at, first))
             self.history = stage.history
         theta = nn.Parameter(posterior.theta)
         theta.grad = posterior.grad
@@ -176,7 +189,23 @@ def _mean_error(network: nn.Module, examples: Examples) -> float:
     """Of the given network; labels are checked on the way."""
     params, wrong = {name: p.detach() for name, p in trainable(network).items()}, 0
     for x, y in examples.in_order():
-        f = outputs(network, params, x)
+        f = _first_outputs(network, params, x)
         check_labels(f, y)
+        if not bool(torch.isfinite(f).all()):
+            given = "a model whose outputs on the training data are not finite"
+            raise InputError(describe(given, "finite outputs", "look for NaN and infinities in the inputs"))
         wrong += int((f.argmax(1) != y).sum())
     return wrong / examples.count
+
+
+def _first_outputs(network: nn.Module, params: dict[str, Tensor], x: Tree) -> Tensor:
+    """With a word on inputs of another dtype, which a model may or may not take."""
+    try:
+        return outputs(network, params, x)
+    except RuntimeError as error:
+        own = next(iter(params.values())).dtype
+        other = [leaf.dtype for leaf in leaves(x) if leaf.is_floating_point() and leaf.dtype != own]
+        if not other:
+            raise
+        given = f"inputs of {other[0]} for a model of {own}"
+        raise InputError(describe(given, "the same dtype", f"convert one, e.g. x.to({own})")) from error
