@@ -86,10 +86,11 @@ def _print_lines(rows: list[dict[str, Any]]) -> None:
 
 
 def _print_details(rows: list[dict[str, Any]]) -> None:
-    """All that is known of each."""
-    for row in rows:
+    """All that is known of each; a paper is named once."""
+    for place, row in enumerate(rows):
         print(f"{row['name']}: {row['title']}")
-        for column in ("paper", "figure", "claims", "cost", "state"):
+        again = place > 0 and rows[place - 1]["paper"] == row["paper"]
+        for column in ("paper", "figure", "claims", "cost", "state")[again:]:
             print(textwrap.fill(_cell(row[column]), WIDTH, initial_indent=f"  {column:<8}", subsequent_indent=" " * 10))
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import shlex
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,12 @@ examples:
   layerwise run {example} --engine processes         single seeds in parallel processes
   layerwise run {example} --engine ray --address auto      on a Ray cluster
   layerwise run all --preset smoke                   every experiment, one after the other
-  layerwise run {folder}                         every experiment of a folder
+  layerwise run {folder:<35}  every experiment of this paper
   layerwise run my_package.my_module:EXPERIMENT      one of your own
   layerwise run {example} --help                     all options of this experiment
 
-experiments: {names}
+experiments (layerwise list tells more):
+{names}
 """
 
 ABOUT_ALL = """Run what is missing of every experiment, one after the other, and judge the claims.
@@ -71,12 +73,20 @@ class RunOptions:
     """Print one JSON document and nothing else on standard output."""
 
 
+def _by_folder(names: list[str]) -> str:
+    """A paragraph for each paper."""
+    folders = catalog.folders()
+    alone = [name for name in names if not any(name in inside for inside in folders.values())]
+    parts = [*(f"{folder}: {', '.join(inside)}" for folder, inside in folders.items()), ", ".join(alone)]
+    return "\n".join(textwrap.fill(part, 118, initial_indent="  ", subsequent_indent="    ") for part in parts if part)
+
+
 def run(argv: list[str]) -> int:
     """Run an experiment and print its claims."""
     if not argv or argv[0] in ("--help", "-h"):
         names = list(catalog.experiments())
         folder = next(iter(catalog.folders()), "FOLDER")
-        text = HELP.format(names=", ".join(names) or "none", example=names[0] if names else "EXPERIMENT", folder=folder)
+        text = HELP.format(names=_by_folder(names), example=names[0] if names else "EXPERIMENT", folder=folder)
         print(text, end="", file=sys.stdout if argv else sys.stderr)
         return exits.OK if argv else exits.BAD_INPUT
     if argv[0] == ALL or argv[0] in catalog.folders():
