@@ -78,7 +78,11 @@ def _by_folder(names: list[str]) -> str:
     folders = catalog.folders()
     alone = [name for name in names if not any(name in inside for inside in folders.values())]
     parts = [*(f"{folder}: {', '.join(inside)}" for folder, inside in folders.items()), ", ".join(alone)]
-    return "\n".join(textwrap.fill(part, 118, initial_indent="  ", subsequent_indent="    ") for part in parts if part)
+    return "\n".join(
+        textwrap.fill(part, 118, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+        for part in parts
+        if part
+    )
 
 
 def run(argv: list[str]) -> int:
