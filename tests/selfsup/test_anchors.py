@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import layerwise as lw
 from layerwise.foundations.errors import InputError, MemoryBudgetError, NameLookupError
-from layerwise.selfsup.anchors.corpus import windows
+from layerwise.selfsup.anchors.corpus import batches, token_ids, windows
 from layerwise.selfsup.anchors.least_squares import nearest, several
 from layerwise.selfsup.anchors.log_partition import Dictionary
 from layerwise.studies.anchor_vectors.text import made_up
@@ -47,6 +47,13 @@ def test_no_digits_are_lost_where_one_word_is_certain():
     z = torch.zeros(1, 100)
     z[0, 7] = 90.0  # e⁹⁰ + 99 − e⁹⁰ would be 0
     assert float(lw.selfsup.log_bulk_partition(z, [1])) == pytest.approx(np.log(99), rel=1e-14)
+
+
+def test_one_logit_that_is_nan_is_not_the_likeliest():
+    z = torch.randn(2, 60)
+    z[0, 3] = torch.nan
+    for k in (1, 40):  # not sorted, sorted
+        assert lw.selfsup.log_bulk_partition(z, [k]).isnan().flatten().tolist() == [True, False]
 
 
 def test_fits_are_those_of_plain_least_squares():
@@ -117,6 +124,20 @@ def test_windows_and_batches_are_the_same_as_ids():
         for corpus in (ids, [(part,) for part in ids.split(7)], [ids[:5], ids[5:]])
     ]
     assert found[1:] == pytest.approx([found[0]] * 2, rel=1e-5)
+    rows = {"input_ids": ids.tolist()}  # as a tokenizer gives them; this model calls them x
+    read = [token_ids(c, None, 60) for c in (ids.numpy().astype(np.uint16), ids.tolist(), list(ids))]
+    assert all(each is not None and torch.equal(each, ids) for each in read)
+    (window,) = batches(rows, 60)
+    assert torch.equal(window.batch["input_ids"], ids)
+    text = token_ids({"input_ids": [4, 5]}, None, 60)
+    assert text is not None
+    assert text.tolist() == [4, 5]
+
+
+class Positions(Recurrent):
+    """Says how long its context is."""
+
+    config = type("Config", (), {"n_positions": 12})()
 
 
 def test_a_bias_is_a_column_of_the_dictionary():
@@ -239,13 +260,17 @@ def test_a_tokenizer_that_does_not_fit_is_one_clear_error():
         "a corpus of shape": (torch.rand(40), None),
         "a corpus of type int": (3, None),
         "an empty corpus": ([], None),
+        "the tokenizer made no tokens": (text, lambda t: []),
+        "rows of 2 to 3 token ids": ([[1, 2, 3], [1, 2]], None),
+        "token ids from 3 to 60": ([torch.tensor([[3, 60]])], None),
     }
     for words_of_error, (corpus, tokenizer) in cases.items():
         with pytest.raises(InputError, match=words_of_error):
             lw.selfsup.anchors(model, corpus, tokenizer=tokenizer, head="head", k=(0, 5))
 
 
-def test_bad_options_are_refused():
+def test_bad_options_are_refused(monkeypatch):
+    monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
     model, ids = Recurrent(), torch.randint(60, (40, 12))
 
     def broken(h=None, **options):
@@ -265,13 +290,26 @@ def test_bad_options_are_refused():
         "not a module of the model": [of(head=nn.Linear(8, 60))],
         "without a matrix": [of(head="norm")],
         "chunk=0": [of(chunk=0)],
-        "positions=1": [of(positions=1)],
+        "positions=": [of(positions=1), of(positions=500.0)],
+        "states of shape": [broken(torch.randn(100, 6)), broken(torch.randn(2, 50, 5))],
+        "bias of shape": [broken(bias=torch.randn(29))],
+        "following": [
+            broken(following=torch.zeros(99, dtype=torch.long)),
+            broken(following=torch.full((100,), 30)),
+        ],
+        "a context of 12": [
+            lambda: lw.selfsup.anchors(Positions(), ids.view(20, 24), head="head"),
+            lambda: lw.selfsup.anchors(Positions(), [ids.view(20, 24)], head="head"),
+            lambda: lw.selfsup.anchors(Positions(), ids, head="head", window=13),
+        ],
         "stride=": [of(ids.flatten(), window=10, stride=11)],
     }
     for message, calls in cases.items():
         for call in calls:
             with pytest.raises(InputError, match=message):
                 call()
+    assert list(broken(k=3)().rows) == [3]
+    assert list(broken(k=None)().rows) == [0, 10]
     with pytest.raises(NameLookupError, match="did you mean 'head'"):
         of(head="haed")()
     with torch.no_grad():

@@ -68,7 +68,9 @@ class LanguageModel:
     vocabulary: int
     """Rows of the input embedding: token ids must be below."""
     context: int
-    """Tokens of a window, at most."""
+    """Tokens of a window, by default."""
+    longest: int | None = None
+    """Tokens of a window that the model has positions for, where it says so."""
 
     @property
     def device(self) -> torch.device:
@@ -94,13 +96,14 @@ def open_model(
         raise InputError(describe(given, "logits that are h @ W.T", _transform_advice(named)))
     embedding = getattr(getattr(model, "get_input_embeddings", lambda: None)(), "weight", None)
     rows = len(embedding) if isinstance(embedding, Tensor) else len(weight)
-    stated = next((v for n in ("n_positions", "max_position_embeddings") if (v := getattr(config, n, None))), CONTEXT)
+    stated = next((int(v) for n in ("n_positions", "max_position_embeddings") if (v := getattr(config, n, None))), None)
     atoms = weight.detach()
     atoms = atoms if atoms.dtype == torch.float64 else atoms.float()
     kept = None if bias is None else bias.detach().to(atoms.dtype)
     dictionary = Dictionary(atoms=atoms, bias=kept, transform=transform)
+    context = min(stated or CONTEXT, CONTEXT)
     return LanguageModel(
-        model=model, head=found, dictionary=dictionary, vocabulary=rows, context=min(int(stated), CONTEXT)
+        model=model, head=found, dictionary=dictionary, vocabulary=rows, context=context, longest=stated
     )
 
 

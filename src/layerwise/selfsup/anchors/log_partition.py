@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from jaxtyping import Float
@@ -74,7 +75,7 @@ def log_bulk_partition(logits: Float[Tensor, "N n"], k: Sequence[int]) -> Float[
     tensor([[2., 1.]], dtype=torch.float64)
 
     The largest are left out before anything is summed: exponentials are never subtracted, which would lose all digits
-    where the first word has probability one.
+    where the first word has probability one. NaN among the logits gives NaN.
     """
     refuse_k(k, logits.shape[1])
     largest = max(k)
@@ -87,12 +88,13 @@ def log_bulk_partition(logits: Float[Tensor, "N n"], k: Sequence[int]) -> Float[
         top, places = logits.topk(largest, dim=1)
         top, rest = top.double(), logits.scatter(1, places, -torch.inf).double()
     upwards = torch.cat([rest.logsumexp(1, keepdim=True), top.flip(1)], dim=1).logcumsumexp(1)
-    return upwards[:, [largest - each for each in k]]
+    found = upwards[:, [largest - each for each in k]]
+    return found.masked_fill(top[:, :1].isnan(), torch.nan)  # NaN sorts as the largest
 
 
 def refuse_k(k: Sequence[int], words: int) -> None:
     """An error for a k that leaves no bulk."""
-    wrong = [each for each in k if not 0 <= each < words]
+    wrong = [each for each in k if not isinstance(each, Integral) or not 0 <= each < words]
     if wrong or not k or len(set(k)) != len(k):
         given = f"k={tuple(k)} of {words} words"
         raise InputError(describe(given, "different numbers from 0 to fewer than the words", "pass e.g. k=(0, 100)"))

@@ -2,8 +2,9 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def anchors(
     tokenizer: Any = None,
     head: nn.Module | str | None = None,
     transform: Transform | None = None,
-    k: Sequence[int] | None = None,
+    k: Sequence[int] | int | None = None,
     n_anchors: int = 1,
     positions: int = 2**16,
     window: int | None = None,
@@ -81,15 +82,19 @@ def anchors(
         model = language_model.load(model)
     opened = language_model.open_model(model, head, transform)
     words = opened.dictionary.words
-    chosen = tuple(each for each in K if 2 * each < words) if k is None else tuple(k)
-    refuse_k(chosen, words)
-    if positions < 2:
-        raise InputError(describe(f"positions={positions}", "a number ≥ 2", "leave it out"))
-    ids = token_ids(corpus, tokenizer, opened.vocabulary)
+    chosen = _chosen(k, words)
+    if not isinstance(positions, Integral) or positions < 2:
+        raise InputError(describe(f"positions={positions}", "a whole number ≥ 2", "leave it out"))
+    if window is not None and opened.longest is not None and window > opened.longest:
+        given = f"window={window} for a model with a context of {opened.longest}"
+        raise InputError(describe(given, f"at most {opened.longest}", "leave it out"))
+    ids = token_ids(corpus, tokenizer, opened.vocabulary, opened.longest)
     length = min(window or opened.context, positions)
     if length < 1:
         raise InputError(describe(f"window={window}", "a number of tokens ≥ 1", "leave it out"))
-    parts = batches(corpus) if ids is None else windows(ids, length, stride, positions)
+    parts = (
+        batches(corpus, opened.vocabulary, opened.longest) if ids is None else windows(ids, length, stride, positions)
+    )
     total = None if ids is None else min(positions, ids.numel())
     _refuse_memory(total or 0, opened.dictionary, memory)
     bar = resolve(progress)
@@ -129,7 +134,7 @@ def anchors_of(
     bias: Float[Tensor, "n"] | None = None,
     transform: Transform | None = None,
     following: Int[Tensor, "N"] | None = None,
-    k: Sequence[int] = K,
+    k: Sequence[int] | int | None = None,
     n_anchors: int = 1,
     controls: bool = True,
     chunk: int | None = None,
@@ -151,11 +156,12 @@ def anchors_of(
         following: the word that comes next at each position, −1 for none; for the perplexity.
         k, n_anchors, controls, chunk, seed, progress: as for `anchors`.
     """
+    _refuse_shapes(states, atoms, bias, following)
     dictionary = Dictionary(atoms=atoms, bias=bias, transform=transform)
     _refuse(states, dictionary, n_anchors)
+    k = _chosen(k, dictionary.words)
     wide = dictionary.widen(states).cpu()
     everywhere = (0, *(each for each in k if each))  # log Z itself gives the probability of the bulk
-    refuse_k(k, dictionary.words)
     bar = resolve(progress)
     dictionaries = {"": dictionary}
     if controls:
@@ -196,6 +202,14 @@ def anchors_of(
         words=dictionary.words,
         perplexity=_perplexity(states, dictionary, partitions[""][:, 0], following, chunk),
     )
+
+
+def _chosen(k: Sequence[int] | int | None, words: int) -> tuple[int, ...]:
+    if k is None:
+        return tuple(each for each in K if 2 * each < words)
+    chosen = tuple(k) if isinstance(k, Iterable) else (k,)
+    refuse_k(chosen, words)
+    return chosen
 
 
 class _Halves:
@@ -331,6 +345,18 @@ def _refuse_memory(positions: int, dictionary: Dictionary, memory: int | float |
     if size > 2**28:
         allowed = bytes_of.budget(memory, torch.device("cpu"))
         bytes_of.require(size, allowed, f"states of {positions} positions", "pass fewer positions=, or more memory=")
+
+
+def _refuse_shapes(states: Tensor, atoms: Tensor, bias: Tensor | None, following: Tensor | None) -> None:
+    if states.dim() != 2 or atoms.dim() != 2 or states.shape[1] != atoms.shape[1]:
+        given = f"states of shape {tuple(states.shape)} and atoms of shape {tuple(atoms.shape)}"
+        raise InputError(describe(given, "[positions, d] and [words, d]", "use states.flatten(0, -2), atoms as rows"))
+    for name, part, length in (("bias", bias, len(atoms)), ("following", following, len(states))):
+        if part is not None and part.shape != (length,):
+            raise InputError(describe(f"{name} of shape {tuple(part.shape)}", f"[{length}]", "correct it"))
+    if following is not None and int(following.max()) >= len(atoms):
+        given = f"following words up to {int(following.max())} of {len(atoms)}"
+        raise InputError(describe(given, f"at most {len(atoms) - 1}, or −1 for none", "correct them"))
 
 
 def _refuse(states: Tensor, dictionary: Dictionary, n_anchors: int) -> None:
