@@ -1,4 +1,12 @@
-"""Learning to learn the step size: Wu (2023), chapter 5 and appendix D, corrected."""
+"""Learning to learn the step size: Wu (2023), chapter 5 and appendix D, corrected.
+
+>>> import torch, layerwise as lw
+>>> problem = lw.meta.Quadratic.of(torch.diag(torch.tensor([0.1, 1.0, 2.0])), torch.ones(3))
+>>> round(float(problem.best_step(40)), 3)  # of 40 steps of gradient descent
+0.921
+>>> bool(problem.gradient(10.0, 400).isfinite())  # where f(w_t) is 1e1023
+True
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,11 @@
-"""Self-supervised representations: masked sparse coding and anchor vectors, Wu (2023), chapters 2 and 3, corrected."""
+"""Self-supervised representations: masked sparse coding and anchor vectors, Wu (2023), chapters 2 and 3, corrected.
+
+>>> import layerwise as lw
+>>> data = lw.selfsup.sample_sparse_data(d=20, p=30, k=3, n=200, sigma=0.05)
+>>> code = lw.selfsup.omp(data.Y, data.A, 3)
+>>> code.values.shape
+torch.Size([200, 3])
+"""
 
 from typing import TYPE_CHECKING
 
