@@ -262,7 +262,18 @@ def test_starts():
     local = start_dictionary("local", 40, data)
     assert torch.equal(local[:, :30], data.A)
     torch.testing.assert_close(local[:, 30:] * data.held_out[:10].norm(dim=1), data.held_out[:10].T)
-    for name, atoms, says in (("sample", 41, "one a atom"), ("samples", 10, "one of sample")):
+    zero = data._replace(held_out=0 * data.held_out)
+    with pytest.raises(InputError, match="that are zero"):
+        start_dictionary("sample", 3, zero)
+    with pytest.raises(InputError, match="signal=nan"):
+        selfsup.sample_sparse_data(5, 5, 2, 3, 0.1, signal=math.nan)
+    with pytest.raises(InputError, match="A with NaN"):
+        selfsup.sample_sparse_data(5, 5, 2, 3, 0.1, A=torch.full((5, 5), math.nan))
+    for name, atoms, says in (
+        ("sample", 41, "one a atom"),
+        ("samples", 10, "one of sample"),
+        ("local", -1, "at least one"),
+    ):
         with pytest.raises(InputError, match=says):
             start_dictionary(name, atoms, data)
 
@@ -495,6 +506,9 @@ def test_the_oracle_is_the_conditional_mean():
     found = selfsup.oracle_prediction(y, A, support, visible, **options)
     torch.testing.assert_close(found[0], expected)
     assert not torch.allclose(selfsup.oracle_prediction(y, A, support, visible, printed=True, **options)[0], expected)
+    twice = torch.cat([A[:, :1], A[:, :1]], 1)  # dependent, and no noise: least squares of least norm
+    exact = selfsup.oracle_prediction(3 * A[:, :1].T, twice, torch.tensor([[0, 1]]), visible, sigma=0, signal=1.0)
+    torch.testing.assert_close(exact[0], 3 * A[9:, 0])
     with pytest.raises(InputError, match="some of both"):
         selfsup.oracle_prediction(y, A, support, visible | True, **options)
 
@@ -513,5 +527,8 @@ def test_bounds_of_missed_supports_and_of_squares():
     )
     with pytest.raises(InputError, match="less than"):
         selfsup.least_coefficient(sigma, k, p, 0.4)
+    for options in ({"sigma": -0.1}, {"signal": 0.0}, {"p": 1}):
+        with pytest.raises(InputError, match="correct"):
+            selfsup.missed_support(**{"sigma": 0.1, "signal": 1.0, "k": 1, "p": 9, "mu": 0.1} | options)
     largest = torch.randn(2000, 50).square().amax(1).mean()
     assert 4 < float(largest) <= selfsup.largest_chi_square(50)

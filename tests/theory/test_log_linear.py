@@ -86,3 +86,13 @@ def test_bad_input_is_refused():
     ):
         with pytest.raises(InputError, match="expected"):
             wrong()
+
+
+def test_thresholds_far_away_and_words_that_are_certain():
+    """In the limit of small weights c the floor is that of c → 0, and of large ones that of c → ∞."""
+    floors = [
+        DownstreamTransfer(words=2, margin=1.0, bulk=0.5, error=0.0, least_threshold=b).distance_floor
+        for b in (-800.0, -50.0, 50.0, 800.0)
+    ]
+    assert floors == pytest.approx([0, 0, 0.5 * (1 - np.exp(-0.5)), 0.5 * (1 - np.exp(-0.5))], abs=1e-9)
+    assert np.array_equal(theory.hidden_word_divergence(np.array([0.0, 1.0]), 800.0), [0, 0])

@@ -116,7 +116,8 @@ def hidden_word_divergence(probability: Float[Array, "*shape"] | Number, by: Num
     >>> bool(hidden_word_divergence(0.3, by=2.0) <= 2.0 * 0.3)
     True
     """
-    return by * probability + np.log1p(probability * np.expm1(-by))
+    with np.errstate(divide="ignore"):  # p = 0 and p = 1 have no divergence
+        return np.logaddexp(by * probability + np.log1p(-probability), by * (probability - 1) + np.log(probability))
 
 
 def printed_hidden_word_divergence(
@@ -243,7 +244,8 @@ class DownstreamTransfer:
         if self.room <= 0:
             return 0.0
         c, grown = self._weight, math.exp(self.room)
-        x = (c - 1 + math.sqrt((1 - c) ** 2 + 4 * c * grown)) / (2 * c * grown)
+        root = math.sqrt((1 - c) ** 2 + 4 * c * grown)
+        x = 2 / (1 - c + root) if c < 1 else (c - 1 + root) / (2 * c * grown)  # the same, without a difference
         return float(self.bulk * (1 - x))
 
     @property
@@ -257,4 +259,4 @@ class DownstreamTransfer:
 
     @property
     def _weight(self) -> float:
-        return self.words * math.exp(self.least_threshold - self.error)
+        return self.words * math.exp(min(max(self.least_threshold - self.error, -300), 300))  # as good as 0 and ∞

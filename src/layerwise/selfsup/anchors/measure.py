@@ -58,8 +58,9 @@ def anchors(
     Args:
         model: a causal language model of Hugging Face; its folder or name (only what is on this machine: nothing is
             downloaded); or any module that maps token ids to logits, with `head`.
-        corpus: text (or a path to it, or a list of texts), token ids ``[N]`` or in windows ``[W, T]``, or batches
-            that the model takes as they are (mappings with an ``attention_mask`` leave padding out).
+        corpus: text (or a path to it, or a list of texts), token ids ``[N]`` or in windows ``[W, T]`` (a tensor, an
+            array or lists), or batches that the model takes as they are (mappings with an ``attention_mask`` leave
+            padding out; one mapping, as a tokenizer gives it, is one batch).
         tokenizer: for text; by default the one that lies in the model's folder.
         head: the output layer, or its name; by default ``model.get_output_embeddings()``.
         transform: what the model does to each logit after the head, such as soft-capping; without it such models

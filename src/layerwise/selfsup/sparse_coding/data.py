@@ -61,6 +61,10 @@ def sample_sparse_data(
     if not 1 <= k <= p or n < 0 or held_out < 0:
         given = f"k={k} atoms a sample of {p}, n={n}, held_out={held_out}"
         raise InputError(describe(given, "1 ≤ k ≤ p and no negative numbers", "correct them"))
+    if A is not None and not bool(torch.isfinite(A).all()):
+        raise InputError(describe("A with NaN or infinite entries", "finite numbers", "correct them"))
+    if signal is not None and not 0 <= signal < float("inf"):
+        raise InputError(describe(f"signal={signal}", "a finite number ≥ 0, or None", "take e.g. 1.0"))
     if not 0 <= sigma < float("inf"):
         raise InputError(describe(f"sigma={sigma}", "a finite number ≥ 0", "take e.g. 0.1"))
     random = generator if isinstance(generator, torch.Generator) else stream(generator, "sparse data")
@@ -81,6 +85,8 @@ def start_dictionary(
 
     "local" starts at the truth, and shows how far a training leaves it; it needs the truth, so is no method.
     """
+    if atoms < 1:
+        raise InputError(describe(f"{atoms} atoms", "at least one", "take more"))
     known = {"local": min(data.A.shape[1], atoms)}.get(start, 0)
     if start not in STARTS:
         raise InputError(describe(f"start={start!r}", f"one of {', '.join(STARTS)}", "name one of them"))
@@ -90,7 +96,10 @@ def start_dictionary(
     if len(data.held_out) < atoms - known:
         given = f"{len(data.held_out)} held-out samples for {atoms - known} atoms"
         raise InputError(describe(given, "one a atom", "draw data with held_out=… as large"))
-    return torch.cat([data.A[:, :known], unit_columns(data.held_out[: atoms - known].mT)], 1)
+    samples = data.held_out[: atoms - known]
+    if bool((samples == 0).all(1).any()):
+        raise InputError(describe("held-out samples that are zero", "directions", "leave them out"))
+    return torch.cat([data.A[:, :known], unit_columns(samples.mT)], 1)
 
 
 def unit_columns(B: Float[Tensor, "*batch d q"]) -> Float[Tensor, "*batch d q"]:

@@ -53,7 +53,8 @@ def oracle_prediction(
     seen, k = atoms[..., visible], supports.shape[1]
     ridge = (1 if printed else sigma**2) / signal**2
     gram = seen @ seen.mT + ridge * torch.eye(k, dtype=A.dtype, device=A.device)
-    z = torch.linalg.solve(gram, seen @ Y[:, visible, None])
+    products = seen @ Y[:, visible, None]
+    z = torch.linalg.solve(gram, products) if ridge else torch.linalg.pinv(gram, hermitian=True) @ products
     return (atoms[..., ~visible].mT @ z)[..., 0]
 
 
@@ -63,6 +64,8 @@ def least_coefficient(sigma: float | int, k: int, p: int, mu: float | int, eta: 
     >>> round(least_coefficient(0.1, k=2, p=80, mu=0.195), 3)
     2.853
     """
+    if not (sigma >= 0 and k >= 1 and p >= 2):
+        raise InputError(describe(f"sigma={sigma}, k={k}, p={p}", "σ ≥ 0, k ≥ 1 and p ≥ 2", "correct them"))
     if not 0 <= mu < 1 / (2 * k - 1):
         given = f"incoherence {mu} with k={k}"
         raise InputError(describe(given, f"less than 1/(2k − 1) = {1 / (2 * k - 1):.3g}", "take fewer atoms a sample"))
@@ -87,6 +90,8 @@ def missed_support(
     >>> missed_support(0.1, 30.0, 2, 80, 0.195) > 0.1 > missed_support(0.1, 30.0, 2, 80, 0.195, printed=True)
     True
     """
+    if not signal > 0:
+        raise InputError(describe(f"signal={signal}", "σ_z > 0", "correct it"))
     gamma = least_coefficient(sigma, k, p, mu, eta)
     chosen_wrongly = k * p**-eta / math.sqrt(2 * math.log(p))
     one_small = min(1.0, gamma * math.sqrt(2 / math.pi) / signal)
