@@ -77,6 +77,7 @@ def test_only_distinct_examples_count():
     refused("repeat examples", model, init, DataLoader(known, batch_size=10, sampler=drawn))
     refused("repeat examples", model, init, DataLoader(known, batch_size=10, sampler=[*range(30), 0]))
     refused("repeat examples", model, init, [data] * 2)
+    refused("repeat examples", model, init, [(data[0], data[1]) for _ in range(2)])
     refused("mask", model, init, (*data, torch.ones(30, dtype=torch.bool)))
     refused("mask", model, init, [(*data, torch.ones(30, dtype=torch.bool))])
     refused("per_draw=5 and batches", model, init, [data], per_draw=5)

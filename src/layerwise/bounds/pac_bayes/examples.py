@@ -115,7 +115,9 @@ class Examples:
 def _repeats(data: Any, count: int) -> bool:
     """Whether batches are seen to hold an example twice, without a look at their contents."""
     if isinstance(data, list | tuple):
-        return len({id(item) for item in data}) < len(data)
+        batches = [as_batch(item, number) for number, item in enumerate(data)]
+        places = {tuple(t.data_ptr() for t in (*leaves(b.x), *leaves(b.y))) for b in batches}
+        return len(places) < len(data)
     if not isinstance(data, DataLoader) or data.batch_sampler is None:  # then its items are batches
         return False
     samplers = (data.sampler, getattr(data.batch_sampler, "sampler", None))
