@@ -66,6 +66,8 @@ def test_recovery_error_by_its_definition():
     [
         (torch.randn(5, 8), {}, "transpose"),
         (torch.zeros(8, 5), {}, "zero or not finite"),
+        (torch.zeros(8), {}, "atoms as columns"),
+        (torch.zeros(8, 5).double(), {}, "one type"),
         (torch.randn(8, 3), {"matched": True}, "at least as many"),
         (torch.randn(8, 5), {"metric": "cosin"}, "did you mean 'cosine'"),
     ],

@@ -35,7 +35,10 @@ def recovery_error(
     """
     if metric not in METRICS:
         raise NameLookupError(unknown("metric", metric, METRICS))
-    if A.shape[-2] != B.shape[-2] or A.shape[:-2] != B.shape[:-2]:
+    if A.dtype != B.dtype or A.device != B.device:
+        given = f"dictionaries of {A.dtype} on {A.device} and of {B.dtype} on {B.device}"
+        raise InputError(describe(given, "one type and one device", "convert one with .to(…)"))
+    if min(A.dim(), B.dim()) < 2 or A.shape[-2] != B.shape[-2] or A.shape[:-2] != B.shape[:-2]:
         given = f"dictionaries of shapes {tuple(A.shape)} and {tuple(B.shape)}"
         raise InputError(describe(given, "[d, p] and [d, q], atoms as columns", "transpose one, if it is in rows"))
     if matched and B.shape[-1] < A.shape[-1]:
