@@ -184,7 +184,7 @@ def _which(config: Config, keys: Sequence[str]) -> Claim:
         seeds=config.seeds,
         note="Not what we expected. The masked loss is of a tenth of the coordinates at a time, and with a hundred "
         "samples its least value is a matter of chance within some tens of epochs. For the number of atoms it is the "
-        "other way round: the reconstruction loss prefers more of them without end (see wrong-dictionary).",
+        "other way round: the reconstruction loss prefers more of them without end.",
     )
 
 
