@@ -136,7 +136,7 @@ def _planned(K: Any, draw: Any) -> Any:
     )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), name=st.sampled_from(sorted(MODELS)), split=st.sampled_from([None, 1, 3]))
 def test_any_plan_gives_the_same_matrix(data: st.DataObject, name: str, split: int | None):
     (model, x), expected = MODELS[name], _expected(name)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from references import CLASSES, batch, in_parts, mlp, relative
+from hessian_models import CLASSES, batch, in_parts, mlp, relative
 from torch.func import functional_call, jacrev
 
 from layerwise.foundations.errors import InputError

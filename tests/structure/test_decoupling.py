@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from references import batch, convolutional, gauss_newton_of, images, mlp
+from hessian_models import batch, convolutional, gauss_newton_of, images, mlp
 from torch import nn
 
 from layerwise.foundations.errors import InputError

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from references import CLASSES, batch, convolutional, images, in_parts, mlp, relative
+from hessian_models import CLASSES, batch, convolutional, images, in_parts, mlp, relative
 from torch.nn import functional as F
 
 import layerwise as lw

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from references import (
+from hessian_models import (
     CLASSES,
     Attention,
     batch,

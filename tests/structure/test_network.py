@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from references import batch, convolutional, images, in_parts, mlp, relative
+from hessian_models import batch, convolutional, images, in_parts, mlp, relative
 
 import layerwise as lw
 from layerwise.foundations.errors import InputError

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from references import batch, mlp
+from hessian_models import batch, mlp
 from torch import nn
 
 from layerwise.foundations.errors import InputError, InteractionError, NameLookupError, UnsupportedError

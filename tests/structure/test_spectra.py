@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from references import batch, convolutional, images, in_parts, mlp
+from hessian_models import batch, convolutional, images, in_parts, mlp
 from torch.nn import functional as F
 
 from layerwise.foundations.errors import InputError
