@@ -36,7 +36,7 @@ def write(path, *numbers: int) -> None:
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.text(), scalars | st.lists(st.floats())))
 def test_round_trip_is_exact(values):
     line = encode({"cell": "c", "seed": 1, "values": values})
