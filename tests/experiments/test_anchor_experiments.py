@@ -1,35 +1,16 @@
-"""rare-words, softmax-shift, downstream-theorem, anchors and anchor-errata: smoke presets, claims that can fail."""
+"""rare-words, softmax-shift, downstream-theorem and anchors: smoke presets, claims that can fail."""
 
 import dataclasses
-from functools import cache
 
-import jaxtyping
 import pytest
-import torch
-from experiment_records import records
+from experiment_records import records, smoke
 
 from layerwise.data.folder import MissingDataError
 from layerwise.experiments.claims import NOT_HELD, judge
-from layerwise.experiments.wu2024 import anchor_errata, anchors, downstream_theorem, rare_words, softmax_shift
+from layerwise.experiments.wu2024 import anchors, downstream_theorem, rare_words, softmax_shift
 from layerwise.studies.anchor_vectors import text
 
-ALL = {
-    module.EXPERIMENT.name: module.EXPERIMENT
-    for module in (anchor_errata, anchors, downstream_theorem, rare_words, softmax_shift)
-}
-
-
-@cache
-def smoke(name: str) -> list[dict]:
-    experiment, threads = ALL[name], torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-            config = experiment.preset("smoke")
-            return records(experiment, config, list(range(config.seeds)))
-    finally:
-        torch.set_num_threads(threads)
+ALL = {module.EXPERIMENT.name: module.EXPERIMENT for module in (anchors, downstream_theorem, rare_words, softmax_shift)}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -79,21 +60,6 @@ def test_every_claim_can_fail(name: str):
     found = [record | {"values": broken(record["values"])} for record in smoke(name)]
     claims = ALL[name].claims(ALL[name].preset("smoke"))
     assert [claim.name for claim in claims if judge(claim, found).status != NOT_HELD] == []
-
-
-def test_errata_are_told_apart():
-    """Readings exchanged: every pair is found out."""
-    exchange = {"printed": "corrected", "corrected": "printed"}
-
-    def exchanged(key: str) -> str:
-        place, _, reading = key.partition("/")
-        return f"{place}/{exchange[reading]}"
-
-    found = [r | {"values": {exchanged(key): x for key, x in r["values"].items()}} for r in smoke("anchor-errata")]
-    claims = ALL["anchor-errata"].claims(ALL["anchor-errata"].preset("smoke"))
-    pairs = [claim for claim in claims if not claim.name.endswith("seeds-differ")]
-    assert len(pairs) == 2 * len(anchor_errata.PLACES)
-    assert not any(judge(claim, found).as_expected for claim in pairs)
 
 
 def test_without_the_text_it_is_said_what_to_do(monkeypatch, tmp_path):

@@ -1,39 +1,29 @@
-"""quadratic-model, supernat, which-norm, complexity, regime-errata: smoke presets, claims that can fail, bad input."""
+"""quadratic-model, supernat, which-norm, complexity: smoke presets, claims that can fail, bad input."""
 
 import dataclasses
-from functools import cache
 
 import jaxtyping
 import pytest
 import torch
-from experiment_records import records
+from experiment_records import records, smoke
 
 from layerwise.experiments.catalog import find
 from layerwise.experiments.claims import HELD, NOT_HELD, judge
-from layerwise.experiments.george2023 import complexity, quadratic_model, regime_errata
+from layerwise.experiments.george2023 import complexity, quadratic_model
 from layerwise.foundations.errors import InputError
 
-NAMES = ("quadratic-model", "supernat", "which-norm", "complexity", "regime-errata")
+NAMES = ("quadratic-model", "supernat", "which-norm", "complexity")
 
 
-@cache
-def smoke(name: str):
+def ran_smoke(name: str):
     if name == "complexity":
         pytest.importorskip("sklearn")
-    experiment, threads = find(name), torch.get_num_threads()
-    config = experiment.preset("smoke")
-    torch.set_num_threads(1)  # in steps of a millisecond a second thread costs more than it gives
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-            return experiment, config, records(experiment, config, range(config.seeds))
-    finally:
-        torch.set_num_threads(threads)
+    return find(name), find(name).preset("smoke"), smoke(name)
 
 
 @pytest.fixture(params=NAMES)
 def ran(request: pytest.FixtureRequest):
-    return smoke(request.param)
+    return ran_smoke(request.param)
 
 
 def decided(experiment, config, found) -> dict[str, bool]:
@@ -82,11 +72,10 @@ def test_claims_follow_the_numbers(ran):
         ("complexity", "width/1024", {"path": 1e9}, "width/path"),
         ("complexity", "width/1024", {"frobenius": 0.1}, "width/frobenius"),
         ("complexity", "width/1024", {"path": 1e9}, "width/compared"),
-        ("regime-errata", "places", {"basis/corrected": 0.1}, "places/basis/corrected"),
     ],
 )
 def test_every_claim_can_fail(name: str, cell: str, change: dict, claim: str):
-    experiment, config, found = smoke(name)
+    experiment, config, found = ran_smoke(name)
     broken = [r | {"values": r["values"] | change} if r["cell"] == cell else r for r in found]
     assert decided(experiment, config, broken)[claim] is False
 
@@ -111,21 +100,6 @@ def test_figures_have_all_points(ran):
         for panel in figure.panels:
             assert all(len(curve.x) == len(curve.y) > 0 for curve in panel.curves)
     assert experiment.figures(config, [])
-
-
-def test_errata_come_in_pairs():
-    experiment, config, found = smoke("regime-errata")
-    claims = experiment.claims(config)
-    assert len(claims) == 2 * len(regime_errata.PLACES) + 1
-    assert {c.origin for c in claims if c.name.endswith("printed")} == {"misprint"}
-    exchanged = {"printed": "corrected", "corrected": "printed"}
-    turned = []
-    for record in found:
-        pairs = [(*key.rpartition("/")[::2], value) for key, value in record["values"].items()]
-        turned.append(record | {"values": {f"{name}/{exchanged[reading]}": value for name, reading, value in pairs}})
-    for claim in claims:
-        if not claim.name.endswith("seeds-differ"):
-            assert judge(claim, turned).as_expected is False, claim.name
 
 
 def test_orders_and_agreements():

@@ -1,69 +1,78 @@
-"""Errata of Zhang et al. (2025): both readings are judged, and each verdict could have been the other."""
+"""Errata of all papers: both readings are judged, and each verdict could have been the other."""
 
 import pytest
-from experiment_records import records
+from experiment_records import smoke
 
+from layerwise.experiments.catalog import find
 from layerwise.experiments.claims import HELD, NOT_HELD, judge
-from layerwise.experiments.zhang2025 import errata as errata
+from layerwise.experiments.george2023 import regime_errata
+from layerwise.experiments.wu2024 import anchor_errata, hessian_errata, masking_errata
+from layerwise.experiments.zhang2025 import errata
 
-EXPERIMENT = errata.EXPERIMENT
+PLACES = {
+    module.EXPERIMENT.name: module.PLACES
+    for module in (errata, regime_errata, anchor_errata, hessian_errata, masking_errata)
+}
+every = pytest.mark.parametrize("name", PLACES)
 
 
-@pytest.fixture(scope="module")
-def smoke():
-    config = EXPERIMENT.preset("smoke")
-    return records(EXPERIMENT, config, range(config.seeds))
+def claims_of(name: str) -> list:
+    return find(name).claims(find(name).preset("smoke"))
 
 
-def test_printed_readings_fail_and_corrected_ones_hold(smoke):
-    claims = EXPERIMENT.claims(EXPERIMENT.preset("smoke"))
-    assert len(claims) == 2 * len(errata.ERRATA) + 1 == 27
+@every
+def test_printed_readings_fail_and_corrected_ones_hold(name):
+    claims = claims_of(name)
+    assert len(claims) == 2 * len(PLACES[name]) + 1
     assert {c.origin for c in claims if c.name.endswith("printed")} == {"misprint"}
     assert {c.origin for c in claims if not c.name.endswith("printed")} == {"ours"}
-    doubtful = {c.name for c in claims if c.note and c.origin == "misprint"}
-    assert doubtful == {f"places/{name}/printed" for name in ("locoprop", "ratio", "self-normalised")}
     for claim in claims:
-        verdict = judge(claim, smoke)
+        verdict = judge(claim, smoke(name))
         assert verdict.status == (NOT_HELD if claim.name.endswith("printed") else HELD), claim.name
         assert verdict.as_expected
 
 
-def test_verdicts_follow_the_numbers(smoke):
+def test_a_scanned_text_may_be_damaged():
+    doubtful = {c.name for c in claims_of("errata") if c.note and c.origin == "misprint"}
+    assert doubtful == {f"places/{name}/printed" for name in ("locoprop", "ratio", "self-normalised")}
+
+
+@every
+def test_verdicts_follow_the_numbers(name):
     """With the readings exchanged every claim ends the other way."""
-    turned = [
-        record
-        | {
-            "values": {
-                key.replace("printed", "x").replace("corrected", "printed").replace("x", "corrected"): value
-                for key, value in record["values"].items()
-            }
-        }
-        for record in smoke
-    ]
-    for claim in EXPERIMENT.claims(EXPERIMENT.preset("smoke")):
-        if not claim.name.endswith("seeds-differ"):
-            assert judge(claim, turned).as_expected is False, claim.name
+    other = {"printed": "corrected", "corrected": "printed"}
+    turned = []
+    for record in smoke(name):
+        places = {tuple(key.split("/")): value for key, value in record["values"].items()}
+        turned.append(record | {"values": {f"{place}/{other[kind]}": x for (place, kind), x in places.items()}})
+    pairs = [claim for claim in claims_of(name) if not claim.name.endswith("seeds-differ")]
+    assert [claim.name for claim in pairs if judge(claim, turned).as_expected] == []
 
 
-def test_a_seed_that_is_ignored_is_noticed(smoke):
-    (claim,) = (c for c in EXPERIMENT.claims(EXPERIMENT.preset("smoke")) if c.name.endswith("seeds-differ"))
-    assert judge(claim, [smoke[0], smoke[0] | {"seed": 1}]).status == NOT_HELD
+@every
+def test_a_seed_that_is_ignored_is_noticed(name):
+    (claim,) = (c for c in claims_of(name) if c.name.endswith("seeds-differ"))
+    first = smoke(name)[0]
+    assert judge(claim, [first, first | {"seed": 1}]).status == NOT_HELD
 
 
-def test_figure_shows_both_readings_at_every_place(smoke):
-    (figure,) = EXPERIMENT.figures(EXPERIMENT.preset("smoke"), smoke)
-    (panel,) = figure.panels
-    assert [curve.label for curve in panel.curves] == ["as printed", "corrected"]
-    assert all(len(curve.x) == len(errata.ERRATA) for curve in panel.curves)
+@every
+def test_figure_shows_both_readings_at_every_place(name):
+    experiment = find(name)
+    for found, labels in ((smoke(name), ["as printed", "corrected"]), ([], [])):
+        (figure,) = experiment.figures(experiment.preset("smoke"), found)
+        (panel,) = figure.panels
+        assert [curve.label for curve in panel.curves] == labels
+        assert all(len(curve.x) == len(PLACES[name]) for curve in panel.curves)
 
 
-def test_places_do_not_share_draws(smoke):
-    assert len({record["values"]["foof/printed"] for record in smoke}) == len(smoke)
+def test_places_do_not_share_draws():
+    assert len({record["values"]["foof/printed"] for record in smoke("errata")}) == 2
 
 
-def test_errors_are_of_the_sizes_that_theory_gives(smoke):
+def test_errors_are_of_the_sizes_that_theory_gives():
     """Sizes known beforehand, so that an instance that is set up wrongly is seen."""
-    for record in smoke:
+    for record in smoke("errata"):
         values = record["values"]
         assert values["derivative/printed"] == pytest.approx(2, abs=0.05)
         assert values["locoprop/printed"] == pytest.approx(1, abs=1e-9)

@@ -1,9 +1,9 @@
 """Experiments on learned step sizes and optimizers: smoke presets are as expected, claims can fail."""
 
 import dataclasses
-from functools import cache
 
 import pytest
+from experiment_records import smoke
 
 from layerwise.experiments import catalog
 from layerwise.experiments.claims import judge
@@ -19,19 +19,6 @@ SLOWER = (
     "learned-damping",
 )
 NAMES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWER)]
-
-
-@cache
-def smoke(name: str) -> list[dict]:
-    """Records of the smoke preset, its seeds from 0 on."""
-    experiment = catalog.find(name)
-    config = experiment.preset("smoke")
-    seeds = range(config.seeds)
-    return [
-        {"cell": cell.key, "seed": row.seed, "values": dict(row.values), "series": dict(row.series)}
-        for cell in experiment.cells_of(config)
-        for row in experiment.run(config, cell, seeds)
-    ]
 
 
 @pytest.mark.parametrize("name", NAMES)

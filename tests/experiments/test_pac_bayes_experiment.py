@@ -1,12 +1,10 @@
 """pac-bayes: the smoke preset, claims that can fail, and the printed table."""
 
 import dataclasses
-from functools import cache
 
-import jaxtyping
 import pytest
 import torch
-from experiment_records import records
+from experiment_records import smoke
 
 from layerwise.experiments.claims import HELD, NOT_HELD, judge
 from layerwise.experiments.wu2024 import pac_bayes
@@ -18,29 +16,16 @@ pytest.importorskip("sklearn")
 EXPERIMENT = pac_bayes.EXPERIMENT
 
 
-@cache
-def smoke() -> list[dict]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-            config = EXPERIMENT.preset("smoke")
-            return records(EXPERIMENT, config, list(range(config.seeds)))
-    finally:
-        torch.set_num_threads(threads)
-
-
 def test_smoke_is_as_expected():
     config = EXPERIMENT.preset("smoke")
     for claim in EXPERIMENT.claims(config):
-        verdict = judge(claim, smoke())
+        verdict = judge(claim, smoke("pac-bayes"))
         assert verdict.as_expected, (claim.name, verdict.detail)
-    (row,) = [r for r in smoke() if r["cell"] == "digits-30/0.1"]
+    (row,) = [r for r in smoke("pac-bayes") if r["cell"] == "digits-30/0.1"]
     assert {"ekfac/bound", "iter/kl", "base/j", "base/kl/0", "test_error"} <= set(row["values"])
     assert row["series"]["epoch"][-1] == config.epochs
     assert row["values"]["ekfac/kl"] < row["values"]["iter/kl"]  # variances from curvature begin near the prior
-    for figure in EXPERIMENT.figures(config, smoke()):
+    for figure in EXPERIMENT.figures(config, smoke("pac-bayes")):
         assert all(len(curve.x) == len(curve.y) for panel in figure.panels for curve in panel.curves)
 
 

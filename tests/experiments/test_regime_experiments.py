@@ -2,12 +2,11 @@
 
 import dataclasses
 import math
-from functools import cache
 
 import jaxtyping
 import pytest
 import torch
-from experiment_records import records
+from experiment_records import records, smoke
 
 from layerwise import data
 from layerwise.data.folder import MissingDataError
@@ -23,19 +22,6 @@ ALL = {
     module.EXPERIMENT.name: module.EXPERIMENT
     for module in (c_scores, label_noise, rate_is_not_alpha, spurious, yin_yang)
 }
-
-
-@cache
-def smoke(name: str) -> list[dict]:
-    experiment, threads = ALL[name], torch.get_num_threads()
-    torch.set_num_threads(1)  # in steps of a millisecond a second thread costs more than it gives
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-            config = experiment.preset("smoke")
-            return records(experiment, config, list(range(config.seeds)))
-    finally:
-        torch.set_num_threads(threads)
 
 
 def status(experiment: Experiment, found: list[dict], preset: str = "smoke") -> dict[str, str]:

@@ -2,12 +2,11 @@
 
 import dataclasses
 import math
-from functools import cache
 
 import jaxtyping
 import pytest
 import torch
-from experiment_records import records
+from experiment_records import records, smoke
 
 from layerwise.experiments.claims import HELD, NOT_HELD, judge
 from layerwise.experiments.george2023 import (
@@ -35,20 +34,6 @@ EXPERIMENTS = {
     )
 }
 CLEAN, NOISY = "digits/mlp/0%", "digits/mlp/50%"
-
-
-@cache
-def smoke(name: str) -> list[dict]:
-    experiment = EXPERIMENTS[name]
-    config = experiment.preset("smoke")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # in steps of a millisecond a second thread costs more than it gives
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-            return records(experiment, config, list(range(config.seeds)))
-    finally:
-        torch.set_num_threads(threads)
 
 
 def status(name: str, found: list[dict], preset: str = "smoke") -> dict[str, str]:

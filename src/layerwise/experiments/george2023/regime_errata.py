@@ -1,33 +1,8 @@
 """Where chapters 5 and 6 of George (2023) err: both readings, against a computation that needs neither."""
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-from layerwise.experiments.claims import Claim
-from layerwise.experiments.experiment import Cell, Experiment, Record, Row
-from layerwise.experiments.figures import Curve, Figure, Panel
+from layerwise.experiments import errata
+from layerwise.experiments.errata import Place
 from layerwise.experiments.george2023 import PAPER
-from layerwise.experiments.over_seeds import bound, distinct
-
-CELL = "places"
-LEAST = 1e-16
-"""What stands for zero on a logarithmic axis."""
-EXACT = 1e-6
-
-
-class Place(NamedTuple):
-    """One place of the thesis."""
-
-    where: str
-    printed: str
-    corrected: str
-    readings: str
-    """The function of the study that measures both, with an option after a colon."""
-    tolerance: float = EXACT
-    note: str = ""
-
 
 PLACES = {
     "linearized-flow": Place(
@@ -50,7 +25,7 @@ PLACES = {
         "(5.4.7), right",
         "The time to ε of the linearized flow is log(θ*/ε)/μθ⁰",
         "The time to ε of the linearized flow is log(θ*/ε)/2μθ⁰",
-        "times:linearized",
+        "linearized_times",
         0.02,
     ),
     "ratio": Place(
@@ -137,91 +112,12 @@ ELSEWHERE = (
     "it, and the library does not have it. Eigenvalues of figure 1 of chapter 6 are in disk-eigenfunctions."
 )
 
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Small random instances."""
-
-    seeds: int = 5
-
-
-def cells(config: Config) -> list[Cell]:
-    """One with all places."""
-    return [Cell(key=CELL)]
-
-
-def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
-    """Seed by seed: the errors of both readings at every place."""
-    import numpy as np
-
-    from layerwise.studies.training_regimes import errata
-
-    for seed in seeds:
-        values: dict[str, float] = {}
-        for number, (name, place) in enumerate(PLACES.items()):
-            function, _, option = place.readings.partition(":")
-            options = {} if function != "times" else {"linearized": bool(option)}
-            found = getattr(errata, function)(np.random.default_rng([seed, number]), **options)
-            values |= {f"{name}/printed": found.printed, f"{name}/corrected": found.corrected}
-        yield Row(seed=seed, values=values)
-
-
-def claims(config: Config) -> list[Claim]:
-    """The printed reading is expected to fail, the corrected one to hold."""
-    found = []
-    for name, place in PLACES.items():
-        common: dict[str, Any] = {
-            "seeds": config.seeds,
-            "source": place.where,
-            "span": (0, math.inf),
-            "note": place.note,
-        }
-        wrong = {"origin": "misprint", "expected": "fails", "why": f"{place.corrected}."}
-        for reading, text, more in (("printed", place.printed, wrong), ("corrected", place.corrected, {})):
-            found.append(bound(CELL, f"{name}/{reading}", "<=", place.tolerance, f"{text}.", **common, **more))
-    return [*found, distinct(CELL, "linearized-flow/printed", "Seeds are instances of their own.", seeds=config.seeds)]
-
-
-def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
-    """The errors of both readings at every place."""
-
-    def points(reading: str, label: str) -> Curve:
-        columns = [[max(r["values"][f"{name}/{reading}"], LEAST) for r in records] for name in PLACES]
-        lows, highs = ([edge(column, default=LEAST) for column in columns] for edge in (min, max))
-        return Curve(label=label, x=list(range(len(PLACES))), y=highs, low=lows, high=highs, style="points")
-
-    return [
-        Figure(
-            name="regime-errata",
-            title="Two readings",
-            caption=f"Relative error, the largest over seeds and its range; zero is drawn at {LEAST:g}.",
-            panels=[
-                Panel(
-                    title="distance from a computation that needs neither",
-                    x_label="",
-                    y_label="relative error",
-                    y_scale="log",
-                    curves=[points("printed", "as printed"), points("corrected", "corrected")] if records else [],
-                    places=[place.where for place in PLACES.values()],
-                )
-            ],
-        )
-    ]
-
-
-EXPERIMENT = Experiment(
+EXPERIMENT = errata.experiment(
+    PLACES,
+    errata.numbered("layerwise.studies.training_regimes.errata"),
     name="regime-errata",
     title="Where chapters 5 and 6 of the thesis err, and what holds instead",
     paper=PAPER,
     figure="Section 5.4, (6.3.2), (6.3.3), (6.4.10), appendices B.1.5 and B.2",
-    summary=(
-        f"{len(PLACES)} places where the text is wrong or cannot be meant as it stands. Each is a pair of claims: the "
-        f"printed one is known to fail, and the corrected one to hold. {ELSEWHERE}"
-    ),
-    presets={"smoke": Config(seeds=2), "laptop": Config(), "paper": Config(seeds=20)},
-    cells=cells,
-    run=run,
-    claims=claims,
-    figures=figures,
-    cost="seconds",
+    elsewhere=ELSEWHERE,
 )

@@ -1,33 +1,8 @@
 """Where chapter 4 and appendix C of Wu (2023) err: both readings, against a computation that needs neither."""
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-from layerwise.experiments.claims import Claim
-from layerwise.experiments.experiment import Cell, Experiment, Record, Row
-from layerwise.experiments.figures import Curve, Figure, Panel
-from layerwise.experiments.over_seeds import bound, distinct
+from layerwise.experiments import errata
+from layerwise.experiments.errata import Place
 from layerwise.experiments.wu2024 import PAPER
-
-CELL = "places"
-LEAST = 1e-17
-"""What stands for zero on a logarithmic axis."""
-EXACT = 1e-6
-
-
-class Place(NamedTuple):
-    """One place of the thesis."""
-
-    where: str
-    printed: str
-    corrected: str
-    readings: str
-    """The function of the study that measures both."""
-    tolerance: float = EXACT
-    note: str = ""
-
 
 PLACES = {
     "kronecker": Place(
@@ -98,85 +73,17 @@ PLACES = {
         "The thesis has both.",
     ),
 }
+ELSEWHERE = (
+    "The closed form of theorem 4.4.1 is in initialisation-theorem; (C.257), which is true but never sharp, in "
+    "input-moments. Not here: (C.18), whose last block is of x⁽ᴸ⁾, not x⁽ⁿ⁾."
+)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Small random instances."""
-
-    seeds: int = 5
-
-
-def cells(config: Config) -> list[Cell]:
-    """One with all places."""
-    return [Cell(key=CELL)]
-
-
-def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
-    """Seed by seed: the errors of both readings at every place."""
-    import numpy as np
-
-    from layerwise.studies.hessian_structure import errata
-
-    for seed in seeds:
-        values: dict[str, float] = {}
-        for number, (name, place) in enumerate(PLACES.items()):
-            found = getattr(errata, place.readings)(np.random.default_rng([seed, number]))
-            values |= {f"{name}/printed": found.printed, f"{name}/corrected": found.corrected}
-        yield Row(seed=seed, values=values)
-
-
-def claims(config: Config) -> list[Claim]:
-    """The printed reading is expected to fail, the corrected one to hold."""
-    found = []
-    for name, place in PLACES.items():
-        common: dict[str, Any] = {
-            "seeds": config.seeds,
-            "source": place.where,
-            "span": (0, math.inf),
-            "note": place.note,
-        }
-        wrong = {"origin": "misprint", "expected": "fails", "why": f"{place.corrected}."}
-        for reading, text, more in (("printed", place.printed, wrong), ("corrected", place.corrected, {})):
-            found.append(bound(CELL, f"{name}/{reading}", "<=", place.tolerance, f"{text}.", **common, **more))
-    return [*found, distinct(CELL, "mask/printed", "Seeds are instances of their own.", seeds=config.seeds)]
-
-
-def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
-    """The errors of both readings at every place."""
-
-    def points(reading: str, label: str) -> Curve:
-        columns = [[max(r["values"][f"{name}/{reading}"], LEAST) for r in records] for name in PLACES]
-        lows, highs = ([edge(column, default=LEAST) for column in columns] for edge in (min, max))
-        return Curve(label=label, x=list(range(len(PLACES))), y=highs, low=lows, high=highs, style="points")
-
-    panel = Panel(
-        title="distance from a computation that needs neither",
-        x_label="",
-        y_label="relative error",
-        y_scale="log",
-        curves=[points("printed", "as printed"), points("corrected", "corrected")] if records else [],
-        places=[place.where for place in PLACES.values()],
-    )
-    caption = f"Relative error, the largest over seeds and its range; zero is drawn at {LEAST:g}."
-    return [Figure(name="hessian-errata", title="Two readings", caption=caption, panels=[panel])]
-
-
-EXPERIMENT = Experiment(
+EXPERIMENT = errata.experiment(
+    PLACES,
+    errata.numbered("layerwise.studies.hessian_structure.errata"),
     name="hessian-errata",
     title="Where the thesis errs about Hessians, and what holds instead",
     paper=PAPER,
     figure="Chapter 4 and appendix C",
-    summary=(
-        f"{len(PLACES)} places where the text is wrong or cannot be meant as it stands. Each is a pair of claims: the "
-        "printed one is known to fail, and the corrected one to hold. The closed form of theorem 4.4.1 is in "
-        "initialisation-theorem; (C.257), which is true but never sharp, in input-moments. Not here: (C.18), whose "
-        "last block is of x⁽ᴸ⁾, not x⁽ⁿ⁾."
-    ),
-    presets={"smoke": Config(seeds=2), "laptop": Config(), "paper": Config(seeds=20)},
-    cells=cells,
-    run=run,
-    claims=claims,
-    figures=figures,
-    cost="seconds",
+    elsewhere=ELSEWHERE,
 )

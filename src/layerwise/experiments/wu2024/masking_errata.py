@@ -1,31 +1,10 @@
 """Where chapter 2 of Wu (2023) errs: both readings, against a computation that needs neither."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from layerwise.experiments.claims import Claim
-from layerwise.experiments.experiment import Cell, Experiment, Record, Row
-from layerwise.experiments.figures import Curve, Figure, Panel
-from layerwise.experiments.over_seeds import POSITIVE, bound, distinct
+from layerwise.experiments import errata
+from layerwise.experiments.errata import Place
 from layerwise.experiments.wu2024 import PAPER
-
-CELL = "places"
-LEAST = 1e-16
-"""What stands for zero on a logarithmic axis."""
-
-
-class Place(NamedTuple):
-    """One place of the thesis."""
-
-    where: str
-    printed: str
-    corrected: str
-    readings: str
-    """The function of the study that measures both."""
-    tolerance: float = 1e-6
-    note: str = ""
-
 
 PLACES = {
     "decoded": Place(
@@ -80,76 +59,21 @@ ELSEWHERE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Small random instances."""
-
-    seeds: int = 5
-
-
-def cells(config: Config) -> list[Cell]:
-    """One with all places."""
-    return [Cell(key=CELL)]
-
-
-def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
-    """Seed by seed: the errors of both readings at every place."""
-    from layerwise.studies.masked_sparse_coding import errata
+def measure(place: Place, seed: int, number: int) -> Any:
+    """Functions of this study take the seed itself, and small matrices are faster on one thread."""
+    from layerwise.studies.masked_sparse_coding import errata as study
     from layerwise.studies.masked_sparse_coding.comparison import one_thread
 
-    for seed in seeds:
-        values: dict[str, float] = {}
-        with one_thread("cpu"):
-            for name, place in PLACES.items():
-                found = getattr(errata, place.readings)(seed)
-                values |= {f"{name}/printed": found.printed, f"{name}/corrected": found.corrected}
-        yield Row(seed=seed, values=values)
+    with one_thread("cpu"):
+        return getattr(study, place.readings)(seed)
 
 
-def claims(config: Config) -> list[Claim]:
-    """The printed reading is expected to fail, the corrected one to hold."""
-    found = []
-    for name, place in PLACES.items():
-        common: dict[str, Any] = {"seeds": config.seeds, "source": place.where, "note": place.note, "span": POSITIVE}
-        wrong = {"origin": "misprint", "expected": "fails", "why": f"{place.corrected}."}
-        for reading, text, more in (("printed", place.printed, wrong), ("corrected", place.corrected, {})):
-            found.append(bound(CELL, f"{name}/{reading}", "<=", place.tolerance, f"{text}.", **common, **more))
-    return [*found, distinct(CELL, "ridge/printed", "Seeds are instances of their own.", seeds=config.seeds)]
-
-
-def figures(config: Config, records: Sequence[Record]) -> list[Figure]:
-    """The errors of both readings at every place."""
-
-    def points(reading: str, label: str) -> Curve:
-        columns = [[max(r["values"][f"{name}/{reading}"], LEAST) for r in records] for name in PLACES]
-        lows, highs = ([edge(column, default=LEAST) for column in columns] for edge in (min, max))
-        return Curve(label=label, x=list(range(len(PLACES))), y=highs, low=lows, high=highs, style="points")
-
-    panel = Panel(
-        title="distance from a computation that needs neither",
-        x_label="",
-        y_label="relative error",
-        y_scale="log",
-        curves=[points("printed", "as printed"), points("corrected", "corrected")] if records else [],
-        places=[place.where for place in PLACES.values()],
-    )
-    caption = f"Relative error, the largest over seeds and its range; zero is drawn at {LEAST:g}."
-    return [Figure(name="masking-errata", title="Two readings", caption=caption, panels=[panel])]
-
-
-EXPERIMENT = Experiment(
+EXPERIMENT = errata.experiment(
+    PLACES,
+    measure,
     name="masking-errata",
     title="Where chapter 2 of the thesis errs, and what holds instead",
     paper=PAPER,
     figure="(2.10), section 2.4.3, assumption 2.3.5, (A.15), (A.23), lemma A.1.2",
-    summary=(
-        f"{len(PLACES)} places where the text is wrong or cannot be meant as it stands. Each is a pair of claims: the "
-        f"printed one is known to fail, and the corrected one to hold. {ELSEWHERE}"
-    ),
-    presets={"smoke": Config(seeds=2), "laptop": Config(), "paper": Config(seeds=20)},
-    cells=cells,
-    run=run,
-    claims=claims,
-    figures=figures,
-    cost="seconds",
+    elsewhere=ELSEWHERE,
 )

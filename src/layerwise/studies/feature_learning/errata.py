@@ -26,20 +26,6 @@ class Readings:
     corrected: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Erratum:
-    """One place of the paper."""
-
-    place: str
-    printed: str
-    corrected: str
-    tolerance: float
-    """Relative error up to which a reading counts as right."""
-    readings: Callable[[np.random.Generator], Readings]
-    doubt: str = ""
-    """Why the printed reading may not be the authors', such as damage of the scanned text."""
-
-
 def _error(found: Array | float, truth: Array | float) -> float:
     return float(np.linalg.norm(np.asarray(found) - truth) / np.linalg.norm(truth))
 

@@ -77,8 +77,17 @@ def linearized_parameters(random: Random) -> Readings:
     return _both(model.printed_linearized_parameters(w), model.linearized_parameters(w), w**2 / 2)
 
 
-def times(random: Random, linearized: bool) -> Readings:
-    """(5.4.7): when the slowest mode is ε-close, by bisection of the flow."""
+def times(random: Random) -> Readings:
+    """(5.4.7), left: when the modes of the non-linear flow are ε-close, by bisection of the flow."""
+    return _times(random, linearized=False)
+
+
+def linearized_times(random: Random) -> Readings:
+    """(5.4.7), right: when those of the linearized flow are."""
+    return _times(random, linearized=True)
+
+
+def _times(random: Random, linearized: bool) -> Readings:
     model, eps = _diagonal(random, scale=2e-3), 1e-3
     flow = model.linearized_flow if linearized else model.flow
     names = ("printed_linearized_times", "linearized_times") if linearized else ("printed_times", "times")
