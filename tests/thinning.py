@@ -192,7 +192,14 @@ FILES = {
 """Files that try every property on every model or member: one case of so many of each test, others for each test."""
 MANY, ONE_OF = 3, 6
 """In other files a test of so many cases or more runs one of so many."""
-WHOLE = ("test_fuzz.py", "test_doctests.py", "test_documents.py", "test_bad_input.py", "test_coverage_contract.py")
+WHOLE = (
+    "test_fuzz.py",
+    "test_doctests.py",
+    "test_documents.py",
+    "test_bad_input.py",
+    "test_coverage_contract.py",
+    "test_errata.py",
+)
 """Files whose cases are not of one kind: their tests run whole."""
 
 
