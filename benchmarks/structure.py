@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 import layerwise as lw
 from layerwise.data.digits import digits
-from layerwise.foundations.linalg import half_pairs
+from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
 from layerwise.structure.eigenpairs import BLOCK, lanczos_pairs
 
 AIM_SECONDS, AIM_RATIO = 60.0, 5.0

@@ -22,7 +22,7 @@ ELSEWHERE = MISSING or ("this is the interpreter" if ASKED else "")
 
 def test_the_files_are_found():
     assert set(FILES) > LONG
-    assert "foundations/test_fused.py" in FILES
+    assert "optim/cuda/test_elementwise.py" in FILES
 
 
 @pytest.mark.skipif(bool(ELSEWHERE), reason=ELSEWHERE or "-")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.foundations.linalg import triton_products
-from layerwise.foundations.linalg.triton_columns import average_grams_
+from layerwise.optim.cuda.triton import products as triton_products
+from layerwise.optim.cuda.triton.columns import average_grams_
 from layerwise.optim.averaging import running_weight
 from layerwise.optim.rows import Rows, _average_by_torch_, average_rows_, together
 from layerwise.optim.rule import Health

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.foundations import fused, fused_launch, fused_reference
-from layerwise.foundations.linalg.triton_products import available
+from layerwise.optim.cuda import elementwise as fused, elementwise_torch as fused_reference
+from layerwise.optim.cuda.triton import elementwise as fused_launch
+from layerwise.optim.cuda.triton.products import available
 from random_tensors import cuda_randn as randn
 from waiting import nothing_waits
 

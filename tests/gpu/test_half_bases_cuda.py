@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.foundations.linalg.basis_tracking import carried, tracked_basis
-from layerwise.foundations.linalg.half_bases import LARGE, tracked_half
-from layerwise.foundations.linalg.half_turns import put_, turn_between, turn_moments_
-from layerwise.foundations.linalg.orthogonal import BASIS_SCALE, basis_half
+from layerwise.optim.cuda.linalg.jacobi import carried, tracked_basis
+from layerwise.optim.cuda.linalg.jacobi_fp16 import LARGE, tracked_half
+from layerwise.optim.cuda.linalg.moments_in_new_basis import put_, turn_between, turn_moments_
+from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE, basis_half
 from random_tensors import cuda_randn64 as randn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

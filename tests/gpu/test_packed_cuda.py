@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.foundations.linalg import half_pairs, packed, triton_products
-from layerwise.foundations.linalg.triton_columns import average_grams_
+from layerwise.optim.cuda.linalg import split_fp16 as half_pairs, packed
+from layerwise.optim.cuda.triton import products as triton_products
+from layerwise.optim.cuda.triton.columns import average_grams_
 from layerwise.optim import stored, symmetric
 from layerwise.optim.refined import FINE_RESIDUAL
 from random_tensors import cuda_randn as randn

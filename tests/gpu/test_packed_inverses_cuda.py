@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.foundations.fused_unscaled import unscaled
-from layerwise.foundations.linalg import half_pairs, packed_halves, triton_packed, triton_products
-from layerwise.foundations.linalg.halves import HalfPair
-from layerwise.foundations.linalg.long_sums import long_between
+from layerwise.optim.cuda.unscaled import unscaled
+from layerwise.optim.cuda.linalg import split_fp16 as half_pairs, packed_fp16 as packed_halves
+from layerwise.optim.cuda.triton import packed as triton_packed, products as triton_products
+from layerwise.optim.cuda.linalg.fp16 import HalfPair
+from layerwise.optim.cuda.linalg.two_sided_product import long_between
 from layerwise.optim import stored, symmetric
 
 pytestmark = [

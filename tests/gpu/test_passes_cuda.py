@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.foundations import fused, fused_launch, fused_reference
-from layerwise.foundations.fused_adam import corrections_
-from layerwise.foundations.fused_scaled import Scaled
-from layerwise.foundations.fused_unscaled import unscaled
-from layerwise.foundations.linalg import half_pairs, triton_splits
-from layerwise.foundations.linalg.triton_products import available
+from layerwise.optim.cuda import elementwise as fused, elementwise_torch as fused_reference
+from layerwise.optim.cuda.triton import elementwise as fused_launch
+from layerwise.optim.cuda.adam_corrections import corrections_
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.unscaled import unscaled
+from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.triton import splits as triton_splits
+from layerwise.optim.cuda.triton.products import available
 from layerwise.optim.engine import Layerwise
 from random_tensors import cuda_randn as randn
 

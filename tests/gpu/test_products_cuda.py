@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.foundations.linalg import half_pairs, triton_products
+from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.triton import products as triton_products
 from random_tensors import cuda_randn as randn
 
 pytestmark = [

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.foundations.linalg.triton_products import available
+from layerwise.optim.cuda.triton.products import available
 from layerwise.optim import scalings
 from layerwise.optim.engine import Layerwise
 

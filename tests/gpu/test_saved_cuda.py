@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.foundations.linalg import triton_products
+from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim import refreshes
 from layerwise.optim.spread import WAITING
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.foundations.linalg import half_pairs, triton_products, triton_remainders, triton_sweeps
-from layerwise.foundations.linalg.basis_tracking import coupling, rotation, second_order, tracked_basis
-from layerwise.foundations.linalg.half_pairs import HalfPair
-from layerwise.foundations.linalg.inverses import accepted, refined_inverse, series_inverse
-from layerwise.foundations.linalg.products import HALF_PAIRS
+from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.triton import products as triton_products, remainders as triton_remainders, jacobi as triton_sweeps
+from layerwise.optim.cuda.linalg.jacobi import coupling, rotation, second_order, tracked_basis
+from layerwise.optim.cuda.linalg.split_fp16 import HalfPair
+from layerwise.optim.cuda.linalg.newton_inverse import accepted, refined_inverse, series_inverse
+from layerwise.optim.cuda.linalg.products import HALF_PAIRS
 from random_tensors import cuda_randn as randn
 
 pytestmark = [

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.foundations.linalg.basis_tracking import tracked_basis
+from layerwise.optim.cuda.linalg.jacobi import tracked_basis
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.factors import YOUNG_STEPS, Factors
 from layerwise.optim.rule import Context, Health, Shape

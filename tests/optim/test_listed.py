@@ -10,8 +10,8 @@ from optim_tools import flat
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.foundations.fused_scaled import Scaled
-from layerwise.foundations.fused_unscaled import unscaled
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.gates import bounds, sizes_of
 from layerwise.optim.listed import Listed

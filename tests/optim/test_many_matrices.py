@@ -4,15 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.foundations.linalg import (
-    basis_tracking,
-    half_pairs,
-    half_turns,
-    packed,
-    triton_products,
-)
-from layerwise.foundations.linalg.orthogonal import basis_half
-from layerwise.foundations.linalg.products import HALF_PAIRS
+from layerwise.optim.cuda.linalg import jacobi as basis_tracking, split_fp16 as half_pairs, moments_in_new_basis as half_turns, packed
+from layerwise.optim.cuda.triton import products as triton_products
+from layerwise.optim.cuda.linalg.orthogonal import basis_half
+from layerwise.optim.cuda.linalg.products import HALF_PAIRS
 from layerwise.optim import rows, stored
 from layerwise.optim.rows import Rows, average_rows_, together
 from layerwise.optim.rule import Health

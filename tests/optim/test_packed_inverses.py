@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.foundations.linalg import packed_halves
+from layerwise.optim.cuda.linalg import packed_fp16 as packed_halves
 from layerwise.optim import stack, stored, symmetric
 from layerwise.optim.engine import Layerwise
 

@@ -11,7 +11,7 @@ from optim_tools import member as any_member
 from recording import captured, here
 from torch import Tensor, nn
 
-from layerwise.foundations.fused import finish_
+from layerwise.optim.cuda.elementwise import finish_
 from layerwise.optim import graphs, recorded
 from layerwise.optim.elementwise import AdamRule
 from layerwise.optim.engine import Layerwise

@@ -11,7 +11,7 @@ from test_padding import made, tensors, train
 from torch import Tensor
 
 import layerwise as lw
-from layerwise.foundations.fused_unscaled import unscaled
+from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim import eigenbasis, scalings, stack, stored
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.engine import Layerwise

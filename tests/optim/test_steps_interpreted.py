@@ -11,8 +11,10 @@ from test_padding import train as train_words
 
 import layerwise as lw
 from interpreter import only_interpreted
-from layerwise.foundations import fused, fused_launch
-from layerwise.foundations.linalg import packed, packed_halves, triton_joins, triton_packed
+from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.cuda.triton import elementwise as fused_launch
+from layerwise.optim.cuda.linalg import packed, packed_fp16 as packed_halves
+from layerwise.optim.cuda.triton import joins as triton_joins, packed as triton_packed
 from layerwise.optim import scalings, stack, stored, symmetric
 from layerwise.optim.engine import Layerwise
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.foundations.linalg.halves import Half
+from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim import bases, stored
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.factors import YOUNG_STEPS, Factors

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.foundations.linalg.packed import is_packed, pack, unpack
+from layerwise.optim.cuda.linalg.packed import is_packed, pack, unpack
 from layerwise.optim import stack, symmetric
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.rows import Rows, average_rows_, together

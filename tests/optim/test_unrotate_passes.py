@@ -10,12 +10,13 @@ from torch import Tensor
 
 import layerwise as lw
 from interpreter import INTERPRETED, only_interpreted
-from layerwise.foundations import fused
-from layerwise.foundations.fused_adam import corrections_
-from layerwise.foundations.fused_scaled import Scaled
-from layerwise.foundations.linalg import half_pairs, orthogonal, triton_products, triton_splits
-from layerwise.foundations.linalg.halves import Half
-from layerwise.foundations.linalg.orthogonal import BASIS_SCALE
+from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.cuda.adam_corrections import corrections_
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.linalg import split_fp16 as half_pairs, orthogonal
+from layerwise.optim.cuda.triton import products as triton_products, splits as triton_splits
+from layerwise.optim.cuda.linalg.fp16 import Half
+from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE
 from layerwise.optim import stored
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.engine import Layerwise

@@ -20,7 +20,7 @@ from torch import nn
 
 import layerwise as lw
 from layerwise.foundations.errors import InputError, MemoryBudgetError
-from layerwise.foundations.linalg import half_pairs
+from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
 from layerwise.structure import decoupled, eigenpairs, gauss_newton, layer_hessian, operator
 from layerwise.structure.pieces import Factored, Written
 

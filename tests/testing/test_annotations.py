@@ -13,7 +13,7 @@ from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
 import annotations
-from layerwise.foundations import fused
+from layerwise.optim.cuda import elementwise as fused
 
 checked = annotations.jaxtyped(typechecker=beartype)
 

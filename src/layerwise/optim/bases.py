@@ -5,12 +5,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from layerwise.foundations.errors import NumericalError
-from layerwise.foundations.fused_scaled import Scaled
-from layerwise.foundations.fused_unscaled import unscaled
-from layerwise.foundations.linalg import orthogonal, settled_eigh
-from layerwise.foundations.linalg.basis_tracking import tracked_basis
-from layerwise.foundations.linalg.half_bases import tracked_half
-from layerwise.foundations.linalg.halves import Half
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.unscaled import unscaled
+from layerwise.foundations.linalg import settled_eigh
+from layerwise.optim.cuda.linalg import orthogonal
+from layerwise.optim.cuda.linalg.jacobi import tracked_basis
+from layerwise.optim.cuda.linalg.jacobi_fp16 import tracked_half
+from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim import stored, symmetric
 from layerwise.optim.channels import times_inputs
 from layerwise.optim.refined import own_size

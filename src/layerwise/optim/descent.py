@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from layerwise.foundations.fused import finish_
-from layerwise.foundations.fused_scaled import Scaled
-from layerwise.foundations.fused_unscaled import unscaled
+from layerwise.optim.cuda.elementwise import finish_
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.damping import Damping
 from layerwise.optim.gates import bounds, sizes_of
 from layerwise.optim.graft import Clip, Graft

@@ -8,15 +8,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.errors import NumericalError
-from layerwise.foundations.fused import ema_
-from layerwise.foundations.fused_basis import averaged_quotient_, damped_quotient, squares_ema_
-from layerwise.foundations.fused_damping import factored_damping
-from layerwise.foundations.fused_half_steps import damped_half
-from layerwise.foundations.fused_reference import damped
-from layerwise.foundations.fused_scaled import Scaled
-from layerwise.foundations.fused_unscaled import unscaled
+from layerwise.optim.cuda.elementwise import ema_
+from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, squares_ema_
+from layerwise.optim.cuda.factored_damping import factored_damping
+from layerwise.optim.cuda.fp16_steps import damped_half
+from layerwise.optim.cuda.elementwise_torch import damped
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.foundations.linalg import settled_eigh
-from layerwise.foundations.linalg.halves import Half
+from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.layers.half_io import half_chunks, was_half
 from layerwise.layers.one_hot import OneHot
 from layerwise.layers.standard import Standard

@@ -8,14 +8,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
-from layerwise.foundations.fused_basis import scaled
-from layerwise.foundations.fused_half_steps import scaled_half
-from layerwise.foundations.fused_scaled import Scaled
-from layerwise.foundations.fused_unscaled import unscaled
+from layerwise.optim.cuda.eigenbasis_elementwise import scaled
+from layerwise.optim.cuda.fp16_steps import scaled_half
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.foundations.kronecker import split_damping
-from layerwise.foundations.linalg import gram, long_sums
-from layerwise.foundations.linalg.half_pairs import product
-from layerwise.foundations.linalg.halves import Half
+from layerwise.foundations.linalg import gram
+from layerwise.optim.cuda.linalg import two_sided_product as long_sums
+from layerwise.optim.cuda.linalg.split_fp16 import product
+from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim import stored, symmetric
 from layerwise.optim.averaging import finite_moments, update_mean
 from layerwise.optim.bases import (

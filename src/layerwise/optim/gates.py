@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerwise.foundations.fused_gate import magnitudes
+from layerwise.optim.cuda.magnitudes import magnitudes
 from layerwise.optim.stack import Stack
 
 

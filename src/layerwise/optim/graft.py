@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.foundations import fused
+from layerwise.optim.cuda import elementwise as fused
 from layerwise.foundations.errors import InputError, describe
-from layerwise.foundations.fused_scaled import Scaled
-from layerwise.foundations.fused_unscaled import unscaled
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.elementwise import AdamRule
 from layerwise.optim.rule import Context, Health
 from layerwise.optim.stack import Stack

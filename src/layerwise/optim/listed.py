@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from layerwise.foundations.fused_scaled import Scaled
-from layerwise.foundations.fused_unscaled import unscaled
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.layers.form import Part
 from layerwise.layers.table import LayerSpec
 from layerwise.optim.elementwise import laid_out

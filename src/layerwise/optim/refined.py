@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from layerwise.foundations.linalg.inverses import (
+from layerwise.optim.cuda.linalg.newton_inverse import (
     RESIDUAL_LIMIT,
     accepted,
     product_inverse,
     refined_inverse,
     series_inverse,
 )
-from layerwise.foundations.linalg.outliers import without_outliers
-from layerwise.foundations.linalg.products import Products
+from layerwise.optim.cuda.linalg.outliers import without_outliers
+from layerwise.optim.cuda.linalg.products import Products
 from layerwise.optim import stored, symmetric
 from layerwise.optim.roots import mean_eigenvalue
 from layerwise.optim.rule import Context, State

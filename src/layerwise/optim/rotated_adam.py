@@ -6,17 +6,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from layerwise.foundations.fused import rotated_adam_
-from layerwise.foundations.fused_adam import corrections_
-from layerwise.foundations.fused_reference import above
-from layerwise.foundations.fused_scaled import Scaled
-from layerwise.foundations.fused_unscaled import unscaled
+from layerwise.optim.cuda.elementwise import rotated_adam_
+from layerwise.optim.cuda.adam_corrections import corrections_
+from layerwise.optim.cuda.elementwise_torch import above
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.foundations.linalg import finite_matrices
-from layerwise.foundations.linalg.basis_tracking import carried
-from layerwise.foundations.linalg.half_turns import turn_between, turn_moments_
-from layerwise.foundations.linalg.halves import Half
-from layerwise.foundations.linalg.orthogonal import ROOM
-from layerwise.foundations.linalg.triton_splits import bound_scale
+from layerwise.optim.cuda.linalg.jacobi import carried
+from layerwise.optim.cuda.linalg.moments_in_new_basis import turn_between, turn_moments_
+from layerwise.optim.cuda.linalg.fp16 import Half
+from layerwise.optim.cuda.linalg.orthogonal import ROOM
+from layerwise.optim.cuda.triton.splits import bound_scale
 from layerwise.optim import stored, symmetric
 from layerwise.optim.averaging import finite_moments
 from layerwise.optim.bases import in_halves

@@ -12,9 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from layerwise.foundations.linalg import gram, triton_products
-from layerwise.foundations.linalg.triton_columns import average_grams_
-from layerwise.foundations.linalg.triton_device import MOST_MATRICES
+from layerwise.foundations.linalg import gram
+from layerwise.optim.cuda.triton import products as triton_products
+from layerwise.optim.cuda.triton.columns import average_grams_
+from layerwise.optim.cuda.triton.device import MOST_MATRICES
 from layerwise.layers.form import Form
 from layerwise.layers.io import LayerCall, RecordedIO
 from layerwise.layers.linear import LinearRule

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.foundations.fused_scaled import Scaled
+from layerwise.optim.cuda.scaled import Scaled
 from layerwise.layers.io import RecordedIO
 
 State = dict[str, Tensor]

@@ -6,7 +6,7 @@ most 2⁻⁸ of itself, and so moves its entry of the step no further; sums over
 
 import torch
 
-from layerwise.foundations.linalg.triton_device import available
+from layerwise.optim.cuda.triton.device import available
 from layerwise.optim.rule import Shape, State
 
 MOST_DECAY = 0.8

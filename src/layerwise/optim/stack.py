@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from layerwise.foundations.errors import LayerwiseError, describe
-from layerwise.foundations.fused import gather_
+from layerwise.optim.cuda.elementwise import gather_
 from layerwise.foundations.types import statistics_dtype
 from layerwise.layers.table import LayerSpec
 from layerwise.optim import stored

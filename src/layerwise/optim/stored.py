@@ -14,15 +14,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.foundations.fused_scaled import Scaled
-from layerwise.foundations.fused_unscaled import unscaled
-from layerwise.foundations.linalg import half_turns, packed_halves, triton_splits
-from layerwise.foundations.linalg.half_pairs import halved, scaled_product, split
-from layerwise.foundations.linalg.halves import Half, HalfPair
-from layerwise.foundations.linalg.orthogonal import basis_pair
-from layerwise.foundations.linalg.packed import is_packed
-from layerwise.foundations.linalg.products import HALF_PAIRS, TORCH, Products
-from layerwise.foundations.linalg.triton_device import MOST_MATRICES, available
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.unscaled import unscaled
+from layerwise.optim.cuda.linalg import moments_in_new_basis as half_turns, packed_fp16 as packed_halves
+from layerwise.optim.cuda.triton import splits as triton_splits
+from layerwise.optim.cuda.linalg.split_fp16 import halved, scaled_product, split
+from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
+from layerwise.optim.cuda.linalg.orthogonal import basis_pair
+from layerwise.optim.cuda.linalg.packed import is_packed
+from layerwise.optim.cuda.linalg.products import HALF_PAIRS, TORCH, Products
+from layerwise.optim.cuda.triton.device import MOST_MATRICES, available
 from layerwise.optim import symmetric
 from layerwise.optim.rule import Shape, State
 

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.foundations import fused
-from layerwise.foundations.linalg import packed
-from layerwise.foundations.linalg.halves import HalfPair
-from layerwise.foundations.linalg.packed import is_packed
-from layerwise.foundations.linalg.triton_device import available
+from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.cuda.linalg import packed
+from layerwise.optim.cuda.linalg.fp16 import HalfPair
+from layerwise.optim.cuda.linalg.packed import is_packed
+from layerwise.optim.cuda.triton.device import available
 from layerwise.optim.rule import Shape
 
 LEAST = 256

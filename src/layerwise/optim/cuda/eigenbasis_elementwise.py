@@ -1,0 +1,139 @@
+"""What a step does entry by entry in an eigenbasis, in one pass each; the rules are those of `fused`.
+
+Means s may be of half precision: they are read, and rounded when they are written.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.cuda.checks import check_alike, check_whole
+from layerwise.optim.cuda.scaled import Scaled
+
+
+@torch.no_grad()
+def squares_ema_(
+    s: Float[Tensor, "K O I"],
+    R: Float[Tensor, "K O I"] | Scaled,
+    weight: Float[Tensor, "K"],
+    factor: int | float = 1.0,
+) -> Float[Tensor, "K O I"]:
+    """Move running means towards ``factor · R²``.
+
+        s ← s + weight·(factor·R² − s)
+
+    A weight of 0 leaves its matrix unchanged whatever R is; elsewhere an entry whose square is not finite leaves its
+    own mean unchanged. (That a whole matrix be left out for one entry would take another pass over R, and gradients
+    have passed a gate before.)
+
+    >>> squares_ema_(torch.ones(1, 1, 2), torch.tensor([[[3.0, torch.inf]]]), torch.tensor([0.5]), 2.0)
+    tensor([[[9.5000, 1.0000]]])
+    """
+    R, scales = fused.parts(R)
+    check_alike(s, {"R": R})
+    if s.numel():
+        fused.way_of(s, others=(R,), half=True).squares_ema_(s, R, scales, weight, factor)
+    return s
+
+
+@torch.no_grad()
+def damped_quotient(
+    R: Float[Tensor, "K O I"] | Scaled,
+    s: Float[Tensor, "K O I"],
+    s_P: Float[Tensor, "K O"] | None,
+    s_Q: Float[Tensor, "K I"] | None,
+    left: Float[Tensor, "K"] | None,
+    right: Float[Tensor, "K"] | None,
+    constant: Float[Tensor, "K"],
+    out: Float[Tensor, "K O I"] | None = None,
+    largest: Float[Tensor, "K"] | None = None,
+    along: Float[Tensor, ""] | None = None,
+) -> Float[Tensor, "K O I"]:
+    """Divide by damped eigenvalues, what is added to them at least the least normal number.
+
+        Yᵢⱼ = Rᵢⱼ / (sᵢⱼ + max(s_Pᵢ·right + left·s_Qⱼ + constant, tiny))
+
+    Without `left` and `right` (then the factors' eigenvalues are not asked for) only the constant is added. `out` may
+    be R (or what holds it, before it is divided), or of half precision. `largest`, zeros, becomes the largest magnitude
+    of each Y, NaN where there is one; `along` becomes ``⟨Y, R⟩``, added in an order that does not change.
+
+    >>> one, two = torch.ones(1), torch.full((1, 1), 2.0)
+    >>> damped_quotient(torch.full((1, 1, 1), 12.0), torch.ones(1, 1, 1), two, 3 * two, one, one, 3 * one)
+    tensor([[[1.]]])
+    """
+    return _quotient(R, s, (s_P, s_Q, left, right, constant), out, (largest, along))
+
+
+@torch.no_grad()
+def averaged_quotient_(
+    s: Float[Tensor, "K O I"],
+    R: Float[Tensor, "K O I"] | Scaled,
+    weight: Float[Tensor, "K"],
+    factor: int | float,
+    s_P: Float[Tensor, "K O"] | None,
+    s_Q: Float[Tensor, "K I"] | None,
+    left: Float[Tensor, "K"] | None,
+    right: Float[Tensor, "K"] | None,
+    constant: Float[Tensor, "K"],
+    out: Float[Tensor, "K O I"] | None = None,
+    largest: Float[Tensor, "K"] | None = None,
+    along: Float[Tensor, ""] | None = None,
+) -> Float[Tensor, "K O I"]:
+    """`squares_ema_`, and `damped_quotient` by the new means: R and s are read once.
+
+    >>> s, one = torch.ones(1, 1, 1), torch.ones(1)
+    >>> averaged_quotient_(s, torch.full((1, 1, 1), 2.0), 0.5 * one, 1.0, None, None, None, None, 1.5 * one), s
+    (tensor([[[0.5000]]]), tensor([[[2.5000]]]))
+    """
+    return _quotient(R, s, (s_P, s_Q, left, right, constant), out, (largest, along), (weight, factor))
+
+
+def _quotient(
+    R: Tensor | Scaled,
+    s: Tensor,
+    added: tuple[Tensor | None, ...],
+    out: Tensor | None,
+    found: tuple[Tensor | None, Tensor | None],
+    average: tuple[Tensor | None, int | float] = (None, 1.0),
+) -> Tensor:
+    R, scales = fused.parts(R)
+    out = _room(R, out)
+    check_alike(s, {"R": R, "out": out})
+    if s.numel():
+        fused.way_of(s, others=(R, out), half=True).damped_quotient(R, scales, s, *added, out, *found, *average)
+    elif found[1] is not None:
+        found[1].zero_()
+    return out
+
+
+@torch.no_grad()
+def scaled(
+    R: Float[Tensor, "K O I"] | Scaled,
+    a: Float[Tensor, "K O"] | None,
+    b: Float[Tensor, "K I"] | None,
+    out: Float[Tensor, "K O I"] | None = None,
+    largest: Float[Tensor, "K"] | None = None,
+    along: Float[Tensor, ""] | None = None,
+) -> Float[Tensor, "K O I"]:
+    """``Rᵢⱼ aᵢ bⱼ``: rows and columns scaled, or one of the two alone.
+
+    `out`, `largest` and `along` are as in `damped_quotient`.
+
+    >>> scaled(torch.ones(1, 1, 2), torch.tensor([[3.0]]), torch.tensor([[1.0, 2.0]]))
+    tensor([[[3., 6.]]])
+    """
+    R, scales = fused.parts(R)
+    out = _room(R, out)
+    check_alike(R, {"out": out})
+    if R.numel():
+        way = fused.way_of(R, others=(out, *(x for x in (a, b) if x is not None)), half=True)
+        way.scaled(R, scales, a, b, out, largest, along)
+    elif along is not None:
+        along.zero_()
+    return out
+
+
+def _room(R: Tensor, out: Tensor | None) -> Tensor:
+    check_whole(R, "R")
+    return torch.empty(R.shape, dtype=R.dtype, device=R.device) if out is None else out

@@ -1,0 +1,245 @@
+"""What an optimizer's step does entry by entry, in one pass each: gather, average, Adam, momentum, and the descent.
+
+On a GPU with Triton every function is one launch (one for each 32 listed layers); elsewhere it is a few calls of
+torch, which the kernels are checked against. Nothing here asks the device for a value. A `gate` is a bool on the
+device, or None for an open one: where it is shut nothing changes, whatever the other arguments hold.
+Stacks ``[K, O, I]`` may be strided along K (``state[groups]``), but each matrix lies in one piece.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import BFloat16, Bool, Float
+from torch import Tensor
+
+from layerwise.optim.cuda.triton import elementwise as fused_launch
+from layerwise.optim.cuda import elementwise_torch as fused_reference
+from layerwise.optim.cuda.checks import check_layers, check_means, check_whole
+from layerwise.optim.cuda.magnitudes import finite_gate as finite_gate
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.triton.products import available
+
+TAKEN = (torch.float32, torch.bfloat16, torch.float16)
+"""Types that the kernels read; they compute in float32."""
+Gate = Bool[Tensor, ""] | None
+Layers = Sequence[Float[Tensor, "o i"]]
+Vectors = Sequence[Float[Tensor, "o"]] | None
+
+
+@torch.no_grad()
+def gather_(
+    out: Float[Tensor, "K O I"], weights: Layers, biases: Vectors = None, factor: int | float = 1.0, gate: Gate = None
+) -> Float[Tensor, "K O I"]:
+    """Fill a stack with ``factor · [weight, bias]`` of each layer, and zeros around; all zeros where the gate is shut.
+
+    >>> gather_(torch.empty(1, 2, 4), [torch.ones(1, 2)], [torch.ones(1)], 3.0).tolist()
+    [[[3.0, 3.0, 3.0, 0.0], [0.0, 0.0, 0.0, 0.0]]]
+    """
+    check_whole(out, "out")
+    check_layers(out, "out", weights, biases)
+    if out.numel():
+        way_of(out, layers=(weights, biases)).gather_(out, weights, biases, factor, gate)
+    return out
+
+
+@torch.no_grad()
+def finish_(
+    weights: Layers,
+    biases: Vectors,
+    D: Float[Tensor, "K O I"] | Scaled,
+    momentum: Float[Tensor, "K O I"] | None = None,
+    *,
+    lr: int | float,
+    decay: int | float = 0.0,
+    rates: Float[Tensor, "2"] | None = None,
+    mu: int | float = 0.0,
+    nesterov: bool = False,
+    factor: Float[Tensor, ""] | int | float = 1.0,
+    gate: Gate = None,
+) -> None:
+    """The end of a step: momentum, decoupled decay and descent of each layer's weight, and of its bias by column i.
+
+        momentum ← mu·momentum + factor·D,    W ← (1 − lr·decay) W − lr·momentum
+
+    `rates`, ``(1 − lr·decay, lr)`` in float32 on the device, take the place of both numbers: for a recorded step. With
+    `nesterov` the update is ``factor·D + mu·momentum``, without `momentum` it is ``factor·D``. D may be a
+    transposed view (``X.mT``), or of half precision, or `Scaled`.
+
+    >>> W = torch.zeros(1, 2)
+    >>> finish_([W], None, torch.ones(1, 1, 2), lr=0.5, factor=3.0)
+    >>> W
+    tensor([[-1.5000, -1.5000]])
+    """
+    D, scales = parts(D)
+    check_whole(D, "D", transposed=True)
+    check_layers(D, "D", weights, biases)
+    if momentum is not None:
+        check_whole(momentum, "momentum")
+    if D.numel():
+        first = D if momentum is None else momentum
+        way = way_of(first, layers=(weights, biases), others=(D,), half=momentum is None)
+        kept = (1 - lr * decay, lr) if rates is None else rates
+        way.finish_(weights, biases, D, scales, momentum, kept, mu, nesterov, factor, gate)
+
+
+@torch.no_grad()
+def ema_(
+    mean: Float[Tensor, "K *n"],
+    new: Float[Tensor, "K *m"],
+    weight: Float[Tensor, "K"],
+    divisor: Float[Tensor, "K"] | int | float = 1.0,
+) -> Float[Tensor, "K *n"]:
+    """Move running means, matrices or vectors, towards ``new / divisor``, which zeros continue where it is smaller.
+
+        mean ← mean + weight·(new/divisor − mean)
+
+    A weight of 0 leaves its mean unchanged even if `new` is not finite; a weight of 1 replaces it. A mean of half
+    precision is rounded when it is written.
+
+    >>> ema_(torch.ones(2, 2), torch.tensor([[4.0], [torch.nan]]), torch.tensor([0.5, 0.0]), 2.0).tolist()
+    [[1.5, 0.5], [1.0, 1.0]]
+    """
+    check_means(mean, new)
+    if mean.numel() and new.numel():
+        stacks = (mean, new) if mean.ndim == 3 else (mean.unsqueeze(1), new.unsqueeze(1))
+        way_of(stacks[0], others=(new,), half=True).ema_(*stacks, weight, divisor)
+    return mean
+
+
+def finite_diagonals(new: Float[Tensor, "K *n"]) -> Bool[Tensor, "K"]:
+    """Whether each matrix's diagonal (or each vector) is finite: for second moments, whether all of it is.
+
+    >>> finite_diagonals(torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.0, torch.inf]]]))
+    tensor([ True, False])
+    """
+    X = new if new.ndim == 2 else new.diagonal(dim1=-2, dim2=-1)
+    way = way_of(X, half=True) if X.shape[1] <= fused_launch.MOST_IN_A_BLOCK else fused_reference
+    return way.finite_entries(X)
+
+
+@torch.no_grad()
+def rotated_adam_(
+    M: Float[Tensor, "K O I"],
+    V: Float[Tensor, "K O I"],
+    R: Float[Tensor, "K O I"] | Scaled,
+    *,
+    beta1: int | float,
+    beta2: int | float,
+    eps: int | float,
+    correction1: Float[Tensor, "K"],
+    correction2: Float[Tensor, "K"],
+    floor: Float[Tensor, "K"] | None = None,
+    gate: Gate = None,
+    out: Float[Tensor, "K O I"] | None = None,
+    factor: int | float = 1.0,
+) -> Float[Tensor, "K O I"]:
+    """SOAP's step in the eigenbasis, ``M/(√V + ε) · √c₂/c₁``, with both moments moved towards R and R² before.
+
+    The corrections are ``c = 1 − βᵗ``. With a `floor` the step is multiplied by ``max(0, 1 − floor/V)``, by the new V:
+    there is none where V is no more than what rounding leaves. `out` may be R, or of half precision; what it gets is
+    `factor` times the step, in float16 cut off where it is too large (NaN stays). Where the gate is shut it is zero.
+
+    >>> M, V, c = torch.zeros(1, 1, 1), torch.zeros(1, 1, 1), torch.tensor([0.5])
+    >>> step = rotated_adam_(M, V, torch.ones(1, 1, 1), beta1=0.5, beta2=0.5, eps=0.0, correction1=c, correction2=c)
+    >>> M.item(), V.item(), round(step.item(), 6)
+    (0.5, 0.5, 1.0)
+    """
+    return _adam(M, V, R, out, factor, (beta1, beta2, eps, correction1, correction2, True, floor, gate))
+
+
+@torch.no_grad()
+def adam_(
+    m: Float[Tensor, "K O I"],
+    v: Float[Tensor, "K O I"],
+    g: Float[Tensor, "K O I"],
+    *,
+    beta1: int | float,
+    beta2: int | float,
+    eps: int | float,
+    correction1: Float[Tensor, "K"],
+    correction2: Float[Tensor, "K"],
+    gate: Gate = None,
+    out: Float[Tensor, "K O I"] | None = None,
+) -> Float[Tensor, "K O I"]:
+    """Adam's step ``(m/c₁) / (√v/√c₂ + ε)``; otherwise as `rotated_adam_`.
+
+    >>> m, v, c = torch.zeros(1, 1, 1), torch.zeros(1, 1, 1), torch.tensor([0.5])
+    >>> adam_(m, v, torch.ones(1, 1, 1), beta1=0.5, beta2=0.5, eps=1.0, correction1=c, correction2=c)
+    tensor([[[0.5000]]])
+    """
+    return _adam(m, v, g, out, 1.0, (beta1, beta2, eps, correction1, correction2, False, None, gate))
+
+
+def _adam(
+    M: Tensor, V: Tensor, G: Tensor | Scaled, out: Tensor | None, factor: int | float, numbers: tuple[Any, ...]
+) -> Tensor:
+    G, scales = parts(G)
+    step = torch.empty(M.shape, dtype=M.dtype, device=M.device) if out is None else out
+    for name, X in (("M", M), ("V", V), ("the gradient", G), ("out", step)):
+        check_whole(X, name)
+    if M.numel():
+        way_of(M, others=(V, G, step)).adam_(M, V, G, scales, step, factor, *numbers)
+    return step
+
+
+@torch.no_grad()
+def momentum_half_(
+    M: Float[Tensor, "K O I"], G: Float[Tensor, "K O I"], mu: int | float, nesterov: bool = True, gate: Gate = None
+) -> tuple[BFloat16[Tensor, "K O I"], Float[Tensor, "K"]]:
+    """Muon's ``M ← mu·M + (1 − mu) G``, what is orthogonalized in bfloat16, and its squared norms.
+
+    That is M, or with `nesterov` ``mu·M + (1 − mu) G`` once more. The squares are of values that are not rounded yet,
+    added in an order that does not change. Where the gate is shut both are zero.
+
+    >>> M = torch.zeros(1, 1, 2)
+    >>> half, squares = momentum_half_(M, torch.tensor([[[2.0, 4.0]]]), 0.5, nesterov=False)
+    >>> M.tolist(), half.dtype, squares
+    ([[[1.0, 2.0]]], torch.bfloat16, tensor([5.]))
+    """
+    check_whole(M, "M")
+    check_whole(G, "G")
+    return way_of(M, others=(G,)).momentum_half_(M, G, mu, nesterov, gate)
+
+
+@torch.no_grad()
+def dot(X: Float[Tensor, "K *n"] | Scaled, Y: Float[Tensor, "K *n"]) -> Float[Tensor, ""]:
+    """``⟨X, Y⟩`` in float32, added in an order that does not change; the types may differ.
+
+    >>> dot(torch.ones(2, 3), torch.full((2, 3), 2.0))
+    tensor(12.)
+    """
+    X, scales = parts(X)
+    check_whole(X, "X")
+    check_whole(Y, "Y")
+    if X.ndim == 1 or (
+        not scales and X.is_contiguous() and Y.is_contiguous() and X.numel() <= fused_launch.MOST_ENTRIES
+    ):
+        X, Y = X.reshape(1, -1), Y.reshape(1, -1)
+    return way_of(X, others=(Y,), half=True).dot(X, scales, Y)
+
+
+def parts(X: Tensor | Scaled) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """A tensor and its scales."""
+    return (X.C, X.scales) if isinstance(X, Scaled) else (X, ())
+
+
+# --- which way ----------------------------------------------------------------------------------------------
+
+
+def way_of(
+    first: Tensor, *, layers: Sequence[Sequence[Tensor] | None] = (), others: Sequence[Tensor] = (), half: bool = False
+) -> Any:
+    """The kernels, if they run on this device and take all of these; else torch. `first` is float32, or `half`."""
+    if not available(first.device) or not first.numel():
+        return fused_reference
+    fits = first[0].numel() <= fused_launch.MOST_ENTRIES and len(first) <= fused_launch.MOST_GROUPS
+    fits &= first.dtype in TAKEN if half else first.dtype == torch.float32
+    fits &= all(X.dtype in TAKEN for X in others)
+    return fused_launch if fits and all(_alike(tensors) for tensors in layers if tensors) else fused_reference
+
+
+def _alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether one kernel can take them all: of one type and stride, rows in one piece."""
+    dtype, stride = tensors[0].dtype, tensors[0].stride()
+    return dtype in TAKEN and stride[-1] == 1 and all(X.dtype == dtype and X.stride() == stride for X in tensors)

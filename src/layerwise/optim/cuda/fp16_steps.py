@@ -1,0 +1,131 @@
+"""Steps in an eigenbasis written as halves at once, their scales foreseen.
+
+Turning a step back wants it in float16, times a power of two that its largest entry decides, and that is known when
+all of it has been computed. But steps are alike: the pass writes with the scale that the last step's largest entry asks
+for, with `HEADROOM`, and finds the largest of its own. A second launch looks whether the scale fits, and computes again
+the groups where it does not: where a largest entry has grown or shrunk by more than about eight times. Elsewhere it
+reads two numbers.
+
+Without the kernels a step is written in float32, and then rounded.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.cuda.triton import elementwise as fused_launch
+from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, scaled
+from layerwise.optim.cuda.checks import check_alike, check_whole
+from layerwise.optim.cuda.triton.arguments import add_up, basis_kernels, bits, listed, room_for_sums
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.linalg.fp16 import Half
+from layerwise.optim.cuda.linalg.orthogonal import ROOM, with_room
+from layerwise.optim.cuda.triton.device import on
+from layerwise.optim.cuda.triton.splits import HEADROOM
+
+Numbers = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]
+
+
+@torch.no_grad()
+def damped_half(
+    R: Float[Tensor, "K O I"] | Scaled,
+    s: Float[Tensor, "K O I"],
+    added: Numbers,
+    before: Float[Tensor, "K"],
+    *,
+    weight: Float[Tensor, "K"] | None = None,
+    factor: int | float = 1.0,
+    along: Float[Tensor, ""] | None = None,
+) -> Half:
+    """`fused_basis.damped_quotient`, or with a `weight` `averaged_quotient_`, as a half with room (`orthogonal`).
+
+    `added` are s_P, s_Q, left, right and the constant of those. `before`, the largest magnitudes of the last step or
+    zeros, becomes those of this one. R may be written over.
+
+    >>> before, none = torch.zeros(1), (None, None, None, None, torch.ones(1))
+    >>> half = damped_half(torch.full((1, 1, 1), 6.0), torch.full((1, 1, 1), 2.0), none, before)
+    >>> (half.hi / half.scale).item(), before.item()
+    (2.0, 2.0)
+    """
+    X, scales = fused.parts(R)
+    check_alike(s, {"R": X})
+    if fused.way_of(s, others=(X,), half=True) is not fused_launch:
+        rest = {"out": X, "largest": before, "along": along}
+        if weight is None:
+            return with_room(damped_quotient(R, s, *added, **rest), before)
+        return with_room(averaged_quotient_(s, R, weight, factor, *added, **rest), before)
+    K, O, I = s.shape
+    numbers = [None if x is None or added[2] is None else x.contiguous() for x in added[:4]] + [added[4].contiguous()]
+    hi, scale, largest = _room(X)
+    partial = room_for_sums(along, K, fused_launch.tiles(O, I))
+    weight = None if weight is None else weight.contiguous()
+    shape = (torch.finfo(s.dtype).tiny, O, I, X.stride(0), s.stride(0), hi.stride(0))
+    kinds = _kinds(scales, HAS_FACTORS=added[2] is not None)
+    with on(s.device):
+        grid, factors = (fused_launch.tiles(O, I), K), listed(scales, 0)
+        basis_kernels().damped_quotient_kernel[grid](
+            X, factors, s, hi, *numbers, bits(largest), partial, weight, bits(before), float(factor), *shape,
+            HAS_LARGEST=True, HAS_PARTIAL=partial is not None, HAS_WEIGHT=weight is not None, **kinds,
+        )  # fmt: skip
+        basis_kernels().quotient_again_kernel[grid](
+            X, factors, s, hi, *numbers, bits(largest), bits(before), scale, *shape, **kinds
+        )
+    add_up(partial, along)
+    before.copy_(largest)
+    return Half(hi, scale)
+
+
+@torch.no_grad()
+def scaled_half(
+    R: Float[Tensor, "K O I"] | Scaled,
+    a: Float[Tensor, "K O"] | None,
+    b: Float[Tensor, "K I"] | None,
+    before: Float[Tensor, "K"],
+    *,
+    along: Float[Tensor, ""] | None = None,
+) -> Half:
+    """`fused_basis.scaled` as a half with room; otherwise as `damped_half`.
+
+    >>> before = torch.zeros(1)
+    >>> half = scaled_half(torch.ones(1, 1, 2), torch.tensor([[3.0]]), torch.tensor([[1.0, 2.0]]), before)
+    >>> (half.hi / half.scale).tolist(), before.item()
+    ([[[3.0, 6.0]]], 6.0)
+    """
+    X, scales = fused.parts(R)
+    check_whole(X, "R")
+    others = tuple(x for x in (a, b) if x is not None)
+    if fused.way_of(X, others=others, half=True) is not fused_launch:
+        return with_room(scaled(R, a, b, out=X, largest=before, along=along), before)
+    K, O, I = X.shape
+    hi, scale, largest = _room(X)
+    sides, partial = (
+        [None if x is None else x.contiguous() for x in (a, b)],
+        room_for_sums(along, K, fused_launch.tiles(O, I)),
+    )
+    shape = (O, I, X.stride(0), hi.stride(0))
+    kinds = _kinds(scales, HAS_ROWS=a is not None, HAS_COLUMNS=b is not None)
+    with on(X.device):
+        grid, factors = (fused_launch.tiles(O, I), K), listed(scales, 0)
+        basis_kernels().scaled_kernel[grid](
+            X, factors, hi, *sides, bits(largest), partial, bits(before), *shape,
+            HAS_LARGEST=True, HAS_PARTIAL=partial is not None, **kinds,
+        )  # fmt: skip
+        basis_kernels().scaled_again_kernel[grid](
+            X, factors, hi, *sides, bits(largest), bits(before), scale, *shape, **kinds
+        )
+    add_up(partial, along)
+    before.copy_(largest)
+    return Half(hi, scale)
+
+
+def _room(X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For the half, its scales, and the largest magnitudes."""
+    numbers = torch.zeros(2, len(X), dtype=torch.float32, device=X.device)
+    return torch.empty(X.shape, dtype=torch.float16, device=X.device), numbers[0], numbers[1]
+
+
+def _kinds(scales: tuple[Tensor, ...], **kinds: bool) -> dict[str, Any]:
+    return {"SCALES": len(scales), "ROOM": ROOM, "HEADROOM": HEADROOM, **kinds, **fused_launch.TILE}

@@ -1,0 +1,114 @@
+"""Eigenbases that are kept as one half, 2¹⁴ U in float16: following a matrix that drifts.
+
+Rounding turns the vectors of such a basis by 2⁻¹² or so of their length, in random directions. That is less than what
+a sweep of `basis_tracking` leaves of a drift, so that a basis in which second moments are measured needs no more, nor
+does one for roots of power ¼. A sweep is then six products of halves where one of pairs has eight and a half, and
+large ones are cuBLAS's, which runs nearly twice as fast as Triton where nothing can be left out.
+"""
+
+import torch
+from jaxtyping import Float, Float16, Float32
+from torch import Tensor
+
+from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.triton import products as triton_products
+from layerwise.optim.cuda.linalg.jacobi import FUSED_SIZE, STILL, coupling, rotation, second_order
+from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
+from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE, bounded_pair, product_bound, writes_halves
+from layerwise.optim.cuda.linalg.products import HALF_PAIRS
+from layerwise.optim.cuda.triton.products import pair_product
+
+UNIT = 2.0**14
+"""Scale of E, of ``E + E²/2`` and of ``I − Vᵀ V``."""
+LARGE = 1536
+"""From this size on products with a result in float16 are cuBLAS's, if it writes that (`writes_halves`)."""
+
+
+def tracked_half(
+    M: Float[Tensor, "*batch n n"] | HalfPair,
+    U: Half,
+    sweeps: int = 1,
+    *,
+    damping: int | float = 1e-3,
+    still: int | float = STILL,
+) -> tuple[Half, Float32[Tensor, "*batch n"], Float32[Tensor, "sweeps *batch"]]:
+    """`basis_tracking.tracked_basis` of a basis with the fixed scale: the basis, eigenvalues, couplings before.
+
+    Where something is not finite the last coupling is infinite, and the basis is of no use.
+
+    >>> from layerwise.optim.cuda.linalg.orthogonal import basis_half
+    >>> M = torch.tensor([[2.0, 0.1], [0.1, 1.0]])
+    >>> U, values, couplings = tracked_half(M, basis_half(torch.eye(2)), sweeps=2, damping=0)
+    >>> [[round(x, 3) for x in found.tolist()] for found in (values, torch.linalg.eigvalsh(M), couplings)]
+    [[2.01, 0.99], [0.99, 2.01], [0.071, 0.0]]
+    """
+    M_, couplings, values = HALF_PAIRS.prepared(M, definite=True), [], torch.empty(0)
+    U = Half(U.hi.contiguous(), U.scale)
+    for _ in range(sweeps):
+        U, values, left = _sweep(M_, U, damping, still)
+        couplings.append(left)
+    # S was computed of 2¹⁴ U and of M times its scale. Both reciprocals are exact, where the product may overflow.
+    return U, values / BASIS_SCALE * M_.scale.reciprocal()[..., None], torch.stack(couplings)
+
+
+def _sweep(M: HalfPair, U: Half, damping: int | float, still: int | float) -> tuple[Half, Tensor, Tensor]:
+    C, _ = half_pairs.whole_product(M, U)
+    C = bounded_pair(C, product_bound(U.shape[-1]))
+    if _takes(U):
+        from layerwise.optim.cuda.triton import jacobi as triton_sweeps
+
+        found = triton_sweeps.rotation(pair_product(U.mT, C, symmetric=True, whole=True), damping, still)
+        F, E = torch.empty_like(found.E.hi), found.E
+        pair_product(E, E, symmetric=True, skew=True, add=E.hi, alpha=found.alpha, beta=found.beta, out=F)
+        values, left = found.values, found.left
+    else:
+        F, values, left = _rotation(U, C, damping, still)
+    V = _turned(U, F, 1.0)
+    V = _turned(V, _defect(V, F), 0.5)
+    # What is not finite in V, or in I − VᵀV, is in every row by now.
+    left = left + 0 * V.hi[..., 0, :].float().sum(-1)
+    return V, values, left.nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def _rotation(U: Half, C: HalfPair, damping: int | float, still: int | float) -> tuple[Tensor, Tensor, Tensor]:
+    """``E + E²/2`` in float16, eigenvalues and coupling, by torch."""
+    S, scale = half_pairs.whole_product(U.mT, C)
+    S = S / scale[..., None, None]
+    S = (S + S.mT) / 2
+    mean = S.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True).clamp(min=torch.finfo(S.dtype).tiny)
+    S = S / mean[..., None]
+    E = rotation(S, damping, still)
+    E_ = Half((UNIT * E).half(), torch.full_like(mean[..., 0], UNIT))
+    F = UNIT * HALF_PAIRS.rough(E_, E_, add=E, alpha=0.5)
+    return F.half(), mean * second_order(S, E), coupling(S, damping)
+
+
+def _turned(U: Half, F: Float16[Tensor, "*batch n n"], share: float) -> Half:
+    """``U + share·U F`` in float16."""
+    out = torch.empty_like(U.hi, memory_format=torch.contiguous_format)
+    if by_cublas(U):
+        return Half(torch.baddbmm(U.hi, U.hi, F, alpha=share / UNIT, out=out), U.scale)
+    if _takes(U):
+        F_ = Half(F, torch.full_like(U.scale, UNIT))
+        return Half(pair_product(U, F_, add=U.hi, alpha=share * BASIS_SCALE, out=out), U.scale)
+    C = U.hi.float() @ F.float()
+    return Half(torch.add(U.hi.float(), C, alpha=share / UNIT).half(), U.scale)
+
+
+def _defect(V: Half, out: Float16[Tensor, "*batch n n"]) -> Float16[Tensor, "*batch n n"]:
+    """``I − Vᵀ V`` in float16; `out` may be written over."""
+    if _takes(V):
+        return pair_product(V.mT, V, alpha=-UNIT, identity=UNIT, symmetric=True, out=out)
+    C = V.hi.mT.float() @ V.hi.float()
+    eye = torch.eye(C.shape[-1], device=C.device)
+    return (UNIT * (eye - C / BASIS_SCALE**2)).half()
+
+
+def by_cublas(U: Half) -> bool:
+    """Whether products of bases with a result in float16 are cuBLAS's."""
+    return U.shape[-1] >= LARGE and writes_halves(U)
+
+
+def _takes(U: Half) -> bool:
+    """Whether there are kernels for it."""
+    return U.hi.ndim == 3 and U.shape[-1] >= FUSED_SIZE and triton_products.takes(U, U)

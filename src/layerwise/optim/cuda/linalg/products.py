@@ -1,0 +1,211 @@
+"""Matrix products as the functions of this folder ask for them: precise or rough, with what is added to them.
+
+A product ``identity·I + add + alpha·A B`` is one kernel where pairs of float16 are multiplied on a GPU by Triton
+(`HalfPairProducts`), and a few calls of torch elsewhere.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.triton import products as triton_products
+from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
+
+Product = Callable[[Tensor, Tensor], Tensor]
+Operand = Tensor | HalfPair | Half
+
+
+@runtime_checkable
+class Products(Protocol):
+    """How matrices are multiplied. A result said to be `symmetric` is exactly that; `add` is symmetric then."""
+
+    def prepared(self, X: Tensor | HalfPair, *, definite: bool = False) -> Any:
+        """X as an operand of many products; `definite`: no entry is larger than the largest of the diagonal."""
+        ...
+
+    def precise(
+        self,
+        A: Any,
+        B: Any,
+        *,
+        add: Tensor | None = None,
+        alpha: int | float = 1,
+        identity: int | float = 0,
+        symmetric: bool = False,
+    ) -> Tensor:
+        """``identity·I + add + alpha·A B``."""
+        ...
+
+    def rough(
+        self, A: Any, B: Any, *, add: Tensor | None = None, alpha: int | float = 1, symmetric: bool = False
+    ) -> Tensor:
+        """The same for a product that only corrects, and need not be as precise."""
+        ...
+
+    def remainder(self, A: Any, B: Any) -> Any:
+        """``I − A B``, as an operand of rough products: of the product all bits are kept, of what is left not."""
+        ...
+
+    def improved(self, R: Any, Y: Any, X: Any, add: Tensor) -> Any:
+        """``add + R Y``, symmetric, as an operand of rough products; `X` is `add` prepared."""
+        ...
+
+
+@dataclass(frozen=True)
+class TorchProducts:
+    """By `torch.matmul`, or whatever two functions are given.
+
+    >>> A = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> TorchProducts().precise(A, A.mT, alpha=-1, identity=1).tolist()
+    [[-4.0, -11.0], [-11.0, -24.0]]
+    """
+
+    matmul: Product = torch.matmul
+    roughly: Product | None = None
+
+    def prepared(self, X: Tensor | HalfPair, *, definite: bool = False) -> Tensor:
+        """X as it is, a pair as its value."""
+        return X.value() if isinstance(X, HalfPair) else X
+
+    def precise(
+        self,
+        A: Float[Tensor, "..."],
+        B: Float[Tensor, "..."],
+        *,
+        add: Float[Tensor, "..."] | None = None,
+        alpha: int | float = 1,
+        identity: int | float = 0,
+        symmetric: bool = False,
+    ) -> Tensor:
+        """``identity·I + add + alpha·A B``."""
+        return finished(self.matmul(A, B), add, alpha, identity, symmetric)
+
+    def rough(
+        self,
+        A: Float[Tensor, "..."],
+        B: Float[Tensor, "..."],
+        *,
+        add: Float[Tensor, "..."] | None = None,
+        alpha: int | float = 1,
+        symmetric: bool = False,
+    ) -> Tensor:
+        """``add + alpha·A B`` by the rough product, if there is one."""
+        return finished((self.roughly or self.matmul)(A, B), add, alpha, 0, symmetric)
+
+    def remainder(self, A: Float[Tensor, "..."], B: Float[Tensor, "..."]) -> Tensor:
+        """``I − A B``."""
+        return self.precise(A, B, alpha=-1, identity=1)
+
+    def improved(
+        self, R: Float[Tensor, "..."], Y: Float[Tensor, "..."], X: Float[Tensor, "..."], add: Float[Tensor, "..."]
+    ) -> Tensor:
+        """``add + R Y``."""
+        return self.rough(R, Y, add=add, symmetric=True)
+
+
+@dataclass(frozen=True)
+class HalfPairProducts:
+    """Of pairs of float16 with 22 bits, and of halves with 11; operands that are not split are split first.
+
+    >>> products = HalfPairProducts()
+    >>> A = products.prepared(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    >>> products.precise(A, A.mT, alpha=-1, identity=1, symmetric=True).tolist()
+    [[-4.0, -11.0], [-11.0, -24.0]]
+    """
+
+    def prepared(self, X: Float[Tensor, "..."] | HalfPair, *, definite: bool = False) -> HalfPair:
+        """X as a pair."""
+        if isinstance(X, HalfPair):
+            return X
+        if definite and half_pairs.on_kernels(X):
+            return triton_products.split(X, amax=X.diagonal(dim1=-2, dim2=-1).amax(-1))
+        return half_pairs.split(X)
+
+    def precise(
+        self,
+        A: Float[Tensor, "..."] | HalfPair,
+        B: Float[Tensor, "..."] | HalfPair,
+        *,
+        add: Float[Tensor, "..."] | None = None,
+        alpha: int | float = 1,
+        identity: int | float = 0,
+        symmetric: bool = False,
+    ) -> Tensor:
+        """``identity·I + add + alpha·A B``."""
+        left, right = self.prepared(A), self.prepared(B)
+        if _fused(left, right, add):
+            return triton_products.pair_product(
+                left, right, add=add, alpha=alpha, identity=identity, symmetric=symmetric
+            )
+        return finished(half_pairs.product(left, right), add, alpha, identity, symmetric)
+
+    def rough(
+        self,
+        A: Float[Tensor, "..."] | HalfPair | Half,
+        B: Float[Tensor, "..."] | HalfPair | Half,
+        *,
+        add: Float[Tensor, "..."] | None = None,
+        alpha: int | float = 1,
+        symmetric: bool = False,
+    ) -> Tensor:
+        """``add + alpha·A B`` of first halves."""
+        left, right = half_pairs.halved(A), half_pairs.halved(B)
+        if _fused(left, right, add):
+            return triton_products.pair_product(left, right, add=add, alpha=alpha, symmetric=symmetric)
+        return finished(half_pairs.rough_product(left, right), add, alpha, 0, symmetric)
+
+    def remainder(self, A: Float[Tensor, "..."] | HalfPair, B: Float[Tensor, "..."] | HalfPair) -> Half:
+        """``I − A B`` with 22 bits of the product, rounded to 11."""
+        left, right = self.prepared(A), self.prepared(B)
+        if _fused(left, right, None):
+            return _remainders().remainder(left, right)
+        return half_pairs.halved(finished(half_pairs.product(left, right), alpha=-1, identity=1))
+
+    def improved(self, R: Half, Y: HalfPair | Half, X: HalfPair, add: Float[Tensor, "..."]) -> Half:
+        """``add + R Y`` of first halves, rounded to 11 bits."""
+        right = half_pairs.halved(Y)
+        if _fused(R, right, add):
+            # Where it converges, 1 + t + t² + … of up to three terms, |t| < 1: no entry is three times X's largest.
+            return _remainders().improved(R, right, add, X.scale / 2)
+        return half_pairs.halved(self.rough(R, right, add=add, symmetric=True))
+
+
+TORCH = TorchProducts()
+HALF_PAIRS = HalfPairProducts()
+
+
+def finished(
+    C: Float[Tensor, "*batch m n"],
+    add: Float[Tensor, "..."] | None = None,
+    alpha: int | float = 1,
+    identity: int | float = 0,
+    symmetric: bool = False,
+) -> Float[Tensor, "*batch m n"]:
+    """``identity·I + add + alpha·C``, made exactly symmetric on demand, by torch.
+
+    >>> finished(torch.ones(2, 2), torch.tensor([[0.0, 1.0], [1.0, 0.0]]), alpha=2, identity=3).tolist()
+    [[5.0, 3.0], [3.0, 5.0]]
+    """
+    if add is not None:
+        C = torch.add(add, C, alpha=alpha)
+    elif alpha != 1:
+        C = C * alpha
+    if identity != 0:
+        C = C + identity * torch.eye(C.shape[-1], dtype=C.dtype, device=C.device)
+    return (C + C.mT) / 2 if symmetric else C
+
+
+def _remainders() -> Any:
+    """Imported late, because its kernels are for GPUs alone."""
+    from layerwise.optim.cuda.triton import remainders as triton_remainders
+
+    return triton_remainders
+
+
+def _fused(A: HalfPair | Half, B: HalfPair | Half, add: Tensor | None) -> bool:
+    return triton_products.takes(A, B) and (add is None or (add.stride(-1) == 1 and add.shape[:-2] == A.shape[:-2]))

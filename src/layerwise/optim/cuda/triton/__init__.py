@@ -1,0 +1,1 @@
+"""Triton kernels (`*_kernels.py`, imported at their first use) and the functions that launch them."""

@@ -1,0 +1,72 @@
+"""How tensors are handed to the kernels of `fused`, and where those are found."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerwise.foundations.errors import InputError, describe
+
+Gate = Tensor | None
+
+
+def byte(gate: Gate) -> Tensor | None:
+    """A gate as the kernels read it."""
+    return None if gate is None else gate.view(torch.uint8)
+
+
+def bits(largest: Tensor | None) -> Tensor | None:
+    """Magnitudes as integers of the same order."""
+    return None if largest is None else largest.view(torch.int32)
+
+
+def room_for_sums(along: Tensor | None, groups: int, parts: int) -> Tensor | None:
+    """A number for each part of each group, where their sum is asked for."""
+    return None if along is None else torch.empty(groups, parts, dtype=torch.float32, device=along.device)
+
+
+def add_up(partial: Tensor | None, along: Tensor | None) -> None:
+    """The sum of all parts, in an order that does not change."""
+    if partial is not None and along is not None:
+        torch.sum(partial, (0, 1), out=along)
+
+
+def from_group(X: Tensor | None, start: int) -> Tensor | None:
+    """The stack from some group on; most have all their groups in one launch."""
+    return X if X is None or start == 0 else X[start:]
+
+
+def listed(scales: Sequence[Tensor], start: int) -> tuple[Tensor, ...] | None:
+    """Numbers of the groups from some group on, as a kernel takes them."""
+    return tuple(s.contiguous()[start:] for s in scales) or None
+
+
+def row_stride(W: Tensor) -> int:
+    """Entries from row to row; of a single row, its length."""
+    return W.stride(0) if W.shape[0] > 1 else W.shape[1]
+
+
+def power_of_two(n: int) -> int:
+    """The least that is not smaller."""
+    return 1 << (n - 1).bit_length()
+
+
+@cache
+def kernels() -> Any:
+    """The kernels, compiled at their first launch."""
+    from layerwise.optim.cuda.triton import elementwise_kernels as fused_kernels
+
+    if fused_kernels.triton is None:
+        raise InputError(describe("no Triton", "Triton, for these kernels", "ask `available(device)` first"))
+    return fused_kernels
+
+
+@cache
+def basis_kernels() -> Any:
+    """Those of `fused_basis`."""
+    kernels()
+    from layerwise.optim.cuda.triton import eigenbasis_kernels as fused_basis_kernels
+
+    return fused_basis_kernels

@@ -1,0 +1,57 @@
+"""Where Triton's kernels can run, and how they are launched."""
+
+import importlib
+import importlib.util
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+
+from layerwise.foundations.errors import InputError, describe
+
+LEAST_CAPABILITY = (8, 0)  # asynchronous copies and bfloat16 in the tensor cores
+MOST_MATRICES = 65535  # of a stack: programs along the second axis of a launch
+
+
+@cache
+def available(device: torch.device) -> bool:
+    """Whether the kernels run on this device: Triton can be imported, and the GPU has capability 8.0 or more.
+
+    >>> available(torch.device("cpu"))
+    False
+    """
+    if device.type != "cuda" or torch.version.cuda is None or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+
+
+@cache
+def kernels(module: str = "product_kernels") -> Any:
+    """A module of kernels, imported at the first use.
+
+    >>> kernels.__name__
+    'kernels'
+    """
+    found = importlib.import_module(f"layerwise.optim.cuda.triton.{module}")
+    if found.triton is None:
+        raise InputError(describe("no Triton", "Triton, for these kernels", "ask `available(device)` first"))
+    return found
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be that of the tensors.
+
+    >>> with on(torch.device("cpu")):
+    ...     pass
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def ceil(a: int, b: int) -> int:
+    """a/b rounded up.
+
+    >>> ceil(7, 3)
+    3
+    """
+    return -(-a // b)

@@ -1,0 +1,208 @@
+"""Triton kernels of `fused_basis`; imported as `fused_kernels` is."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from layerwise.optim.cuda.triton.elementwise_kernels import _jit, block, stored, tile, tl, unscaled
+from layerwise.optim.cuda.triton.split_kernels import final_scale, foreseen_scale, keep_largest
+
+
+@_jit
+@no_type_check
+def keep_product(partial, k, product):
+    """The part of a scalar product that this program has found."""
+    tl.store(partial + k * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.sum(product, 1), 0))
+
+
+@_jit
+@no_type_check
+def squares_ema_kernel(s, R, scales, weight, factor, entries, s_k, R_k, SCALES: tl.constexpr, BLOCK: tl.constexpr):
+    """One block of s + weight·(factor·R² − s); an entry whose square is not finite is left."""
+    k = tl.program_id(1).to(tl.int64)
+    w = tl.load(weight + k)
+    if w != 0.0:  # a weight of zero leaves the means alone, and costs nothing
+        at, inside = block(entries, BLOCK)
+        r = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
+        x = factor * (r * r)
+        former = tl.load(s + k * s_k + at, mask=inside, other=0.0).to(tl.float32)
+        new = tl.where(w == 1.0, x, former + w * (x - former))
+        # What is left is written as it was: a mask of its own for every entry would make narrow stores.
+        new = tl.where(x < float("inf"), new, former)
+        tl.store(s + k * s_k + at, stored(new, s.dtype.element_ty), mask=inside)
+
+
+@_jit
+@no_type_check
+def divisor(s_P, s_Q, left, right, constant, k, rows, columns, rows_total, width, tiny, HAS_FACTORS: tl.constexpr):
+    """What is added to the means: max(s_P·right + left·s_Q + constant, tiny)."""
+    added = tl.load(constant + k)
+    if HAS_FACTORS:
+        p = tl.load(s_P + k * rows_total + rows, mask=rows < rows_total, other=0.0)
+        q = tl.load(s_Q + k * width + columns, mask=columns < width, other=0.0)
+        added = p * tl.load(right + k) + tl.load(left + k) * q + added
+    return tl.where(added < tiny, tiny, added)  # NaN stays NaN
+
+
+@_jit
+@no_type_check
+def damped_quotient_kernel(
+    R, scales, s, out, s_P, s_Q, left, right, constant, largest, partial, weight, before, factor, tiny,
+    rows_total, width, R_k, s_k, out_k,
+    SCALES: tl.constexpr, HAS_FACTORS: tl.constexpr, HAS_LARGEST: tl.constexpr, HAS_PARTIAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, ROOM: tl.constexpr, HEADROOM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One tile of R/(s + max(s_P·right + left·s_Q + constant, tiny)), with HAS_WEIGHT by means moved before.
+
+    With ROOM it is multiplied by the scale that was foreseen.
+    """
+    k = tl.program_id(1).to(tl.int64)
+    rows, columns = tile(width, ROWS, COLUMNS)
+    inside = (rows < rows_total) & (columns < width)
+    at = rows * width + columns
+    added = divisor(s_P, s_Q, left, right, constant, k, rows, columns, rows_total, width, tiny, HAS_FACTORS)
+    r = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
+    mean = tl.load(s + k * s_k + at, mask=inside, other=1.0).to(tl.float32)
+    if HAS_WEIGHT:  # as `squares_ema_kernel` does
+        w = tl.load(weight + k)
+        x = tl.where(w != 0.0, factor * (r * r), float("inf"))
+        mean = tl.where(x < float("inf"), tl.where(w == 1.0, x, mean + w * (x - mean)), mean)
+        kept = stored(mean, s.dtype.element_ty)
+        tl.store(s + k * s_k + at, kept, mask=inside)
+        mean = kept.to(tl.float32)  # a quotient that is computed again has no other
+    y = tl.div_rn(r, mean + added)
+    written = y
+    if ROOM > 0:
+        written = y * foreseen_scale(before, k, ROOM, HEADROOM)
+    tl.store(out + k * out_k + at, stored(written, out.dtype.element_ty), mask=inside)
+    if HAS_LARGEST:
+        keep_largest(largest, k, tl.where(inside, y, 0.0))
+    if HAS_PARTIAL:
+        keep_product(partial, k, tl.where(inside, y * r, 0.0))
+
+
+@_jit
+@no_type_check
+def quotient_again_kernel(
+    R, scales, s, out, s_P, s_Q, left, right, constant, largest, before, scale, tiny,
+    rows_total, width, R_k, s_k, out_k,
+    SCALES: tl.constexpr, HAS_FACTORS: tl.constexpr, ROOM: tl.constexpr, HEADROOM: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The same quotient by means that have been moved, where the scale that was foreseen does not fit."""
+    k = tl.program_id(1).to(tl.int64)
+    by, fits = final_scale(largest, before, k, ROOM, HEADROOM)
+    if tl.program_id(0) == 0:
+        tl.store(scale + k, by)
+    if not fits:
+        rows, columns = tile(width, ROWS, COLUMNS)
+        inside = (rows < rows_total) & (columns < width)
+        at = rows * width + columns
+        added = divisor(s_P, s_Q, left, right, constant, k, rows, columns, rows_total, width, tiny, HAS_FACTORS)
+        r = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
+        y = tl.div_rn(r, tl.load(s + k * s_k + at, mask=inside, other=1.0).to(tl.float32) + added)
+        tl.store(out + k * out_k + at, stored(by * y, out.dtype.element_ty), mask=inside)
+
+
+@_jit
+@no_type_check
+def sides_scaled(y, a, b, k, rows, columns, rows_total, width, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr):
+    """y·a·b."""
+    if HAS_ROWS:
+        y = y * tl.load(a + k * rows_total + rows, mask=rows < rows_total, other=0.0).to(tl.float32)
+    if HAS_COLUMNS:
+        y = y * tl.load(b + k * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+    return y
+
+
+@_jit
+@no_type_check
+def scaled_kernel(
+    R, scales, out, a, b, largest, partial, before, rows_total, width, R_k, out_k,
+    SCALES: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr, HAS_LARGEST: tl.constexpr,
+    HAS_PARTIAL: tl.constexpr, ROOM: tl.constexpr, HEADROOM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One tile of R·a·b; with ROOM it is multiplied by the scale that was foreseen."""
+    k = tl.program_id(1).to(tl.int64)
+    rows, columns = tile(width, ROWS, COLUMNS)
+    inside = (rows < rows_total) & (columns < width)
+    at = rows * width + columns
+    r = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
+    y = sides_scaled(r, a, b, k, rows, columns, rows_total, width, HAS_ROWS, HAS_COLUMNS)
+    written = y
+    if ROOM > 0:
+        written = y * foreseen_scale(before, k, ROOM, HEADROOM)
+    tl.store(out + k * out_k + at, stored(written, out.dtype.element_ty), mask=inside)
+    if HAS_LARGEST:
+        keep_largest(largest, k, tl.where(inside, y, 0.0))
+    if HAS_PARTIAL:
+        keep_product(partial, k, tl.where(inside, y * r, 0.0))
+
+
+@_jit
+@no_type_check
+def scaled_again_kernel(
+    R, scales, out, a, b, largest, before, scale, rows_total, width, R_k, out_k,
+    SCALES: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr, ROOM: tl.constexpr,
+    HEADROOM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The same, where the scale that was foreseen does not fit."""
+    k = tl.program_id(1).to(tl.int64)
+    by, fits = final_scale(largest, before, k, ROOM, HEADROOM)
+    if tl.program_id(0) == 0:
+        tl.store(scale + k, by)
+    if not fits:
+        rows, columns = tile(width, ROWS, COLUMNS)
+        inside = (rows < rows_total) & (columns < width)
+        at = rows * width + columns
+        r = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
+        y = sides_scaled(r, a, b, k, rows, columns, rows_total, width, HAS_ROWS, HAS_COLUMNS)
+        tl.store(out + k * out_k + at, stored(by * y, out.dtype.element_ty), mask=inside)
+
+
+@_jit
+@no_type_check
+def unscale_kernel(out, X, scales, entries, out_k, X_k, SCALES: tl.constexpr, BLOCK: tl.constexpr):
+    """One block over its group's scales."""
+    k = tl.program_id(1).to(tl.int64)
+    at, inside = block(entries, BLOCK)
+    x = tl.load(X + k * X_k + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + k * out_k + at, unscaled(x, scales, k, SCALES), mask=inside)
+
+
+@_jit
+@no_type_check
+def total(x, n, BLOCK: tl.constexpr):
+    """The sum of n numbers, in an order that does not change."""
+    found = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        found += tl.load(x + at, mask=at < n, other=0.0)
+    return tl.sum(found, 0)
+
+
+@_jit
+@no_type_check
+def factored_damping_kernel(
+    out, s_P, s_Q, damping, root, own_O, own_I, O, I, groups, RELATIVE: tl.constexpr, TRACE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """left, right and constant of one group."""
+    k = tl.program_id(0).to(tl.int64)
+    mean_P = tl.div_rn(total(s_P + k * O, O, BLOCK), own_O)
+    mean_Q = tl.div_rn(total(s_Q + k * I, I, BLOCK), own_I)
+    if RELATIVE:
+        left, right = root * mean_P, root * mean_Q
+        constant = left * right
+        known = constant > 0
+        left, right = tl.where(known, left, 0.0), tl.where(known, right, 0.0)
+        constant = tl.where(known, constant, 1.0)
+    else:
+        pi = 1.0
+        if TRACE:
+            known = (mean_P > 0) & (mean_Q > 0)
+            pi = tl.sqrt_rn(tl.where(known, tl.div_rn(mean_Q, tl.where(known, mean_P, 1.0)), 1.0))
+        left, right, constant = tl.div_rn(root, pi), root * pi, damping
+    tl.store(out + k, left)
+    tl.store(out + groups + k, right)
+    tl.store(out + 2 * groups + k, constant)

@@ -1,0 +1,253 @@
+"""The passes of `fused` as Triton's kernels: one launch a stack, or one for each 32 listed layers."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from layerwise.optim.cuda.triton.arguments import (
+    Gate,
+    add_up,
+    basis_kernels,
+    bits,
+    byte,
+    from_group,
+    kernels,
+    listed,
+    power_of_two,
+    room_for_sums,
+    row_stride,
+)
+from layerwise.optim.cuda.triton.device import on
+
+LISTED = 32
+"""Layers whose tensors are handed to one kernel; a kernel for every smaller count is compiled."""
+TILE = {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
+BLOCK = {"BLOCK": 2048, "num_warps": 4}
+SMALL = 256  # entries of groups that one block takes several of
+MOST_GROUPS = 65535  # of the second axis of a grid
+MOST_IN_A_BLOCK = 2**20  # Triton's own limit
+MOST_ENTRIES = 2**31 - 2**16  # of one group: offsets in it are 32 bits
+
+
+def gather_(
+    out: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, factor: int | float, gate: Gate
+) -> None:
+    """`fused.gather_`."""
+    (o, i), (O, I) = weights[0].shape, out.shape[1:]
+    with on(out.device):
+        for start in range(0, len(weights), LISTED):
+            these = tuple(weights[start : start + LISTED])
+            those = None if biases is None else tuple(biases[start : start + LISTED])
+            kernels().gather_kernel[(tiles(O, I), len(these))](
+                from_group(out, start), these, those, byte(gate), float(factor), O, I, o, i, out.stride(0),
+                row_stride(these[0]), LISTED=len(these), HAS_BIAS=those is not None, HAS_GATE=gate is not None, **TILE,
+            )  # fmt: skip
+
+
+def finish_(
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor] | None,
+    D: Tensor,
+    scales: Sequence[Tensor],
+    momentum: Tensor | None,
+    rates: Tensor | tuple[int | float, int | float],
+    mu: int | float,
+    nesterov: bool,
+    factor: Tensor | int | float,
+    gate: Gate,
+) -> None:
+    """`fused.finish_`."""
+    (o, i), (O, I) = weights[0].shape, D.shape[1:]
+    factor_at = factor.float() if isinstance(factor, Tensor) else None
+    host = 1.0 if isinstance(factor, Tensor) else float(factor)
+    momentum_k = 0 if momentum is None else momentum.stride(0)
+    rates_at, (keep, lr) = (rates, (1.0, 0.0)) if isinstance(rates, Tensor) else (None, rates)
+    with on(D.device):
+        for start in range(0, len(weights), LISTED):
+            these = tuple(weights[start : start + LISTED])
+            those = None if biases is None else tuple(biases[start : start + LISTED])
+            kernels().finish_kernel[(tiles(O, I), len(these))](
+                these, those, from_group(D, start), listed(scales, start), from_group(momentum, start), factor_at,
+                rates_at, byte(gate), host, float(keep), float(lr), float(mu), O, I, o, i, row_stride(these[0]),
+                *D.stride(), momentum_k, LISTED=len(these), SCALES=len(scales), HAS_BIAS=those is not None,
+                HAS_MOMENTUM=momentum is not None, NESTEROV=nesterov, HAS_FACTOR=factor_at is not None,
+                HAS_RATES=rates_at is not None, HAS_GATE=gate is not None, **TILE,
+            )  # fmt: skip
+    # Autograd sees changes that torch makes; those of a kernel it must be told of.
+    torch.autograd.graph.increment_version([*weights, *(biases or ())])
+
+
+def ema_(mean: Tensor, new: Tensor, weight: Tensor, divisor: Tensor | int | float) -> None:
+    """`fused.ema_`, with mean and new as stacks of matrices."""
+    K, rows, width = mean.shape
+    divisor_at = divisor.contiguous() if isinstance(divisor, Tensor) else None
+    host = 1.0 if isinstance(divisor, Tensor) else float(divisor)
+    with on(mean.device):
+        kernels().ema_kernel[(tiles(rows, width), K)](
+            mean, new, weight.contiguous(), divisor_at, host, rows, width, new.shape[1], new.shape[2],
+            mean.stride(0), new.stride(0), new.stride(1), HAS_DIVISOR=divisor_at is not None, **TILE,
+        )  # fmt: skip
+
+
+def finite_entries(X: Tensor) -> Tensor:
+    """Whether all of each row are finite."""
+    K, n = X.shape
+    flags = torch.empty(K, dtype=torch.int8, device=X.device)
+    with on(X.device):
+        kernels().finite_kernel[(K,)](flags, X, n, X.stride(0), X.stride(1), BLOCK=power_of_two(n), num_warps=4)
+    return flags.view(torch.bool)
+
+
+def adam_(
+    M: Tensor,
+    V: Tensor,
+    G: Tensor,
+    scales: Sequence[Tensor],
+    step: Tensor,
+    factor: int | float,
+    beta1: int | float,
+    beta2: int | float,
+    eps: int | float,
+    correction1: Tensor,
+    correction2: Tensor,
+    rotated: bool,
+    floor: Tensor | None,
+    gate: Gate,
+) -> None:
+    """`fused.adam_` and `fused.rotated_adam_`."""
+    entries, groups = M[0].numel(), len(M)
+    flat = entries if entries < SMALL and not scales and all(X.is_contiguous() for X in (M, V, G, step)) else 0
+    if flat and entries * groups <= MOST_ENTRIES:
+        entries, groups = entries * groups, 1
+    with on(M.device):
+        kernels().adam_kernel[(blocks(entries), groups)](
+            M, V, G, listed(scales, 0), step, byte(gate), correction1.contiguous(), correction2.contiguous(),
+            correction2 if floor is None else floor.contiguous(),
+            float(1 - beta1), float(beta2), float(1 - beta2), float(eps), float(factor), entries,
+            M.stride(0), V.stride(0), G.stride(0), step.stride(0),
+            SCALES=len(scales), ROTATED=rotated, FLAT=flat if groups == 1 else 0, HAS_FLOOR=floor is not None,
+            HAS_GATE=gate is not None, **BLOCK,
+        )  # fmt: skip
+
+
+def momentum_half_(M: Tensor, G: Tensor, mu: int | float, nesterov: bool, gate: Gate) -> tuple[Tensor, Tensor]:
+    """`fused.momentum_half_`."""
+    entries = M[0].numel()
+    half = torch.empty(M.shape, dtype=torch.bfloat16, device=M.device)
+    partial = torch.empty(len(M), blocks(entries), dtype=torch.float32, device=M.device)
+    with on(M.device):
+        kernels().momentum_half_kernel[(blocks(entries), len(M))](
+            M, G, half, partial, byte(gate), float(1 - mu), float(mu), entries, M.stride(0), G.stride(0),
+            NESTEROV=nesterov, HAS_GATE=gate is not None, **BLOCK,
+        )  # fmt: skip
+    return half, partial.sum(1)
+
+
+def corrections_(
+    steps: Tensor, correction1: Tensor, correction2: Tensor, beta1: int | float, beta2: int | float, gate: Gate
+) -> None:
+    """`fused_adam.corrections_`."""
+    logs = (math.log(max(beta, 1e-300)) for beta in (beta1, beta2))
+    with on(steps.device):
+        kernels().corrections_kernel[(blocks(len(steps)),)](
+            steps, correction1, correction2, byte(gate), *logs, len(steps), HAS_GATE=gate is not None, **BLOCK
+        )
+
+
+def unscale(X: Tensor, scales: Sequence[Tensor], out: Tensor) -> None:
+    """`fused_unscaled.unscaled`."""
+    entries = X[0].numel()
+    with on(X.device):
+        basis_kernels().unscale_kernel[(blocks(entries), len(X))](
+            out, X, listed(scales, 0), entries, out.stride(0), X.stride(0), SCALES=len(scales), **BLOCK
+        )
+
+
+def dot(X: Tensor, scales: Sequence[Tensor], Y: Tensor) -> Tensor:
+    """`fused.dot`."""
+    entries = X[0].numel()
+    partial = torch.empty(len(X), blocks(entries), dtype=torch.float32, device=X.device)
+    with on(X.device):
+        kernels().dot_kernel[(blocks(entries), len(X))](
+            X, listed(scales, 0), Y, partial, entries, X.stride(0), Y.stride(0), SCALES=len(scales), **BLOCK
+        )
+    return partial.sum()
+
+
+# --- in an eigenbasis ----------------------------------------------------------------------------------------
+
+
+def squares_ema_(s: Tensor, R: Tensor, scales: Sequence[Tensor], weight: Tensor, factor: int | float) -> None:
+    """`fused_basis.squares_ema_`."""
+    entries = s[0].numel()
+    with on(s.device):
+        basis_kernels().squares_ema_kernel[(blocks(entries), len(s))](
+            s, R, listed(scales, 0), weight.contiguous(), float(factor), entries, s.stride(0), R.stride(0),
+            SCALES=len(scales), **BLOCK,
+        )  # fmt: skip
+
+
+def damped_quotient(
+    R: Tensor,
+    scales: Sequence[Tensor],
+    s: Tensor,
+    s_P: Tensor | None,
+    s_Q: Tensor | None,
+    left: Tensor | None,
+    right: Tensor | None,
+    constant: Tensor,
+    out: Tensor,
+    largest: Tensor | None,
+    along: Tensor | None,
+    weight: Tensor | None,
+    factor: int | float,
+) -> None:
+    """`fused_basis.damped_quotient`, and with a weight `fused_basis.averaged_quotient_`."""
+    K, O, I = s.shape
+    factors = [None if X is None or left is None else X.contiguous() for X in (s_P, s_Q, left, right)]
+    partial, weight = room_for_sums(along, K, tiles(O, I)), None if weight is None else weight.contiguous()
+    with on(s.device):
+        basis_kernels().damped_quotient_kernel[(tiles(O, I), K)](
+            R, listed(scales, 0), s, out, *factors, constant.contiguous(), bits(largest), partial, weight, None,
+            float(factor), torch.finfo(s.dtype).tiny, O, I, R.stride(0), s.stride(0), out.stride(0),
+            SCALES=len(scales), HAS_FACTORS=left is not None, HAS_LARGEST=largest is not None,
+            HAS_PARTIAL=partial is not None, HAS_WEIGHT=weight is not None, ROOM=0, HEADROOM=0, **TILE,
+        )  # fmt: skip
+    add_up(partial, along)
+
+
+def scaled(
+    R: Tensor,
+    scales: Sequence[Tensor],
+    a: Tensor | None,
+    b: Tensor | None,
+    out: Tensor,
+    largest: Tensor | None,
+    along: Tensor | None,
+) -> None:
+    """`fused_basis.scaled`."""
+    K, O, I = R.shape
+    sides = [None if x is None else x.contiguous() for x in (a, b)]
+    partial = room_for_sums(along, K, tiles(O, I))
+    with on(R.device):
+        basis_kernels().scaled_kernel[(tiles(O, I), K)](
+            R, listed(scales, 0), out, *sides, bits(largest), partial, None, O, I, R.stride(0), out.stride(0),
+            SCALES=len(scales), HAS_ROWS=a is not None, HAS_COLUMNS=b is not None, HAS_LARGEST=largest is not None,
+            HAS_PARTIAL=partial is not None, ROOM=0, HEADROOM=0, **TILE,
+        )  # fmt: skip
+    add_up(partial, along)
+
+
+# --- how many --------------------------------------------------------------------------------------------------
+
+
+def tiles(rows: int, columns: int) -> int:
+    """How many tiles cover a matrix."""
+    return -(-rows // TILE["ROWS"]) * -(-columns // TILE["COLUMNS"])
+
+
+def blocks(entries: int) -> int:
+    """How many blocks cover so many entries."""
+    return -(-entries // BLOCK["BLOCK"])

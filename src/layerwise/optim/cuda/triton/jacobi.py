@@ -1,0 +1,112 @@
+"""A sweep of `basis_tracking.tracked_basis` on a GPU: pairs of float16, and as few kernels and passes as that takes.
+
+Entries of an orthogonal basis and of a rotation are bounded, so that their powers of two need no search: rounding
+leaves at most 2⁻³⁸ beside 11 or 22 bits. What is not bounded so overflows and is found in the first row of the result.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from jaxtyping import Float16, Float32
+from torch import Tensor
+
+from layerwise.optim.cuda.linalg.split_fp16 import Half, HalfPair
+from layerwise.optim.cuda.linalg.newton_inverse import signs
+from layerwise.optim.cuda.triton.device import ceil, kernels, on
+from layerwise.optim.cuda.triton.products import Tiles, pair_product, split
+
+ENTRY_BOUND = 2.0  # of a basis; pairs hold four times as much
+UNIT = 2.0**14  # scale of E, of E + E²/2 and of I − VᵀV
+PROBES = 16  # columns, the least that tensor cores take
+APPLICATIONS, MARGIN = 6, 1.15  # as in `basis_tracking`, which says why
+ROWS, COLUMNS, FINISH_ROWS, COPY = 32, 64, 128, 4096
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """``beta·E``, E in half precision and antisymmetric; ``alpha = UNIT beta²/2``; eigenvalues and coupling."""
+
+    E: Half
+    alpha: Float32[Tensor, "K"]
+    beta: Float32[Tensor, "K"]
+    values: Float32[Tensor, "K n"]
+    left: Float32[Tensor, "K"]
+
+
+def sweep(
+    M: HalfPair,
+    U: Float32[Tensor, "K n n"],
+    damping: int | float,
+    still: int | float,
+    tiles: Tiles | None = None,
+) -> tuple[Float32[Tensor, "K n n"], Float32[Tensor, "K n"], Float32[Tensor, "K"]]:
+    """The basis after one sweep, eigenvalues, and the coupling before: infinite where something is not finite."""
+    basis = split(U, bound=ENTRY_BOUND)
+    S = pair_product(basis.mT, split(pair_product(M, basis, tiles=tiles)), symmetric=True, tiles=tiles)
+    found = rotation(S, damping, still)
+    E, F = found.E, Half(torch.empty_like(found.E.hi), found.E.scale)
+    # E is antisymmetric, its square symmetric: half of the tiles are enough for E + E²/2.
+    pair_product(E, E, symmetric=True, skew=True, add=E.hi, alpha=found.alpha, beta=found.beta, out=F.hi, tiles=tiles)
+    V = pair_product(basis.half, F, add=U, tiles=tiles)
+    turned, N = split(V, bound=ENTRY_BOUND), F  # F has been used
+    pair_product(turned.mT, turned, alpha=-UNIT, identity=UNIT, symmetric=True, out=N.hi, tiles=tiles)
+    V = pair_product(turned.half, N, add=V, out=V, alpha=0.5, tiles=tiles)
+    return V, found.values, left_or_infinite(found.left, V)
+
+
+def left_or_infinite(left: Tensor, V: Tensor) -> Tensor:
+    """Infinity where V is not finite: ``V (I − VᵀV)`` brings what is not to every row."""
+    return (left + 0 * V[..., 0, :].sum(-1)).nan_to_num_(nan=torch.inf, posinf=torch.inf)
+
+
+def restore_(V: Float32[Tensor, "K n n"], U: Float32[Tensor, "K n n"], left: Float32[Tensor, "K"]) -> None:
+    """V ← U where the coupling is infinite."""
+    K, n = V.shape[:2]
+    with on(V.device):
+        kernels("jacobi_kernels").restore_kernel[(ceil(n * n, COPY), K)](
+            V, U, left, n * n, U.stride(0), BLOCK=COPY, num_warps=4
+        )
+
+
+def rotation(S: Float32[Tensor, "K n n"], damping: int | float, still: int | float) -> Rotation:
+    """`basis_tracking.rotation`, second order eigenvalues and coupling of symmetric matrices, in few launches."""
+    K, n = S.shape[:2]
+    scale, unit, alpha, beta, left = torch.empty(5, K, device=S.device)
+    diagonal, width, weight, squares, couplings, first, second, values = torch.empty(8, K, n, device=S.device)
+    E = torch.empty(K, n, n, dtype=torch.float16, device=S.device)
+    images = torch.empty(K, n, PROBES, dtype=torch.float16, device=S.device)
+    found, grid = kernels("jacobi_kernels"), (ceil(n, ROWS), K)
+    more = APPLICATIONS - 2  # the first is in a kernel, the last below
+    with on(S.device):
+        found.diagonal_kernel[(K,)](
+            S, scale, diagonal, width, weight, unit, float(still), float(damping), UNIT, n, S.stride(0),
+            BLOCK=1 << (n - 1).bit_length(), num_warps=4,
+        )  # fmt: skip
+        found.row_sums_kernel[grid](
+            S, scale, diagonal, width, weight, squares, couplings, n, S.stride(0),
+            ROWS=ROWS, COLUMNS=COLUMNS, num_warps=8,
+        )  # fmt: skip
+        found.rotation_kernel[grid](
+            E, S, scale, diagonal, width, squares, first, second, _probes(n, S.device), images, UNIT, n, S.stride(0),
+            PROBES=PROBES, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=8,
+        )  # fmt: skip
+        for _ in range(more):  # a quarter each, so that what E magnifies stays below fp16's last number
+            images = (_applied(E, images) * (0.25 / UNIT)).half()
+        found.finish_kernel[(K,)](
+            images, _applied(E, images), scale, diagonal, first, second, couplings, alpha, beta, values, left, UNIT,
+            MARGIN, n,
+            PROBES=PROBES, BLOCK=FINISH_ROWS, num_warps=8,
+        )  # fmt: skip
+    return Rotation(Half(E, unit), alpha, beta, values, left)
+
+
+def _applied(E: Tensor, images: Tensor) -> Float32[Tensor, "K n k"]:
+    if E.device.type == "cuda":
+        return torch.bmm(E, images, out_dtype=torch.float32)
+    return E.float() @ images.float()
+
+
+@cache
+def _probes(n: int, device: torch.device) -> Float16[Tensor, "n k"]:
+    return signs(n, PROBES, torch.zeros((), dtype=torch.float16, device=device))

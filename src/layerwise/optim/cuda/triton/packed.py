@@ -1,0 +1,169 @@
+"""`packed` and `packed_halves` on a GPU: each function one launch. Nothing here asks the device for a value."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Float16, Float32
+from torch import Tensor
+
+from layerwise.foundations.errors import InputError, describe
+from layerwise.optim.cuda.linalg.fp16 import HalfPair
+from layerwise.optim.cuda.triton.device import ceil, kernels, on
+from layerwise.optim.cuda.triton.products import GRAM_TILES, Tiles, launch_gram
+from layerwise.optim.cuda.triton.splits import largest_parts
+
+BLOCK = 64
+LINE = 1024
+MIRROR_BLOCK, MIRROR_WARPS = 128, 8
+"""Of halves that are unpacked: a program stores rows of 256 bytes, and three programs, as many as registers allow, have
+96 KiB under way on a multiprocessor, by estimate three times what hides the latency of the memory."""
+
+Numbers = Float32[Tensor, "K"]
+
+
+def unpack(
+    P: Float32[Tensor, "K T 16 16"], n: int, shift: Numbers | None, own: int | None, fill: Numbers | None
+) -> Float32[Tensor, "K n n"]:
+    """`packed.unpack`."""
+    M = torch.empty(len(P), n, n, dtype=torch.float32, device=P.device)
+    _square(P, n, M, None, None, None, shift, own, fill)
+    return M
+
+
+def split(
+    P: Float32[Tensor, "K T 16 16"],
+    n: int,
+    largest: Numbers,
+    shift: Numbers | None,
+    own: int | None,
+    fill: Numbers | None,
+) -> HalfPair:
+    """`packed.split`; `largest` is what no entry exceeds."""
+    hi, lo = (torch.empty(len(P), n, n, dtype=torch.float16, device=P.device) for _ in range(2))
+    scale = torch.empty(len(P), dtype=torch.float32, device=P.device)
+    _square(P, n, hi, lo, scale, largest, shift, own, fill)
+    return HalfPair(hi, lo, scale)
+
+
+def _square(
+    P: Tensor,
+    n: int,
+    out: Tensor,
+    lo: Tensor | None,
+    scale: Tensor | None,
+    largest: Tensor | None,
+    shift: Tensor | None,
+    own: int | None,
+    fill: Tensor | None,
+) -> None:
+    numbers = [None if x is None else x.contiguous() for x in (largest, shift, fill)]
+    bits = None if numbers[0] is None else numbers[0].view(torch.int32)
+    if P.numel():
+        with on(P.device):
+            kernels("packed_kernels").square_kernel[(_blocks(n), len(P))](
+                out, lo, scale, _whole(P), bits, *numbers[1:], n if own is None else own, n, P.stride(0), n * n,
+                PAIR=lo is not None, SHIFTED=shift is not None, FILLED=fill is not None, BLOCK=BLOCK, num_warps=4,
+            )  # fmt: skip
+
+
+def diagonal(P: Float32[Tensor, "K T 16 16"], n: int) -> Float32[Tensor, "K n"]:
+    """`packed.diagonal`."""
+    found = torch.empty(len(P), n, dtype=torch.float32, device=P.device)
+    if P.numel():
+        with on(P.device):
+            kernels("packed_kernels").diagonal_kernel[(ceil(n, LINE), len(P))](
+                found, _whole(P), n, P.stride(0), BLOCK=LINE, num_warps=4
+            )
+    return found
+
+
+def ema_(P: Float32[Tensor, "K T 16 16"], new: Float[Tensor, "K *m"], n: int, weight: Numbers) -> None:
+    """`packed.ema_`."""
+    packed = new.ndim == 4
+    new = _whole(new) if packed else new if new.stride(-1) == 1 else new.contiguous()
+    if P.numel():
+        with on(P.device):
+            kernels("packed_kernels").ema_kernel[(_blocks(n), len(P))](
+                _whole(P), new, weight.contiguous(), new.shape[-1], n, P.stride(0), new.stride(0), new.stride(1),
+                PACKED=packed, BLOCK=BLOCK, num_warps=4,
+            )  # fmt: skip
+
+
+def gram_update_(
+    P: Float32[Tensor, "K T 16 16"],
+    X: Float[Tensor, "K m n"] | Sequence[Float[Tensor, "m n"]],
+    weight: Numbers,
+    alpha: int | float = 1.0,
+    *,
+    tiles: Tiles = GRAM_TILES,
+    parts: int | None = None,
+) -> Float32[Tensor, "K T 16 16"]:
+    """`packed.gram_update_`, see `triton_products.gram_update_`: tiles below the diagonal are the ones it computes."""
+    matrices = (X,) if isinstance(X, Tensor) else tuple(X)
+    first, T = matrices[0], P.shape[1]
+    kinds = {(x.shape, x.stride(), x.dtype) for x in matrices}
+    across = ceil(first.shape[-1], 16)
+    fits = len(P) == (len(X) if first.ndim == 2 else first.shape[0]) and across * (across + 1) // 2 <= T
+    half = first.dtype in (torch.float16, torch.bfloat16)
+    if not (len(kinds) == 1 and fits and half and first.stride(-1) == 1):
+        raise InputError(
+            describe(
+                f"{len(matrices)} × X of {first.dtype}, shape {tuple(first.shape)}, strides {first.stride()}, for "
+                f"packed totals of shape {tuple(P.shape)}",
+                "matrices alike, of float16 or bfloat16, no wider than the totals, one for each, a last stride of 1",
+                "cast X, or call `.contiguous()`",
+            )
+        )
+    launch_gram(_whole(P), matrices, weight, alpha, tiles, parts, packed=True)
+    return P
+
+
+def mirrored(
+    H: Float16[Tensor, "K h T t t"], n: int, out: Float16[Tensor, "K h_out n n"] | None = None
+) -> Float16[Tensor, "K h_out n n"]:
+    """`packed_halves.unpack`; tiles may have any size t, a power of two, and reach beyond n.
+
+    `out` may have any strides but in its rows; with three places, for a pair, the last gets the first half once more.
+    """
+    K, halves = H.shape[:2]
+    out = torch.empty(K, halves, n, n, dtype=H.dtype, device=H.device) if out is None else out
+    if out.numel():
+        with on(H.device):
+            kernels("packed_kernels").mirror_kernel[(_blocks(n, MIRROR_BLOCK), K * halves)](
+                out, _whole(H), n, H.stride(0), H.stride(1), *out.stride()[:3],
+                HALVES=halves, TRIPLED=out.shape[1] > halves, TILE=H.shape[-1], BLOCK=MIRROR_BLOCK,
+                num_warps=MIRROR_WARPS,
+            )  # fmt: skip
+    return out
+
+
+def put_(
+    H: Float16[Tensor, "K h T t t"],
+    scale: Float32[Tensor, "K"],
+    X: Float32[Tensor, "K n n"],
+    where: Bool[Tensor, "K"] | None = None,
+) -> None:
+    """`packed_halves.put_`, after one more launch that looks for the largest entries."""
+    X = X if X.stride(-1) == 1 else X.contiguous()
+    if X.numel():
+        parts, n = largest_parts(X), X.shape[-1]
+        with on(X.device):
+            kernels("packed_kernels").put_kernel[(_blocks(n), len(X))](
+                _whole(H), scale, X, parts, parts.shape[1],
+                X if where is None else where.contiguous().view(torch.uint8),
+                n, H.stride(0), H.stride(1), X.stride(0), X.stride(1),
+                PARTS=1 << (parts.shape[1] - 1).bit_length(), PAIR=H.shape[1] == 2, MASKED=where is not None,
+                TILE=H.shape[-1], BLOCK=BLOCK, num_warps=8,
+            )  # fmt: skip
+
+
+def _blocks(n: int, block: int | None = None) -> int:
+    across = ceil(n, block or BLOCK)
+    return across * (across + 1) // 2
+
+
+def _whole(P: Tensor) -> Tensor:
+    """Tiles in one piece; matrices may be apart."""
+    if len(P) and not P[0].is_contiguous():
+        raise InputError(describe(f"tiles with strides {P.stride()}", "tiles in one piece", "call `.contiguous()`"))
+    return P

@@ -1,0 +1,251 @@
+"""Matrix products on a GPU that Triton makes cheaper: the symmetric half only, and pairs of float16 in one kernel.
+
+Each function does what a few calls of torch do as well (`symmetric_product.gram`, `half_pairs.product`), so ask
+`available` first and use those elsewhere. Triton is imported at the first use. Nothing here asks the device for a
+value. Rows that begin on 16 bytes (widths padded to a multiple of 16) load fastest; other widths are right, but slow.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Float16, Float32
+from torch import Tensor
+
+from layerwise.foundations.errors import InputError, describe
+from layerwise.optim.cuda.linalg.split_fp16 import Half, HalfPair
+from layerwise.optim.cuda.triton.device import MOST_MATRICES, available, ceil, kernels, on
+from layerwise.optim.cuda.triton.splits import halved, split
+
+__all__ = ["Tiles", "available", "gram_update_", "halved", "pair_product", "split", "takes"]
+
+ALIGNED = 8  # halves in 16 bytes, what a thread loads at once
+FINISH_LINES = 32
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Shape of the tiles of a product: rows, columns and depth, then how Triton runs them."""
+
+    m: int = 128
+    n: int = 128
+    depth: int = 64
+    warps: int = 8
+    stages: int = 3
+    group: int = 8
+
+
+GRAM_TILES = Tiles(stages=4)
+PAIR_TILES = Tiles()
+ROUGH_TILES = Tiles(stages=4)
+THIN = 32
+"""Products with at most as many columns have few tiles: low ones, so that all processors have some."""
+
+
+def gram_update_(
+    total: Float32[Tensor, "*K n n"],
+    X: Float[Tensor, "*K m n"] | Sequence[Float[Tensor, "m n"]],
+    weight: Float32[Tensor, "*K"],
+    alpha: int | float = 1.0,
+    *,
+    tiles: Tiles = GRAM_TILES,
+    parts: int | None = None,
+) -> Float32[Tensor, "*K n n"]:
+    """Move running means towards the products of half-precision matrices, in place.
+
+        total ← total + weight·(alpha·XᵀX − total)
+
+    Only tiles on and below the diagonal are read and computed; the result is symmetric. A weight of 0 leaves its
+    total unchanged whatever X is, a weight of 1 replaces it. `X` is one matrix, a stack, or a sequence of matrices
+    of one shape, type and row stride, one for each total (a kernel for every length is compiled); its last stride
+    is 1. `parts` splits the rows of X among more programs (chosen from the shape when None).
+    """
+    total_, matrices = _stack(total, "total"), (_stack(X, "X"),) if isinstance(X, Tensor) else tuple(X)
+    K, n = total_.shape[:2]
+    if K == 0 or n == 0:
+        return total
+    _check_gram(total_, matrices)
+    launch_gram(total_, matrices, weight, alpha, tiles, parts)
+    return total
+
+
+def launch_gram(
+    total: Tensor,
+    matrices: tuple[Tensor, ...],
+    weight: Tensor,
+    alpha: int | float,
+    tiles: Tiles,
+    parts: int | None,
+    packed: bool = False,
+) -> None:
+    """The kernels of `gram_update_`, for totals ``[K, n, n]`` or `packed` ones."""
+    first, weight, K = matrices[0], weight.reshape(-1).contiguous(), len(total)
+    m, n = first.shape[-2:]
+    X_k = first.stride(0) if first.ndim == 3 else 0
+    across = ceil(n, tiles.n)
+    count = across * (across + 1) // 2
+    parts = _parts(count * K, m, tiles) if parts is None else parts
+    rows_each = ceil(ceil(m, parts), tiles.depth) * tiles.depth
+    shape = (parts, K, count, tiles.n, tiles.n) if parts > 1 else (1,)
+    partial = torch.empty(shape, dtype=torch.float32, device=total.device)
+    strides = total.stride()[:2]
+    with on(total.device):
+        kernels().gram_kernel[(count, parts, K)](
+            total, matrices, weight, float(alpha), partial, m, n, rows_each, *strides, X_k, first.stride(-2),
+            LISTED=len(matrices), SPLIT=parts, PACKED=packed, BLOCK=tiles.n, BLOCK_ROWS=tiles.depth,
+            num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+        if parts > 1:
+            lines = min(FINISH_LINES, tiles.n)
+            kernels().gram_finish_kernel[(count, tiles.n // lines, K)](
+                total, weight, partial, n, *strides, SPLIT=parts, PACKED=packed, BLOCK=tiles.n, LINES=lines, num_warps=4
+            )
+
+
+def pair_product(
+    A: HalfPair | Half,
+    B: HalfPair | Half,
+    *,
+    symmetric: bool = False,
+    skew: bool = False,
+    add: Float[Tensor, "*K m n"] | None = None,
+    alpha: Float32[Tensor, "*K"] | int | float = 1.0,
+    beta: Float32[Tensor, "*K"] | int | float = 1.0,
+    identity: int | float = 0.0,
+    out: Float[Tensor, "*K m n"] | None = None,
+    cut: bool = False,
+    whole: bool = False,
+    tiles: Tiles | None = None,
+) -> Float[Tensor, "*K m n"]:
+    """The products ``identity·I + beta·add + alpha·A B`` of pairs, as one kernel; one matrix or a stack.
+
+    Of a `Half` and a pair first halves only are multiplied, unless the `whole` pair is asked for. `alpha` and `beta`
+    are numbers, or one for each matrix on the device. With `symmetric` the result is known to be symmetric: tiles on
+    and below the diagonal are computed and mirrored (`add` is read there only); with `skew` too, ``A B`` is symmetric
+    and `add` antisymmetric. `out`, of float32 or rounded to float16, may be `add`, but shares no memory with A or B;
+    with `cut` finite numbers that float16 cannot hold are cut off, else they become infinite.
+    """
+    pairs = isinstance(A, HalfPair), isinstance(B, HalfPair)
+    pairs = pairs if whole or all(pairs) else (False, False)
+    rough = not any(pairs)
+    tiles = tiles or tiles_for(B.shape[-1], rough, symmetric)
+    A_hi, A_lo, A_scale = _parts_of(A)
+    B_hi, B_lo, B_scale = _parts_of(B)
+    K, m, depth = A_hi.shape
+    n = B_hi.shape[2]
+    if B_hi.shape[:2] != (K, depth) or (symmetric and m != n):
+        raise InputError(
+            describe(
+                f"a product of {tuple(A.shape)} with {tuple(B.shape)}",
+                "equal stacks [K, m, n] or two matrices, with fitting inner axes" + ", and m = n" * symmetric,
+                "check the axes, or transpose with `.mT`",
+            )
+        )
+    if symmetric and tiles.m != tiles.n:
+        raise InputError(describe(f"{tiles}", "square tiles for a symmetric product", "pass tiles with m = n"))
+    C = torch.empty(*A.shape[:-1], n, dtype=torch.float32, device=A.device) if out is None else out
+    if C.numel() == 0:
+        return C
+    C_, D_ = _stack(_adjacent(C, "out"), "out"), None if add is None else _stack(_adjacent(add, "add"), "add")
+    (alphas, alpha_number), (betas, beta_number) = _factor(alpha), _factor(beta)
+    across = ceil(n, tiles.n)
+    count = across * (across + 1) // 2 if symmetric else ceil(m, tiles.m) * across
+    D_strides = (0, 0) if D_ is None else D_.stride()[:2]
+    with on(A.device):
+        kernels().pair_product_kernel[(count, K)](
+            C_, A_hi, A_lo, B_hi, B_lo, A_scale, B_scale, D_, alphas, betas, alpha_number, beta_number, float(identity),
+            m, n, depth, *A_hi.stride(), *B_hi.stride(), *C_.stride()[:2], *D_strides,
+            A_PAIR=pairs[0], B_PAIR=pairs[1], HAS_D=D_ is not None, HAS_ALPHA=alphas is not None,
+            HAS_BETA=betas is not None, HAS_IDENTITY=identity != 0, SYMMETRIC=symmetric, SKEW=skew,
+            EVEN_DEPTH=depth % tiles.depth == 0, CUT=cut,
+            BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_DEPTH=tiles.depth,
+            GROUP=tiles.group, num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+    return C
+
+
+def tiles_for(columns: int, rough: bool, symmetric: bool = False) -> Tiles:
+    """The tiles of a product with so many columns; those of a symmetric one are square.
+
+    >>> tiles_for(8, False).n, tiles_for(32, True).m, tiles_for(768, False).m, tiles_for(8, False, True).n
+    (16, 32, 128, 128)
+    """
+    if columns <= THIN and not symmetric:
+        return Tiles(m=32, n=16 if columns <= 16 else 32, depth=128, warps=4, stages=3)
+    return ROUGH_TILES if rough else PAIR_TILES
+
+
+def takes(A: HalfPair | Half, B: HalfPair | Half) -> bool:
+    """Whether `pair_product` is the way to multiply these: equal stacks, on a GPU, with rows that begin on 16 bytes.
+
+    >>> from layerwise.optim.cuda.linalg.split_fp16 import split
+    >>> takes(split(torch.eye(16)), split(torch.eye(16)))
+    False
+    """
+    alike = A.hi.ndim in (2, 3) and A.shape[:-2] == B.shape[:-2]
+    alike = alike and A.shape[:-2].numel() <= MOST_MATRICES
+    return alike and available(A.device) and _loads_fast(A.hi) and _loads_fast(B.hi)
+
+
+def _loads_fast(half: Tensor) -> bool:
+    row, column = half.stride()[-2:]
+    return (column == 1 and row % ALIGNED == 0) or (row == 1 and column % ALIGNED == 0)
+
+
+def _factor(x: Tensor | int | float) -> tuple[Tensor | None, float]:
+    return (x.reshape(-1).contiguous(), 1.0) if isinstance(x, Tensor) else (None, float(x))
+
+
+def _check_gram(total: Tensor, matrices: tuple[Tensor, ...]) -> None:
+    first, K = matrices[0] if matrices else torch.empty(0, 0), total.shape[0]
+    alike = all((X.shape, X.stride(), X.dtype) == (first.shape, first.stride(), first.dtype) for X in matrices)
+    fitting = first.shape[-1] == total.shape[-1] and (first.shape[0] if first.ndim == 3 else len(matrices)) == K
+    half = first.dtype in (torch.float16, torch.bfloat16)
+    if not (alike and fitting and half and first.stride(-1) == 1 and total.stride(-1) == 1):
+        raise InputError(
+            describe(
+                f"{len(matrices)} × X of {first.dtype}, shape {tuple(first.shape)}, strides {first.stride()}, "
+                f"for {K} totals of strides {total.stride()}",
+                "matrices alike, of float16 or bfloat16, one for each total, with a last stride of 1",
+                "cast X, or call `.contiguous()`",
+            )
+        )
+
+
+def _parts(units: int, rows: int, tiles: Tiles) -> int:
+    """Into how many parts to cut the rows, so that few processors wait for the last tiles; by a model of the time.
+
+    A processor does a row of a tile in 7 ns; storing and adding the parts runs at 3 TB/s, after a launch of 2 µs.
+    """
+    processors, row, launch, byte = 132, 7e-9, 2e-6, 1 / 3e12
+
+    def seconds(parts: int) -> float:
+        waves = ceil(units * parts, processors)
+        added = launch + units * parts * tiles.n**2 * 8 * byte if parts > 1 else 0.0
+        return waves * rows / parts * row * (tiles.n / 128) ** 2 + added
+
+    return min((p for p in range(1, 9) if p == 1 or rows // p >= 4 * tiles.depth), key=seconds)
+
+
+def _parts_of(pair: HalfPair | Half) -> tuple[Float16[Tensor, "K m n"], Float16[Tensor, "K m n"], Float32[Tensor, "K"]]:
+    hi, scale = _stack(pair.hi, "a pair"), pair.scale.reshape(-1).contiguous()
+    if isinstance(pair, Half):
+        return hi, hi, scale
+    lo = _stack(pair.lo, "a pair")
+    if hi.stride() != lo.stride():
+        hi, lo = hi.contiguous(), lo.contiguous()
+    return hi, lo, scale
+
+
+def _stack(M: Tensor, name: str) -> Tensor:
+    if M.ndim not in (2, 3):
+        raise InputError(
+            describe(f"{name} of shape {tuple(M.shape)}", "a matrix or a stack [K, m, n]", "flatten the batch axes")
+        )
+    return M if M.ndim == 3 else M[None]
+
+
+def _adjacent(M: Tensor, name: str) -> Tensor:
+    if M.stride(-1) != 1:
+        raise InputError(describe(f"{name} with strides {M.stride()}", "a last stride of 1", "call `.contiguous()`"))
+    return M

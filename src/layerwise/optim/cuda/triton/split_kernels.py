@@ -1,0 +1,152 @@
+"""Triton kernels of `triton_splits`: float32 matrices into halves, each with its power of two."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from layerwise.optim.cuda.triton.product_kernels import _jit, tl, triton
+
+__all__ = ["largest_kernel", "split_kernel", "triple_kernel", "triton"]
+
+
+@_jit
+@no_type_check
+def power_of_two(bits):
+    """`half_pairs.power_of_two_scale` of a magnitude's bits: 1 for zero, NaN for what is not finite."""
+    exponent = tl.minimum(14 - ((bits >> 23) - 127), 112)
+    scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    scale = tl.where(bits == 0, 1.0, scale)
+    return tl.where((bits & 0x7F800000) == 0x7F800000, float("nan"), scale)
+
+
+@_jit
+@no_type_check
+def keep_largest(largest, k, y):
+    """The largest magnitude so far, of all programs: as bits, integers of the same order, in which NaN comes last."""
+    bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.atomic_max(largest + k, tl.max(tl.max(bits, 1), 0))
+
+
+@_jit
+@no_type_check
+def foreseen_scale(before, k, ROOM: tl.constexpr, HEADROOM: tl.constexpr):
+    """The scale that the largest magnitude of the last time asks for, with headroom; see `fused_half_steps`."""
+    return power_of_two(tl.load(before + k)) / (ROOM * HEADROOM)
+
+
+@_jit
+@no_type_check
+def final_scale(largest, before, k, ROOM: tl.constexpr, HEADROOM: tl.constexpr):
+    """That scale, or where it does not fit the one of this time; and whether it fits."""
+    foreseen = foreseen_scale(before, k, ROOM, HEADROOM)
+    bits = tl.load(largest + k)
+    scaled = bits.to(tl.float32, bitcast=True) * foreseen
+    top = 32768.0 / ROOM
+    # Zeros fit any scale that is a number; where the last time was not finite, this one's own is taken.
+    fits = ((bits == 0) & (foreseen == foreseen)) | ((scaled < top) & (scaled >= top / (HEADROOM * HEADROOM)))
+    return tl.where(fits, foreseen, power_of_two(bits) / ROOM), fits
+
+
+@_jit
+@no_type_check
+def entry(X, at, width, X_row, LINEAR: tl.constexpr):
+    """Where entries of a matrix lie whose rows may be apart."""
+    if LINEAR:  # noqa: SIM108 (decided when compiled)
+        place = X + at
+    else:
+        place = X + (at // width).to(tl.int64) * X_row + at % width
+    return place
+
+
+@_jit
+@no_type_check
+def largest_kernel(
+    parts, X, entries, width, X_k, X_row, LINEAR: tl.constexpr, REPEATS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The largest magnitude of one part of a matrix, as bits: integers of the same order, in which NaN comes last."""
+    index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    largest = tl.zeros([BLOCK], dtype=tl.int32)
+    for q in tl.static_range(REPEATS):
+        at = (index * REPEATS + q) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(entry(X + k * X_k, at, width, X_row, LINEAR), mask=at < entries, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.store(parts + k * tl.num_programs(0) + index, tl.max(largest, 0))
+
+
+@_jit
+@no_type_check
+def split_kernel(
+    hi, lo, scale, X, largest, parts, where, number, entries, width, X_k, X_row, out_k,
+    FROM: tl.constexpr, PARTS: tl.constexpr, PAIR: tl.constexpr, LINEAR: tl.constexpr, MASKED: tl.constexpr,
+    CUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """hi and, with PAIR, lo of scale·X in one pass.
+
+    FROM says where the scale is found: 0 given, 1 from the bits of the largest magnitudes of some parts and a number, 2
+    that number alone. With CUT finite entries that float16 cannot hold are cut off.
+    """
+    index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    wanted = True
+    if MASKED:
+        wanted = tl.load(where + k) != 0
+    if wanted:
+        if FROM == 0:
+            factor = tl.load(scale + k)
+        elif FROM == 1:
+            part = tl.arange(0, PARTS)
+            factor = power_of_two(tl.max(tl.load(largest + k * parts + part, mask=part < parts, other=0), 0)) * number
+        else:
+            factor = number
+        if FROM != 0:  # noqa: SIM102 (decided when compiled, the next when run)
+            if index == 0:
+                tl.store(scale + k, factor)
+        at = index * BLOCK + tl.arange(0, BLOCK)
+        inside = at < entries
+        source = entry(X + k * X_k, at, width, X_row, LINEAR)
+        scaled = tl.load(source, mask=inside, other=0.0).to(tl.float32) * factor
+        if CUT:
+            scaled = tl.where(tl.abs(scaled) < float("inf"), tl.minimum(tl.maximum(scaled, -65504.0), 65504.0), scaled)
+        upper = scaled.to(tl.float16)
+        tl.store(hi + k * out_k + at, upper, mask=inside)
+        if PAIR:
+            tl.store(lo + k * out_k + at, (scaled - upper.to(tl.float32)).to(tl.float16), mask=inside)
+
+
+@_jit
+@no_type_check
+def triple_kernel(
+    out, scale, X, largest, before, parts, rows_total, width, X_k, X_row, out_k, out_half, out_row,
+    PARTS: tl.constexpr, FORESEEN: tl.constexpr, HEADROOM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """lo, hi and hi once more of scale·X, one tile.
+
+    The scale is from the bits of the largest magnitudes of parts (FORESEEN 0), or with headroom from those of the last
+    time, while the largest are searched (1); or where that did not fit from what was found (2).
+    """
+    index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    wanted = True
+    if FORESEEN == 0:
+        part = tl.arange(0, PARTS)
+        factor = power_of_two(tl.max(tl.load(largest + k * parts + part, mask=part < parts, other=0), 0))
+    elif FORESEEN == 1:
+        factor = foreseen_scale(before, k, 1.0, HEADROOM)
+    else:
+        factor, fits = final_scale(largest, before, k, 1.0, HEADROOM)
+        wanted = not fits
+    if FORESEEN != 1:  # noqa: SIM102 (decided when compiled, the next when run)
+        if index == 0:
+            tl.store(scale + k, factor)
+    if wanted:
+        across = tl.cdiv(width, COLUMNS)
+        rows = ((index // across) * ROWS + tl.arange(0, ROWS))[:, None]
+        columns = ((index % across) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+        inside = (rows < rows_total) & (columns < width)
+        x = tl.load(X + k * X_k + rows * X_row + columns, mask=inside, other=0.0).to(tl.float32)
+        scaled = x * factor
+        upper = scaled.to(tl.float16)
+        here = out + k * out_k + rows * out_row + columns
+        tl.store(here, (scaled - upper.to(tl.float32)).to(tl.float16), mask=inside)
+        tl.store(here + out_half, upper, mask=inside)
+        tl.store(here + 2 * out_half, upper, mask=inside)
+        if FORESEEN == 1:
+            keep_largest(largest, k, x)

@@ -1,0 +1,188 @@
+"""`half_pairs.split` and `half_pairs.halved` on a GPU: one pass for the largest entries, and one more."""
+
+import math
+
+import torch
+from jaxtyping import Bool, Float, Float16, Float32, Int32
+from torch import Tensor
+
+from layerwise.foundations.errors import InputError, describe
+from layerwise.optim.cuda.linalg.split_fp16 import TOP_EXPONENT, Half, HalfPair
+from layerwise.optim.cuda.triton.device import ceil, kernels, on
+
+SPLIT_BLOCK = 4096
+MOST_PARTS, MOST_REPEATS = 128, 16
+"""Parts of a matrix, each with a largest entry of its own; blocks of a part."""
+HEADROOM = 8.0
+"""How much larger than at the last time entries may be, for a scale that is foreseen to fit; and how much smaller."""
+TILE = {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
+GIVEN, FROM_LARGEST, FROM_BOUND = range(3)
+
+
+def split(
+    X: Float[Tensor, "*K m n"],
+    scale: Float32[Tensor, "*K"] | None = None,
+    *,
+    amax: Float[Tensor, "*K"] | None = None,
+    bound: int | float | None = None,
+    cut: bool = False,
+    out: HalfPair | None = None,
+    where: Bool[Tensor, "*K"] | None = None,
+) -> HalfPair:
+    """The same as `half_pairs.split` in one pass over X, and one more for its largest entries, unless they are known.
+
+    `amax` or `bound` (one number for all) says what no entry exceeds; twice that is held in any case, and with `cut`
+    finite entries that are not are cut off, else they become infinite or NaN. With `out`, matrices with contiguous
+    entries, the result is written there, and only where `where` is true: elsewhere nothing is read or changed. A
+    transposed X gives a transposed pair; no copy is made where rows or columns of X are adjacent.
+    """
+    if out is None and X.stride(-1) != 1 and X.stride(-2) == 1:
+        return split(X.mT, scale, amax=amax, bound=bound, cut=cut).mT
+    if out is None:
+        shape, device = X.shape, X.device
+        hi, lo = (torch.empty(shape, dtype=torch.float16, device=device) for _ in range(2))
+        made = torch.empty(shape[:-2], dtype=torch.float32, device=device) if scale is None else scale.contiguous()
+        out = HalfPair(hi, lo, made)
+    elif scale is not None:
+        out.scale.copy_(scale if where is None else torch.where(where, scale, out.scale))
+    _launch(X, out.hi, out.lo, out.scale, scale is not None, amax, bound, where, cut)
+    return out
+
+
+def halved(
+    X: Float[Tensor, "*K m n"],
+    *,
+    amax: Float[Tensor, "*K"] | None = None,
+    bound: int | float | None = None,
+    cut: bool = False,
+    room: int | float = 1.0,
+    out: Half | None = None,
+    where: Bool[Tensor, "*K"] | None = None,
+) -> Half:
+    """The same as `half_pairs.halved`, its scales over `room` (a power of two); see `split`."""
+    if out is None and X.stride(-1) != 1 and X.stride(-2) == 1:
+        return halved(X.mT, amax=amax, bound=bound, cut=cut, room=room).mT
+    if out is None:
+        hi = torch.empty(X.shape, dtype=torch.float16, device=X.device)
+        out = Half(hi, torch.empty(X.shape[:-2], dtype=torch.float32, device=X.device))
+    _launch(X, out.hi, None, out.scale, False, amax, bound, where, cut, room)
+    return out
+
+
+def tripled(
+    X: Float[Tensor, "K m n"],
+    out: Float16[Tensor, "K 3 m n"],
+    amax: Float[Tensor, "K"] | None = None,
+    before: Float32[Tensor, "K"] | None = None,
+) -> Float32[Tensor, "K"]:
+    """`long_sums.tripled` into `out`, of any strides but in its rows; the scales."""
+    X = _stacked(X)
+    K, m, n = X.shape
+    scale, largest = torch.zeros(2, K, dtype=torch.float32, device=X.device)
+    if X.numel() == 0:
+        return scale.fill_(1.0)
+    parts, passes = largest.view(torch.int32)[:, None], (1, 2)
+    if before is None:
+        parts, passes = largest_parts(X) if amax is None else _bits(amax), (0,)
+    with on(X.device):
+        for foreseen in passes:
+            kernels("split_kernels").triple_kernel[(ceil(m, TILE["ROWS"]) * ceil(n, TILE["COLUMNS"]), K)](
+                out, scale, X, parts, None if before is None else before.view(torch.int32), parts.shape[1],
+                m, n, X.stride(0), X.stride(1), *out.stride()[:3],
+                PARTS=_power_of_two(parts.shape[1]), FORESEEN=foreseen, HEADROOM=HEADROOM, **TILE,
+            )  # fmt: skip
+    if before is not None:
+        before.copy_(largest)
+    return scale
+
+
+def _launch(
+    X: Tensor,
+    hi: Tensor,
+    lo: Tensor | None,
+    scale: Tensor,
+    given: bool,
+    amax: Tensor | None,
+    bound: int | float | None,
+    where: Tensor | None,
+    cut: bool,
+    room: int | float = 1.0,
+) -> None:
+    m, n = X.shape[-2:]
+    if X.numel() == 0:
+        if not given:
+            scale.fill_(1.0)
+        return
+    X = _stacked(X)
+    source, parts = GIVEN if given else FROM_LARGEST if bound is None else FROM_BOUND, X
+    if source == FROM_LARGEST:
+        parts = largest_parts(X) if amax is None else _bits(amax)
+    count = parts.shape[1] if source == FROM_LARGEST else 1
+    out_k = _matrix_stride(hi)
+    if (lo is not None and out_k != _matrix_stride(lo)) or hi.shape[-2:] != (m, n) or not scale.is_contiguous():
+        raise InputError(describe(f"out of shape {tuple(hi.shape)}", "halves alike, of the shape of X", "allocate it"))
+    with on(X.device):
+        kernels("split_kernels").split_kernel[(ceil(m * n, SPLIT_BLOCK), X.shape[0])](
+            hi, hi if lo is None else lo, scale, X, parts, count,
+            X if where is None else where.contiguous().view(torch.uint8),
+            (1.0 if bound is None else bound_scale(bound)) / room,
+            m * n, n, X.stride(0), X.stride(1), out_k,
+            FROM=source, PARTS=_power_of_two(count), PAIR=lo is not None, LINEAR=_linear(X), MASKED=where is not None,
+            CUT=cut, BLOCK=SPLIT_BLOCK, num_warps=8,
+        )  # fmt: skip
+
+
+def largest_parts(X: Float[Tensor, "K m n"]) -> Int32[Tensor, "K parts"]:
+    """The largest magnitude of each part of each matrix, as the bits of a float32; one pass, whose order is no matter.
+
+    NaN counts as the largest of all, so that it stays visible.
+    """
+    X = _stacked(X)
+    K, m, n = X.shape
+    blocks = ceil(m * n, SPLIT_BLOCK)
+    repeats = min(_power_of_two(ceil(blocks, MOST_PARTS)), MOST_REPEATS)
+    parts = torch.empty(K, ceil(blocks, repeats), dtype=torch.int32, device=X.device)
+    with on(X.device):
+        kernels("split_kernels").largest_kernel[(parts.shape[1], K)](
+            parts, X, m * n, n, X.stride(0), X.stride(1),
+            LINEAR=_linear(X), REPEATS=repeats, BLOCK=SPLIT_BLOCK, num_warps=8,
+        )  # fmt: skip
+    return parts
+
+
+def _stacked(X: Tensor) -> Tensor:
+    """As a stack [K, m, n] with adjacent columns."""
+    X = X.reshape(-1, *X.shape[-2:])
+    return X if X.stride(2) == 1 or X.shape[2] == 1 else X.contiguous()
+
+
+def _linear(X: Tensor) -> bool:
+    return X.stride(1) == X.shape[2] or X.shape[1] == 1
+
+
+def _bits(amax: Tensor) -> Tensor:
+    """Magnitudes as one part of each matrix."""
+    return amax.reshape(-1, 1).float().contiguous().view(torch.int32)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def bound_scale(bound: int | float) -> float:
+    """The power of two that brings a number into [2¹⁴, 2¹⁵).
+
+    >>> bound_scale(2.0), bound_scale(1.5)
+    (8192.0, 16384.0)
+    """
+    return 2.0 ** (TOP_EXPONENT + 1 - math.frexp(bound)[1])
+
+
+def _matrix_stride(half: Tensor) -> int:
+    """From one matrix of a stack to the next, whose entries are contiguous."""
+    m, n = half.shape[-2:]
+    if half.ndim > 3 and not half.is_contiguous():
+        raise InputError(describe(f"out of strides {half.stride()}", "a stack [K, m, n]", "flatten the batch axes"))
+    if (n > 1 and half.stride(-1) != 1) or (m > 1 and half.stride(-2) != n):
+        raise InputError(describe(f"out of strides {half.stride()}", "contiguous matrices", "allocate it anew"))
+    return half.stride(0) if half.ndim == 3 else m * n

@@ -1,0 +1,43 @@
+"""Factored damping in one launch, against its formulas: by torch, and in Triton's interpreter."""
+
+import pytest
+import torch
+
+from interpreter import INTERPRETED
+from layerwise.optim.cuda import elementwise as fused, factored_damping as fused_damping
+from layerwise.optim.cuda.factored_damping import factored_damping
+
+pytestmark = pytest.mark.interpreted
+O, I, OWN = 40, 24, (37, 21)
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        monkeypatch.setattr(fused, "available", lambda device: True)
+        monkeypatch.setattr(fused, "fused_reference", None)
+        monkeypatch.setattr(fused_damping, "split_damping", None)
+        monkeypatch.setattr(fused_damping, "BLOCK", 16)
+
+
+@pytest.mark.parametrize("kind", ["relative", "trace", "equal"])
+def test_numbers_of_each_group(kind: str):
+    """Of groups with both factors, one, and none."""
+    g = torch.Generator().manual_seed(0)
+    s_P, s_Q = (torch.rand(4, n, generator=g) * torch.logspace(-8, 5, 4)[:, None] for n in (O, I))
+    s_P[:, OWN[0] :], s_Q[:, OWN[1] :] = 0, 0
+    s_P[1], s_Q[2] = 0, 0
+    damping = 0.03
+    found = factored_damping(s_P, s_Q, damping, relative=kind == "relative", split=kind, own=OWN)
+    p, q = s_P.double().sum(1) / OWN[0], s_Q.double().sum(1) / OWN[1]
+    known = (p > 0) & (q > 0)
+    if kind == "relative":
+        zero, one = torch.zeros_like(p), torch.ones_like(p)
+        expected = [torch.where(known, x, y) for x, y in ((damping**0.5 * p, zero), (damping**0.5 * q, zero))]
+        expected.append(torch.where(known, damping * p * q, one))
+    else:
+        pi = torch.where(known, q / torch.where(known, p, 1.0), 1.0).sqrt() if kind == "trace" else torch.ones_like(p)
+        expected = [damping**0.5 / pi, damping**0.5 * pi, torch.full_like(p, damping)]
+    for x, y in zip(found, expected, strict=True):
+        assert x.dtype == torch.float32
+        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=0)

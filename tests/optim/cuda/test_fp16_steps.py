@@ -1,0 +1,113 @@
+"""Steps in a basis written as halves whose scales are foreseen: by torch, and in Triton's interpreter."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from interpreter import INTERPRETED
+from layerwise.optim.cuda import elementwise as fused, fp16_steps as fused_half_steps
+from layerwise.optim.cuda.triton import elementwise as fused_launch
+from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, scaled
+from layerwise.optim.cuda.fp16_steps import HEADROOM, damped_half, scaled_half
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.linalg.fp16 import Half
+from layerwise.optim.cuda.linalg.orthogonal import ROOM
+from random_tensors import randn
+
+pytestmark = pytest.mark.interpreted
+K, SHAPE = 3, (3, 17, 40)
+TOP = 2.0**15 / ROOM
+"""No scaled entry of a half with room exceeds it."""
+COURSES = {
+    "steady": [1.0, 1.5, 0.8, 1.1],
+    "growing": [1.0, 7.0, 300.0, 1e9],
+    "shrinking": [1.0, 0.3, 1e-3, 1e-12],
+    "silent": [1.0, 0.0, 0.0, 1.0],
+}
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        monkeypatch.setattr(fused, "available", lambda device: True)
+        monkeypatch.setattr(fused, "fused_reference", None)
+        monkeypatch.setattr(fused_half_steps, "with_room", None)
+        monkeypatch.setattr(fused_launch, "TILE", {"ROWS": 8, "COLUMNS": 32, "num_warps": 1})
+
+
+def not_divided(R: Tensor) -> Scaled:
+    scale = torch.tensor([2.0**e for e in (3, -5, 20)])
+    return Scaled(R * scale.view(-1, 1, 1), (scale,))
+
+
+def check(half: Half, expected: Tensor, before: Tensor) -> None:
+    """The value in 11 bits, with room, and the largest entries."""
+    assert half.hi.dtype == torch.float16
+    largest = expected.flatten(1).abs().amax(1)
+    assert torch.allclose(before, largest, rtol=1e-6, atol=0.0)
+    scaled_largest = half.hi.float().flatten(1).abs().amax(1)
+    assert bool((scaled_largest <= TOP).all())
+    silent = largest == 0
+    assert bool(((scaled_largest >= 0.99 * TOP / (2 * HEADROOM**2)) | silent).all())
+    assert torch.equal(half.scale.log2(), half.scale.log2().round())
+    found = half.hi.float() / half.scale.view(-1, 1, 1)
+    error = (found - expected).flatten(1).norm(dim=1)
+    assert bool((error <= 3e-4 * expected.flatten(1).norm(dim=1)).all())
+
+
+@pytest.mark.parametrize(
+    ("course", "dtype"),
+    [*((course, torch.float32) for course in COURSES), *((c, torch.bfloat16) for c in ("growing", "shrinking"))],
+)
+@pytest.mark.parametrize("kind", ["quotient", "with factors", "averaged"])
+def test_quotients_as_steps_go_on(course: str, kind: str, dtype: torch.dtype):
+    """By means as they are kept, whether or not a step is computed again."""
+    s, before, one = (randn(*SHAPE, seed=1).square() + 0.1).to(dtype), torch.zeros(K), torch.ones(K)
+    s_P, s_Q = randn(K, SHAPE[1], seed=2).square(), randn(K, SHAPE[2], seed=3).square()
+    added = (s_P, s_Q, 0.5 * one, 2 * one, 0.1 * one) if kind == "with factors" else (None, None, None, None, one)
+    weight = torch.tensor([0.25, 0.0, 1.0])
+    for t, size in enumerate(COURSES[course]):
+        R, along = size * randn(*SHAPE, seed=10 + t), torch.zeros(())
+        held, means = not_divided(R), s.clone()
+        if kind == "averaged":
+            expected = averaged_quotient_(means, R.clone(), weight, 3.0, *added)
+            half = damped_half(held, s, added, before, weight=weight, factor=3.0, along=along)
+            assert torch.allclose(s, means, rtol=1e-6)
+        else:
+            expected = damped_quotient(R.clone(), s, *added)
+            half = damped_half(held, s, added, before, along=along)
+        check(half, expected, before)
+        assert torch.allclose(along, (expected * R).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("course", COURSES)
+def test_scaled_as_steps_go_on(course: str):
+    a, b, before = randn(K, SHAPE[1], seed=2), randn(K, SHAPE[2], seed=3), torch.zeros(K)
+    for t, size in enumerate(COURSES[course]):
+        R, along = size * randn(*SHAPE, seed=10 + t), torch.zeros(())
+        left, right = (a, b) if t % 2 else (a, None)
+        expected = scaled(R.clone(), left, right)
+        half = scaled_half(not_divided(R), left, right, before, along=along)
+        check(half, expected, before)
+        assert torch.allclose(along, (expected * R).sum(), rtol=1e-4, atol=1e-6 * float((expected * R).abs().sum()))
+
+
+def test_a_group_that_is_not_finite_is_alone_with_it():
+    """And at the next step all are well again."""
+    s, before, added = torch.ones(SHAPE), torch.zeros(K), (None, None, None, None, torch.ones(K))
+    for bad in (torch.nan, torch.inf):
+        R = randn(*SHAPE)
+        broken = R.clone()
+        broken[1, 2, 3] = bad
+        half = damped_half(broken, s, added, before)
+        found = half.hi.float() / half.scale.view(-1, 1, 1)
+        assert bool(found[1].isnan().all())
+        assert not bool(before[1].isfinite())
+        good = [0, 2]
+        assert torch.allclose(found[good], R[good] / 2, rtol=1e-3, atol=1e-4)
+        if bad == torch.inf:  # in between a step without a gradient
+            before.fill_(bad)
+            silent = damped_half(torch.zeros(SHAPE), s, added, before)
+            assert not bool(silent.hi.any())
+            assert bool(silent.scale.isfinite().all())
+        check(damped_half(R.clone(), s, added, before), R / 2, before)
