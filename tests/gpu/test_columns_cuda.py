@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from layerwise.optim.averaging import running_weight
+from layerwise.optim.cuda.rows import Rows, _average_by_torch_, average_rows_, together
 from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton.columns import average_grams_
-from layerwise.optim.averaging import running_weight
-from layerwise.optim.rows import Rows, _average_by_torch_, average_rows_, together
 from layerwise.optim.rule import Health
 from random_tensors import cuda_randn as randn
 from waiting import nothing_waits

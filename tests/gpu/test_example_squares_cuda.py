@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from layerwise.optim import example_orders
-from layerwise.optim.example_orders import ORDERS, Order, Sizes
-from layerwise.optim.example_squares import squares_of_stack
+from layerwise.optim.cuda import contraction_orders as example_orders
+from layerwise.optim.cuda.contraction_orders import ORDERS, Order, Sizes
+from layerwise.optim.cuda.per_example_squares import squares_of_stack
 from linear_records import bases, exact_squares, linear_records
 
 pytestmark = [

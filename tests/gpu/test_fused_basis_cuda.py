@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from layerwise.layers.standard import Standard
 from layerwise.optim.cuda import elementwise as fused
-from layerwise.optim.cuda.triton import elementwise as fused_launch
 from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, scaled, squares_ema_
 from layerwise.optim.cuda.fp16_steps import damped_half
+from layerwise.optim.cuda.triton import elementwise as fused_launch
 from layerwise.optim.cuda.triton.products import available
-from layerwise.layers.standard import Standard
 from random_tensors import cuda_randn as randn
 from waiting import nothing_waits
 

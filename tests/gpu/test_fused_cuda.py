@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.optim.cuda import elementwise as fused, elementwise_torch as fused_reference
+from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.cuda import elementwise_torch as fused_reference
 from layerwise.optim.cuda.triton import elementwise as fused_launch
 from layerwise.optim.cuda.triton.products import available
 from random_tensors import cuda_randn as randn

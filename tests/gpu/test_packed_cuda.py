@@ -7,11 +7,13 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs, packed
+from layerwise.optim.cuda import factor as symmetric
+from layerwise.optim.cuda import storage as stored
+from layerwise.optim.cuda.inverse import FINE_RESIDUAL
+from layerwise.optim.cuda.linalg import packed
+from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
 from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton.columns import average_grams_
-from layerwise.optim import stored, symmetric
-from layerwise.optim.refined import FINE_RESIDUAL
 from random_tensors import cuda_randn as randn
 
 pytestmark = [

@@ -7,12 +7,15 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim.cuda.unscaled import unscaled
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs, packed_fp16 as packed_halves
-from layerwise.optim.cuda.triton import packed as triton_packed, products as triton_products
+from layerwise.optim.cuda import factor as symmetric
+from layerwise.optim.cuda import storage as stored
+from layerwise.optim.cuda.linalg import packed_fp16 as packed_halves
+from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
 from layerwise.optim.cuda.linalg.fp16 import HalfPair
 from layerwise.optim.cuda.linalg.two_sided_product import long_between
-from layerwise.optim import stored, symmetric
+from layerwise.optim.cuda.triton import packed as triton_packed
+from layerwise.optim.cuda.triton import products as triton_products
+from layerwise.optim.cuda.unscaled import unscaled
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim.cuda import elementwise as fused, elementwise_torch as fused_reference
-from layerwise.optim.cuda.triton import elementwise as fused_launch
+from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.cuda import elementwise_torch as fused_reference
 from layerwise.optim.cuda.adam_corrections import corrections_
-from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.triton import elementwise as fused_launch
 from layerwise.optim.cuda.triton import splits as triton_splits
 from layerwise.optim.cuda.triton.products import available
+from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.engine import Layerwise
 from random_tensors import cuda_randn as randn
 
@@ -184,8 +185,8 @@ def test_steps_with_and_without_what_is_known(name: str, monkeypatch: pytest.Mon
     other, start = copy.deepcopy(model), copy.deepcopy(model)
     opt = trained(name, model, 8)
     assert opt.health().skipped_steps == 1
-    monkeypatch.setattr("layerwise.optim.descent.bounds", lambda *given: {})
-    monkeypatch.setattr("layerwise.optim.stack.Stack.listed", None)
+    monkeypatch.setattr("layerwise.optim.step.update.bounds", lambda *given: {})
+    monkeypatch.setattr("layerwise.optim.step.stack.Stack.listed", None)
     lazily = type(opt.rule).scaled_direction
     monkeypatch.setattr(type(opt.rule), "scaled_direction", lambda *given: unscaled(lazily(*given)))
     trained(name, other, 8)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
+from layerwise.optim.cuda import scalings
 from layerwise.optim.cuda.triton.products import available
-from layerwise.optim import scalings
 from layerwise.optim.engine import Layerwise
 
 pytestmark = [

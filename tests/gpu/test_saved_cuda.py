@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
+from layerwise.optim.cuda.deferred_examples import WAITING
 from layerwise.optim.cuda.triton import products as triton_products
-from layerwise.optim import refreshes
-from layerwise.optim.spread import WAITING
+from layerwise.optim.step import refresh_schedule as refreshes
 
 pytestmark = [
     pytest.mark.gpu,

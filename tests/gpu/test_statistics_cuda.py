@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
+from layerwise.optim.cuda.deferred_statistics import AWAITED
 from layerwise.optim.cuda.triton import products as triton_products
-from layerwise.optim import refreshes
-from layerwise.optim.statistics import AWAITED
+from layerwise.optim.step import refresh_schedule as refreshes
 
 pytestmark = [
     pytest.mark.gpu,

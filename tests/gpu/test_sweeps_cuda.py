@@ -5,11 +5,13 @@ import torch
 from torch import Tensor
 
 from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
-from layerwise.optim.cuda.triton import products as triton_products, remainders as triton_remainders, jacobi as triton_sweeps
 from layerwise.optim.cuda.linalg.jacobi import coupling, rotation, second_order, tracked_basis
-from layerwise.optim.cuda.linalg.split_fp16 import HalfPair
 from layerwise.optim.cuda.linalg.newton_inverse import accepted, refined_inverse, series_inverse
 from layerwise.optim.cuda.linalg.products import HALF_PAIRS
+from layerwise.optim.cuda.linalg.split_fp16 import HalfPair
+from layerwise.optim.cuda.triton import jacobi as triton_sweeps
+from layerwise.optim.cuda.triton import products as triton_products
+from layerwise.optim.cuda.triton import remainders as triton_remainders
 from random_tensors import cuda_randn as randn
 
 pytestmark = [

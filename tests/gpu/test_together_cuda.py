@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from layerwise import feature_learning as fl
-from layerwise.optim.graphs import Graphs
+from layerwise.optim.cuda.graphs import Graphs
 from layerwise.studies.feature_learning import together
 from layerwise.studies.feature_learning.batch import looked_up, shifted_out, solve_right
 from layerwise.studies.feature_learning.by_products import largest_singular_value, orthonormal_by_products

@@ -7,12 +7,12 @@ from torch import Tensor
 from layerwise.optim.cuda import elementwise as fused
 from layerwise.optim.cuda.eigenbasis_elementwise import damped_quotient, scaled, squares_ema_
 from layerwise.optim.cuda.fp16_steps import damped_half, scaled_half
-from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import basis_pair, between, rough_between, with_room
+from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton.products import available
+from layerwise.optim.cuda.unscaled import unscaled
 from random_tensors import cuda_randn as randn
 from waiting import nothing_waits
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.layers.calling import output_tensor, own_backward, uncompiled, without_fast_path
-from layerwise.optim.capture import Capture
+from layerwise.optim.statistics.hooks import Capture
 
 pytestmark = pytest.mark.usefixtures("untyped")
 DATA = batches(8, 5)

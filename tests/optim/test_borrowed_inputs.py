@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim import observe, rows
+from layerwise.optim.cuda import rows
+from layerwise.optim.cuda.deferred_statistics import accumulate as observe
+from layerwise.optim.cuda.rows import Rows, average_rows_, together
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.rows import Rows, average_rows_, together
 from layerwise.optim.rule import Health
 from random_tensors import randn
 

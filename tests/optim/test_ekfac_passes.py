@@ -6,9 +6,9 @@ from optim_tools import batches, cross_entropy, mlp
 from torch import Tensor
 
 import layerwise as lw
-from layerwise.optim.cuda.scaled import Scaled
 from layerwise.foundations.kronecker import split_spectrum
 from layerwise.optim import eigenbasis
+from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.rule import Context, Health, Shape, State
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from counting import Operations
-from layerwise.optim import example_orders
-from layerwise.optim.example_orders import ORDERS, Order, Sizes
-from layerwise.optim.example_squares import alike, squares_of_rows, squares_of_stack
+from layerwise.optim.cuda import contraction_orders as example_orders
+from layerwise.optim.cuda.contraction_orders import ORDERS, Order, Sizes
+from layerwise.optim.cuda.per_example_squares import alike, squares_of_rows, squares_of_stack
 from layerwise.optim.rule import Recorded
 from linear_records import bases, exact_squares, linear_records
 

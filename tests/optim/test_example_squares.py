@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import layerwise as lw
-from layerwise.optim import example_orders
+from layerwise.optim.cuda import contraction_orders as example_orders
+from layerwise.optim.cuda.contraction_orders import Sizes
+from layerwise.optim.cuda.per_example_squares import alike, squares_of_stack
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
-from layerwise.optim.example_orders import Sizes
-from layerwise.optim.example_squares import alike, squares_of_stack
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16: torch goes on
 

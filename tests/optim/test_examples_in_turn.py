@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.foundations.errors import InputError
-from layerwise.optim import factors, spread
+from layerwise.optim import factors
+from layerwise.optim.cuda import deferred_examples as spread
+from layerwise.optim.cuda.deferred_examples import WAITING, Spread
+from layerwise.optim.cuda.pending_checkpoint import Foreseen
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.foreseen import Foreseen
 from layerwise.optim.rule import Context, Observation, State
-from layerwise.optim.spread import WAITING, Spread
-from layerwise.optim.stack import Stack
+from layerwise.optim.step.stack import Stack
 
 EVERY = 4
 DATA = batches(3 * EVERY, 5)

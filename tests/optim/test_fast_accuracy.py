@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.optim.cuda.linalg.jacobi import tracked_basis
+from layerwise.optim.cuda.monitor import LAG
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.factors import YOUNG_STEPS, Factors
 from layerwise.optim.rule import Context, Health, Shape
-from layerwise.optim.solver import LAG
 from random_tensors import randn64 as randn
 
 pytestmark = pytest.mark.usefixtures("untyped")

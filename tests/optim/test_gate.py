@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerwise as lw
+from layerwise.optim.cuda.monitor import Report
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.solver import Report
 from thinning import thinned
 
 pytestmark = pytest.mark.usefixtures("untyped")

@@ -10,13 +10,13 @@ from optim_tools import flat
 from torch import Tensor, nn
 
 import layerwise as lw
+from layerwise.optim.cuda.found_inf import bounds, sizes_of
+from layerwise.optim.cuda.param_lists import Listed
 from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.storage import between, keep, matrix, scaled_between
 from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.gates import bounds, sizes_of
-from layerwise.optim.listed import Listed
 from layerwise.optim.rule import Context, Health
-from layerwise.optim.stored import between, keep, matrix, scaled_between
 
 pytestmark = pytest.mark.usefixtures("untyped")
 Make = Callable[[nn.Module], Layerwise]

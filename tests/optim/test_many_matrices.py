@@ -4,12 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.optim.cuda.linalg import jacobi as basis_tracking, split_fp16 as half_pairs, moments_in_new_basis as half_turns, packed
-from layerwise.optim.cuda.triton import products as triton_products
+from layerwise.optim.cuda import rows
+from layerwise.optim.cuda import storage as stored
+from layerwise.optim.cuda.linalg import jacobi as basis_tracking
+from layerwise.optim.cuda.linalg import moments_in_new_basis as half_turns
+from layerwise.optim.cuda.linalg import packed
+from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
 from layerwise.optim.cuda.linalg.orthogonal import basis_half
 from layerwise.optim.cuda.linalg.products import HALF_PAIRS
-from layerwise.optim import rows, stored
-from layerwise.optim.rows import Rows, average_rows_, together
+from layerwise.optim.cuda.rows import Rows, average_rows_, together
+from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.rule import Health
 from random_tensors import randn as normal
 

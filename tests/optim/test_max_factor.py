@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 import layerwise as lw
 from layerwise.distributed.processes import Processes
-from layerwise.optim import observe, rows
+from layerwise.optim.cuda import rows
+from layerwise.optim.cuda.deferred_statistics import accumulate as observe
 
 pytestmark = [
     pytest.mark.usefixtures("untyped"),

@@ -14,8 +14,8 @@ from optim_tools import flat
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim.cuda.elementwise import rotated_adam_
 from layerwise.foundations.linalg import guarded_eigh, settled_eigh
+from layerwise.optim.cuda.elementwise import rotated_adam_
 from layerwise.optim.engine import Layerwise
 from rounding import OtherOrder
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim.output_reading import read
+from layerwise.optim.statistics.output import read
 
 pytestmark = pytest.mark.usefixtures("untyped")
 N, C = 24, 7

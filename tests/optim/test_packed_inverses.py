@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
+from layerwise.optim.cuda import factor as symmetric
+from layerwise.optim.cuda import storage as stored
 from layerwise.optim.cuda.linalg import packed_fp16 as packed_halves
-from layerwise.optim import stack, stored, symmetric
 from layerwise.optim.engine import Layerwise
+from layerwise.optim.step import stack
 
 pytestmark = pytest.mark.usefixtures("untyped")
 Make = Callable[[nn.Module], Layerwise]

@@ -8,7 +8,8 @@ from optim_tools import flat
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim import stack, symmetric
+from layerwise.optim.cuda import factor as symmetric
+from layerwise.optim.step import stack
 
 pytestmark = pytest.mark.usefixtures("untyped")
 Make = Callable[[nn.Module], torch.optim.Optimizer]

@@ -11,11 +11,12 @@ from optim_tools import member as any_member
 from recording import captured, here
 from torch import Tensor, nn
 
+from layerwise.optim.cuda import captured_step as recorded
+from layerwise.optim.cuda import graphs
 from layerwise.optim.cuda.elementwise import finish_
-from layerwise.optim import graphs, recorded
+from layerwise.optim.cuda.graphs import Graphs
 from layerwise.optim.elementwise import AdamRule
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.graphs import Graphs
 
 pytestmark = pytest.mark.usefixtures("untyped")
 STEPS = 12

@@ -10,10 +10,12 @@ from recording import captured, here
 from test_recorded import assert_same, net, replays, trained
 from torch import Tensor, nn
 
-from layerwise.optim import gates, graphs, recorded
+from layerwise.optim.cuda import captured_step as recorded
+from layerwise.optim.cuda import found_inf as gates
+from layerwise.optim.cuda import graphs
+from layerwise.optim.cuda.graphs import Graphs
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.graphs import Graphs
-from layerwise.optim.stack import Stack
+from layerwise.optim.step.stack import Stack
 
 pytestmark = pytest.mark.usefixtures("untyped")
 RECORDING = []

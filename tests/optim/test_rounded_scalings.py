@@ -11,13 +11,16 @@ from test_padding import made, tensors, train
 from torch import Tensor
 
 import layerwise as lw
+from layerwise.optim import eigenbasis
+from layerwise.optim.cuda import scalings
+from layerwise.optim.cuda import storage as stored
+from layerwise.optim.cuda.deferred_examples import WAITING
 from layerwise.optim.cuda.unscaled import unscaled
-from layerwise.optim import eigenbasis, scalings, stack, stored
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.rotated_adam import RotatedAdam
 from layerwise.optim.rule import Context, Health, Shape, State
-from layerwise.optim.spread import WAITING
+from layerwise.optim.step import stack
 from random_tensors import randn64 as randn
 
 pytestmark = pytest.mark.usefixtures("untyped")

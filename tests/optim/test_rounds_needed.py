@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.optim import stored
+from layerwise.optim.cuda import storage as stored
+from layerwise.optim.cuda.inverse import EXACT_BATCHES, Refined, _verdict
+from layerwise.optim.cuda.monitor import REFUSED, WANTING
 from layerwise.optim.factors import Factors
-from layerwise.optim.refined import EXACT_BATCHES, Refined, _verdict
 from layerwise.optim.rule import Context, Health, Shape
-from layerwise.optim.solver import REFUSED, WANTING
 
 pytestmark = pytest.mark.usefixtures("untyped")
 SIZE, SEQUENCES, LENGTH, TURNS = 192, 8, 85, 12

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim import observe, rows
 from layerwise.optim.averaging import update_mean
-from layerwise.optim.observe import Collector
-from layerwise.optim.rows import Rows, RowsOfStack, average_rows_, together
+from layerwise.optim.cuda import rows
+from layerwise.optim.cuda.deferred_statistics import accumulate as observe
+from layerwise.optim.cuda.rows import Rows, RowsOfStack, average_rows_, together
 from layerwise.optim.rule import Health
+from layerwise.optim.statistics.accumulate import Collector
 from random_tensors import randn
 
 

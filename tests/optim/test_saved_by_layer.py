@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim import stack, stored, symmetric
+from layerwise.optim.cuda import factor as symmetric
+from layerwise.optim.cuda import storage as stored
+from layerwise.optim.step import stack
 
 pytestmark = pytest.mark.usefixtures("untyped")
 LAYERS = 3

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.foundations.errors import InputError
+from layerwise.optim.cuda.monitor import FAILED, LAG, REFUSED, SOLVED, TURNS, WANTING, InverseWatch, method
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.rule import Health
-from layerwise.optim.solver import FAILED, LAG, REFUSED, SOLVED, TURNS, WANTING, InverseWatch, method
 
 pytestmark = pytest.mark.usefixtures("untyped")
 SIZE = 12
@@ -272,7 +272,7 @@ def test_a_resumed_basis_is_not_begun_again(name: str, monkeypatch: pytest.Monke
     other = make(model, lr=0.01, refresh_every=2, solver="newton")
     other.load_state_dict(copy.deepcopy(opt.state_dict()))
     begun = list[str]()
-    monkeypatch.setattr("layerwise.optim.bases.begin", lambda state, side, *rest: begun.append(side))
+    monkeypatch.setattr("layerwise.optim.cuda.basis.begin", lambda state, side, *rest: begun.append(side))
     train(other, model, 3, 6)
     assert not begun
     assert other.health().refreshes > 0
@@ -318,7 +318,7 @@ def test_what_does_not_converge_is_not_taken(monkeypatch: pytest.MonkeyPatch):
     def astray(M: Any, X: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         return 100 * X, torch.full((1,), torch.inf), torch.full((1,), 2.0)
 
-    monkeypatch.setattr("layerwise.optim.refined.refined_inverse", astray)
+    monkeypatch.setattr("layerwise.optim.cuda.inverse.refined_inverse", astray)
     step(12)
     assert all(torch.equal(root, before[name]) for name, root in layers(opt, "Q_root").items())
     for number in range(13, 13 + LAG):

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.foundations.errors import InputError
-from layerwise.optim import observe, refreshes, rows
+from layerwise.optim.cuda import rows
+from layerwise.optim.cuda.deferred_statistics import AWAITED, Statistics
+from layerwise.optim.cuda.deferred_statistics import accumulate as observe
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.statistics import AWAITED, Statistics
+from layerwise.optim.step import refresh_schedule as refreshes
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16: torch goes on
 

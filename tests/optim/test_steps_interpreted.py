@@ -12,11 +12,16 @@ from test_padding import train as train_words
 import layerwise as lw
 from interpreter import only_interpreted
 from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.cuda import factor as symmetric
+from layerwise.optim.cuda import scalings
+from layerwise.optim.cuda import storage as stored
+from layerwise.optim.cuda.linalg import packed
+from layerwise.optim.cuda.linalg import packed_fp16 as packed_halves
 from layerwise.optim.cuda.triton import elementwise as fused_launch
-from layerwise.optim.cuda.linalg import packed, packed_fp16 as packed_halves
-from layerwise.optim.cuda.triton import joins as triton_joins, packed as triton_packed
-from layerwise.optim import scalings, stack, stored, symmetric
+from layerwise.optim.cuda.triton import joins as triton_joins
+from layerwise.optim.cuda.triton import packed as triton_packed
 from layerwise.optim.engine import Layerwise
+from layerwise.optim.step import stack
 
 pytestmark = [pytest.mark.usefixtures("untyped"), pytest.mark.interpreted, only_interpreted]
 MEMBERS: dict[str, Any] = {

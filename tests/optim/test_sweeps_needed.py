@@ -7,14 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from layerwise.optim.cuda import basis as bases
+from layerwise.optim.cuda import storage as stored
+from layerwise.optim.cuda.basis_monitor import CLOSELY_COUPLED, LOOSELY_COUPLED, MORE_SWEEPS, TURNS, BasisWatch
 from layerwise.optim.cuda.linalg.fp16 import Half
-from layerwise.optim import bases, stored
+from layerwise.optim.cuda.monitor import LAG, SLOW_TURNS, Plan
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.factors import YOUNG_STEPS, Factors
 from layerwise.optim.rotated_adam import RotatedAdam
 from layerwise.optim.rule import Context, Health, Shape
-from layerwise.optim.solver import LAG, SLOW_TURNS, Plan
-from layerwise.optim.sweeps import CLOSELY_COUPLED, LOOSELY_COUPLED, MORE_SWEEPS, TURNS, BasisWatch
 from random_tensors import randn as normal
 
 pytestmark = pytest.mark.usefixtures("untyped")

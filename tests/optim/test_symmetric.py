@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
+from layerwise.optim.cuda import factor as symmetric
 from layerwise.optim.cuda.linalg.packed import is_packed, pack, unpack
-from layerwise.optim import stack, symmetric
+from layerwise.optim.cuda.rows import Rows, average_rows_, together
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.rows import Rows, average_rows_, together
 from layerwise.optim.rule import Health, Shape
+from layerwise.optim.step import stack
 from random_tensors import randn
 
 Make = Callable[[nn.Module], Layerwise]

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from layerwise.optim.cuda.stagger import LAUNCHES, MORE_ROUNDS, Turn, Work, balanced, decomposition_cost, one_by_one
 from layerwise.optim.rule import Shape
-from layerwise.optim.turns import LAUNCHES, MORE_ROUNDS, Turn, Work, balanced, decomposition_cost, one_by_one
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=12)
 """Groups of each layer of a stack."""

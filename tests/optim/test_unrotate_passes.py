@@ -11,20 +11,22 @@ from torch import Tensor
 import layerwise as lw
 from interpreter import INTERPRETED, only_interpreted
 from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.cuda import storage as stored
 from layerwise.optim.cuda.adam_corrections import corrections_
-from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs, orthogonal
-from layerwise.optim.cuda.triton import products as triton_products, splits as triton_splits
+from layerwise.optim.cuda.linalg import orthogonal
+from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE
-from layerwise.optim import stored
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.triton import products as triton_products
+from layerwise.optim.cuda.triton import splits as triton_splits
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.factors import Factors
-from layerwise.optim.graft import Clip
 from layerwise.optim.rotated_adam import RotatedAdam, step_bound
 from layerwise.optim.rule import Context, Health, Shape, State
-from layerwise.optim.stack import Stack
+from layerwise.optim.step.graft import Clip
+from layerwise.optim.step.stack import Stack
 from random_tensors import randn
 
 pytestmark = pytest.mark.usefixtures("untyped")

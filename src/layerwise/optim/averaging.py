@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from layerwise.optim import symmetric
+from layerwise.optim.cuda import factor as symmetric
 from layerwise.optim.rule import Health
 
 

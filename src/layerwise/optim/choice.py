@@ -13,7 +13,7 @@ from layerwise.optim.factors import Factors
 from layerwise.optim.options import known
 from layerwise.optim.rotated_adam import RotatedAdam
 from layerwise.optim.rule import UpdateRule
-from layerwise.optim.stack import Stack
+from layerwise.optim.step.stack import Stack
 
 CHOSEN = "overrides"
 """The reason of layers for which the user has asked for the fallback's update."""

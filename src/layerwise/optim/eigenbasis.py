@@ -8,20 +8,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.errors import NumericalError
-from layerwise.optim.cuda.elementwise import ema_
-from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, squares_ema_
-from layerwise.optim.cuda.factored_damping import factored_damping
-from layerwise.optim.cuda.fp16_steps import damped_half
-from layerwise.optim.cuda.elementwise_torch import damped
-from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.foundations.linalg import settled_eigh
-from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.layers.half_io import half_chunks, was_half
 from layerwise.layers.one_hot import OneHot
 from layerwise.layers.standard import Standard
-from layerwise.optim import scalings, stored, symmetric
-from layerwise.optim.bases import (
+from layerwise.optim.channels import times_inputs, whole_spectrum
+from layerwise.optim.cuda import factor as symmetric
+from layerwise.optim.cuda import scalings
+from layerwise.optim.cuda import storage as stored
+from layerwise.optim.cuda.basis import (
     BASIS,
     in_halves,
     largest_before,
@@ -31,13 +26,20 @@ from layerwise.optim.bases import (
     track,
     unrotate,
 )
-from layerwise.optim.channels import times_inputs, whole_spectrum
-from layerwise.optim.example_squares import alike, squares_of_stack
+from layerwise.optim.cuda.basis_monitor import CLOSELY_COUPLED, LOOSELY_COUPLED
+from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, squares_ema_
+from layerwise.optim.cuda.elementwise import ema_
+from layerwise.optim.cuda.elementwise_torch import damped
+from layerwise.optim.cuda.factored_damping import factored_damping
+from layerwise.optim.cuda.fp16_steps import damped_half
+from layerwise.optim.cuda.linalg.fp16 import Half
+from layerwise.optim.cuda.monitor import method
+from layerwise.optim.cuda.per_example_squares import alike, squares_of_stack
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.factors import Factors, check_side
 from layerwise.optim.options import positive
 from layerwise.optim.rule import Context, Health, Observation, Recorded, Shape, State
-from layerwise.optim.solver import method
-from layerwise.optim.sweeps import CLOSELY_COUPLED, LOOSELY_COUPLED
 
 
 @dataclass

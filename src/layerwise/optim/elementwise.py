@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.optim.adam import adam
 
-from layerwise.optim.cuda.elementwise import adam_
 from layerwise.optim.cuda.adam_corrections import corrections_
+from layerwise.optim.cuda.elementwise import adam_
 from layerwise.optim.rule import Context, Health, Shape, State, UpdateRule
 
 FUSED = (torch.float32, torch.float64)

@@ -21,16 +21,15 @@ from layerwise.foundations.random import seed_of
 from layerwise.layers.calling import in_own_arithmetic
 from layerwise.layers.matrices import Matrices
 from layerwise.layers.table import LayerSpec, LayerTable
-from layerwise.optim.capture import Capture, Seen
-from layerwise.optim.changes import Watched, owners
+from layerwise.optim.checkpoint import Saving
 from layerwise.optim.choice import fallen_matrices, rule_of, why_fallback
-from layerwise.optim.damping import Damping
-from layerwise.optim.descent import Descent, Part
-from layerwise.optim.followed import recall
-from layerwise.optim.foreseen import take_up
-from layerwise.optim.graft import Clip, Graft
-from layerwise.optim.loss_scale import LossScale
-from layerwise.optim.observe import Collector, Sums
+from layerwise.optim.cuda.captured_step import RecordedStep
+from layerwise.optim.cuda.deferred_examples import Spread
+from layerwise.optim.cuda.deferred_statistics import Statistics, take_all_in
+from layerwise.optim.cuda.monitor import SOLVERS
+from layerwise.optim.cuda.monitor_checkpoint import recall
+from layerwise.optim.cuda.pending_checkpoint import take_up
+from layerwise.optim.model_changes import Watched, owners
 from layerwise.optim.options import (
     LIKELIHOOD,
     LOSS_AVERAGE,
@@ -46,10 +45,7 @@ from layerwise.optim.options import (
     show_options,
     switch,
 )
-from layerwise.optim.output_reading import OutputReader
 from layerwise.optim.parameters import BareParameters, model_of
-from layerwise.optim.recorded import RecordedStep
-from layerwise.optim.refreshes import Refreshes
 from layerwise.optim.report import (
     group_lines,
     headline,
@@ -62,12 +58,16 @@ from layerwise.optim.report import (
     unseen,
 )
 from layerwise.optim.rule import Context, Health, UpdateRule
-from layerwise.optim.saving import Saving
-from layerwise.optim.scale import UpdateScale, unit_of
-from layerwise.optim.solver import SOLVERS
-from layerwise.optim.spread import Spread
-from layerwise.optim.stack import Stack
-from layerwise.optim.statistics import Statistics, take_all_in
+from layerwise.optim.statistics.accumulate import Collector, Sums
+from layerwise.optim.statistics.hooks import Capture, Seen
+from layerwise.optim.statistics.loss_scale import LossScale
+from layerwise.optim.statistics.output import OutputReader
+from layerwise.optim.step.damping import Damping
+from layerwise.optim.step.graft import Clip, Graft
+from layerwise.optim.step.refresh_schedule import Refreshes
+from layerwise.optim.step.stack import Stack
+from layerwise.optim.step.update import Descent, Part
+from layerwise.optim.step.update_scale import UpdateScale, unit_of
 
 OWN_MOMENTUM = ("momentum", "nesterov", "betas")
 """Options of the optimizer's own rule, which a fallback that averages by itself does not take."""
@@ -122,7 +122,7 @@ class Layerwise(Saving):
         clip: None, a number κ (the step's predicted change ``η² ⟨D, ∇L⟩`` stays below it), or ("norm", c).
         scale: "formula": the update is as large as the formula says. "adam", the members' default: the gradient is
             averaged as AdamW does, then preconditioned, and the update has the norm of AdamW's: `lr` means what it
-            means there, and the loss's own scale nothing. See `layerwise.optim.scale`.
+            means there, and the loss's own scale nothing. See `layerwise.optim.step.update_scale`.
         betas: AdamW's, with ``scale="adam"``, of the size of updates and of parameters without a rule; the first is
             also the momentum, where the member has none of its own. By default `momentum` and 0.999.
         update_fallback: "adam", "sgd", or a rule, for parameters that the rule does not treat.
@@ -140,11 +140,11 @@ class Layerwise(Saving):
             ``{"*.qkv": lw.split(3, heads=12)}``. For members of gradients alone (Muon, Shampoo, SOAP) every parameter
             of two axes is a matrix and every one of three a stack, but for tables of embeddings.
         solver: how inverses, roots and bases are found: "auto", "eigh", "cholesky" or "newton" (products alone,
-            warm-started and tested); see `layerwise.optim.solver`.
+            warm-started and tested); see `layerwise.optim.cuda.monitor`.
         precision: of products where factors are treated by "newton": "high" (pairs of float16, 22 bits), or "half" (11
             bits, a third of the work and half the state: enough where gradients are computed in bfloat16 and carry 8).
         record: whether steps on a GPU are recorded as CUDA graphs and replayed; None: for models of up to 2²⁵
-            parameters, whose steps are launches rather than work. See `layerwise.optim.recorded`.
+            parameters, whose steps are launches rather than work. See `layerwise.optim.cuda.captured_step`.
         seed: of sampled labels.
     """
 

@@ -8,18 +8,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
-from layerwise.optim.cuda.eigenbasis_elementwise import scaled
-from layerwise.optim.cuda.fp16_steps import scaled_half
-from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.foundations.kronecker import split_damping
 from layerwise.foundations.linalg import gram
-from layerwise.optim.cuda.linalg import two_sided_product as long_sums
-from layerwise.optim.cuda.linalg.split_fp16 import product
-from layerwise.optim.cuda.linalg.fp16 import Half
-from layerwise.optim import stored, symmetric
 from layerwise.optim.averaging import finite_moments, update_mean
-from layerwise.optim.bases import (
+from layerwise.optim.channels import block_state, mean_input_eigenvalue, times_inputs
+from layerwise.optim.cuda import factor as symmetric
+from layerwise.optim.cuda import storage as stored
+from layerwise.optim.cuda.basis import (
     BASIS,
     in_halves,
     largest_before,
@@ -27,13 +22,19 @@ from layerwise.optim.bases import (
     scaled_unrotate,
     track,
 )
-from layerwise.optim.channels import block_state, mean_input_eigenvalue, times_inputs
-from layerwise.optim.refined import EXACT_BATCHES, refine_inverse, watch_of
+from layerwise.optim.cuda.basis_monitor import basis_watch, coupled
+from layerwise.optim.cuda.eigenbasis_elementwise import scaled
+from layerwise.optim.cuda.fp16_steps import scaled_half
+from layerwise.optim.cuda.inverse import EXACT_BATCHES, refine_inverse, watch_of
+from layerwise.optim.cuda.linalg import two_sided_product as long_sums
+from layerwise.optim.cuda.linalg.fp16 import Half
+from layerwise.optim.cuda.linalg.split_fp16 import product
+from layerwise.optim.cuda.monitor import Plan, Watch, method
+from layerwise.optim.cuda.rows import average_rows_
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.roots import condition_numbers, guarded_root, mean_eigenvalue
-from layerwise.optim.rows import average_rows_
 from layerwise.optim.rule import Context, Health, Observation, Shape, State, UpdateRule
-from layerwise.optim.solver import Plan, Watch, method
-from layerwise.optim.sweeps import basis_watch, coupled
 
 LEFT = ("outgrads", "gradient", "identity")
 SMALL_POWER = 0.25

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
-from layerwise.optim.changes import renamed
+from layerwise.optim.model_changes import renamed
 from layerwise.optim.rule import UpdateRule
 
 

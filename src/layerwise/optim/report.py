@@ -6,7 +6,7 @@ from typing import Any
 from layerwise.layers.table import LayerSpec
 from layerwise.optim.choice import FallenMatrices
 from layerwise.optim.rule import Context, Health
-from layerwise.optim.stack import Stack
+from layerwise.optim.step.stack import Stack
 
 HEAD = ("layer", "parameters", "form K × O × I", "update")
 

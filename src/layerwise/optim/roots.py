@@ -6,7 +6,7 @@ from torch import Tensor
 
 from layerwise.foundations.errors import NumericalError
 from layerwise.foundations.linalg import finite_matrices, gram, guarded_eigh, guarded_inverse
-from layerwise.optim import symmetric
+from layerwise.optim.cuda import factor as symmetric
 from layerwise.optim.rule import Health
 
 

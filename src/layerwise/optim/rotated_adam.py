@@ -6,20 +6,21 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from layerwise.optim.cuda.elementwise import rotated_adam_
-from layerwise.optim.cuda.adam_corrections import corrections_
-from layerwise.optim.cuda.elementwise_torch import above
-from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.foundations.linalg import finite_matrices
+from layerwise.optim.averaging import finite_moments
+from layerwise.optim.cuda import factor as symmetric
+from layerwise.optim.cuda import storage as stored
+from layerwise.optim.cuda.adam_corrections import corrections_
+from layerwise.optim.cuda.basis import in_halves
+from layerwise.optim.cuda.elementwise import rotated_adam_
+from layerwise.optim.cuda.elementwise_torch import above
+from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.jacobi import carried
 from layerwise.optim.cuda.linalg.moments_in_new_basis import turn_between, turn_moments_
-from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import ROOM
+from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton.splits import bound_scale
-from layerwise.optim import stored, symmetric
-from layerwise.optim.averaging import finite_moments
-from layerwise.optim.bases import in_halves
+from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.eigenbasis import EigenFactors
 from layerwise.optim.elementwise import average_squares_
 from layerwise.optim.factors import gradient_moments

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.optim.cuda.scaled import Scaled
 from layerwise.layers.io import RecordedIO
+from layerwise.optim.cuda.scaled import Scaled
 
 State = dict[str, Tensor]
 
@@ -92,7 +92,7 @@ class Observation:
     add_up: Callable[[Sequence[Tensor]], list[Tensor]] = list
     """Sums over the processes that train together."""
     inputs: Any = None
-    """In place of A, where its moment was not made: `layerwise.optim.rows.RowsOfStack`; likewise for G."""
+    """In place of A, where its moment was not made: `layerwise.optim.cuda.rows.RowsOfStack`; likewise for G."""
     outgrads: Any = None
 
 
@@ -183,7 +183,7 @@ class Health:
     refusals: int = 0
     """Refinements by products that failed their test; a further one, or the exact solution, came two steps later."""
     restarts: int = 0
-    """Bases that were decomposed anew, because they could not be followed; see `layerwise.optim.sweeps`."""
+    """Bases that were decomposed anew, because they could not be followed; see `layerwise.optim.cuda.basis_monitor`."""
     condition: dict[str, float] = field(default_factory=dict)
     """Largest condition number of each layer's damped factors, at the last refresh."""
     damping: dict[str, float] = field(default_factory=dict)
@@ -225,7 +225,7 @@ class UpdateRule(ABC):
     needs_outgrads: bool = False
     """Whether output gradients must be recorded."""
     solver: str = "auto"
-    """How inverses, roots and bases are found: see `layerwise.optim.solver`."""
+    """How inverses, roots and bases are found: see `layerwise.optim.cuda.monitor`."""
     precision: str = "high"
     """Of products on a GPU: "high", pairs of float16, or "half", one; see `Layerwise`."""
     takes_rows: bool = False
@@ -234,7 +234,7 @@ class UpdateRule(ABC):
     """Whether it looks at examples, so that a batch's inputs and gradients are kept until the step."""
     examples_over: int | None = 1
     """Over how many steps it may look at them (`look_at_examples`); None: where nobody waits for the device, as many as
-    there are between statistics. Not inherited. See `layerwise.optim.spread`."""
+    there are between statistics. Not inherited. See `layerwise.optim.cuda.deferred_examples`."""
     sua: bool = False
     """Whether inputs of convolutions are observed by channel alone (spatially uncorrelated activations)."""
     averages: bool = True
@@ -280,7 +280,7 @@ class UpdateRule(ABC):
 
     def factors_wait(self, state: State) -> bool:
         """Whether `observe` may come later for some layers, just before their refresh: it works in place on any part of
-        the state, and nothing but a refresh reads what it changes. Not inherited. See `layerwise.optim.statistics`."""
+        the state, and nothing but a refresh reads what it changes. Not inherited. See `layerwise.optim.cuda.deferred_statistics`."""
         return False
 
     def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.optim.cuda.elementwise import momentum_half_
 from layerwise.foundations.linalg import gram
+from layerwise.optim.cuda.elementwise import momentum_half_
 from layerwise.optim.factors import Factors
 from layerwise.optim.rule import Context, Health, Shape, State, UpdateRule
 

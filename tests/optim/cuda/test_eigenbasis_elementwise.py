@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from interpreter import INTERPRETED
-from layerwise.optim.cuda import elementwise as fused
-from layerwise.optim.cuda.triton import elementwise as fused_launch
 from layerwise.foundations.errors import InputError
+from layerwise.optim.cuda import elementwise as fused
 from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, scaled, squares_ema_
 from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.triton import elementwise as fused_launch
 from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted

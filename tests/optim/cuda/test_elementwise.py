@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from interpreter import INTERPRETED
+from layerwise.foundations.errors import InputError
 from layerwise.optim.cuda import elementwise as fused
 from layerwise.optim.cuda.triton import elementwise as fused_launch
-from layerwise.foundations.errors import InputError
 from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted

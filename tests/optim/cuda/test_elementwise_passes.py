@@ -7,13 +7,13 @@ from torch import Tensor
 
 from interpreter import INTERPRETED, only_interpreted
 from layerwise.optim.cuda import elementwise as fused
-from layerwise.optim.cuda.triton import elementwise as fused_launch
 from layerwise.optim.cuda.adam_corrections import corrections_
+from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
 from layerwise.optim.cuda.magnitudes import finite_gate, magnitudes
 from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.unscaled import unscaled
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.triton import elementwise as fused_launch
 from layerwise.optim.cuda.triton import splits as triton_splits
+from layerwise.optim.cuda.unscaled import unscaled
 from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted

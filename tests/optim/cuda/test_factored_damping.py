@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from interpreter import INTERPRETED
-from layerwise.optim.cuda import elementwise as fused, factored_damping as fused_damping
+from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.cuda import factored_damping as fused_damping
 from layerwise.optim.cuda.factored_damping import factored_damping
 
 pytestmark = pytest.mark.interpreted

@@ -5,13 +5,14 @@ import torch
 from torch import Tensor
 
 from interpreter import INTERPRETED
-from layerwise.optim.cuda import elementwise as fused, fp16_steps as fused_half_steps
-from layerwise.optim.cuda.triton import elementwise as fused_launch
+from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.cuda import fp16_steps as fused_half_steps
 from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, scaled
 from layerwise.optim.cuda.fp16_steps import HEADROOM, damped_half, scaled_half
-from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import ROOM
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.triton import elementwise as fused_launch
 from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from interpreter import INTERPRETED
 from layerwise.optim.cuda.linalg import orthogonal
-from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.linalg.jacobi import carried, tracked_basis
 from layerwise.optim.cuda.linalg.jacobi_fp16 import tracked_half
-from layerwise.optim.cuda.linalg.split_fp16 import Half, split, whole_product
 from layerwise.optim.cuda.linalg.moments_in_new_basis import put_, squared_rows, turn_between, turn_moments_
 from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE, basis_half, between
+from layerwise.optim.cuda.linalg.split_fp16 import Half, split, whole_product
+from layerwise.optim.cuda.triton import products as triton_products
 
 pytestmark = pytest.mark.interpreted
 

@@ -8,12 +8,14 @@ from torch import Tensor
 
 from interpreter import INTERPRETED
 from layerwise.optim.cuda import elementwise as fused
-from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.unscaled import unscaled
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs, orthogonal
-from layerwise.optim.cuda.triton import products as triton_products, splits as triton_splits
+from layerwise.optim.cuda.linalg import orthogonal
+from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
 from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
 from layerwise.optim.cuda.linalg.orthogonal import basis_pair, between, rough_between, with_room
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.triton import products as triton_products
+from layerwise.optim.cuda.triton import splits as triton_splits
+from layerwise.optim.cuda.unscaled import unscaled
 from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted

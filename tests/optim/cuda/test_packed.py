@@ -6,7 +6,8 @@ from torch import Tensor
 
 from interpreter import only_interpreted
 from layerwise.foundations.errors import InputError
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs, packed
+from layerwise.optim.cuda.linalg import packed
+from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
 from layerwise.optim.cuda.triton import packed as triton_packed
 from layerwise.optim.cuda.triton.columns import average_grams_
 from layerwise.optim.cuda.triton.products import Tiles

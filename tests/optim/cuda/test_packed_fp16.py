@@ -6,7 +6,8 @@ from torch import Tensor
 
 from interpreter import only_interpreted
 from layerwise.foundations.errors import InputError
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs, packed_fp16 as packed_halves
+from layerwise.optim.cuda.linalg import packed_fp16 as packed_halves
+from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
 from layerwise.optim.cuda.triton import packed as triton_packed
 
 pytestmark = pytest.mark.interpreted

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from layerwise.optim.cuda.linalg.split_fp16 import HalfPair, split
 from layerwise.optim.cuda.linalg.products import HALF_PAIRS, TORCH, Products, TorchProducts
+from layerwise.optim.cuda.linalg.split_fp16 import HalfPair, split
 from random_tensors import randn
 
 

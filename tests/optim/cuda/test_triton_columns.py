@@ -6,9 +6,9 @@ from torch import Tensor
 
 from interpreter import only_interpreted
 from layerwise.foundations.errors import InputError
+from layerwise.optim.averaging import running_weight
 from layerwise.optim.cuda.triton import columns as triton_columns
 from layerwise.optim.cuda.triton.columns import average_grams_
-from layerwise.optim.averaging import running_weight
 from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted

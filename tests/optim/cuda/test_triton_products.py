@@ -6,8 +6,9 @@ import torch
 from interpreter import only_interpreted
 from layerwise.foundations.errors import InputError
 from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
-from layerwise.optim.cuda.triton import joins as triton_joins, products as triton_products
 from layerwise.optim.cuda.linalg.split_fp16 import Half, HalfPair
+from layerwise.optim.cuda.triton import joins as triton_joins
+from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton.products import Tiles
 from random_tensors import randn
 

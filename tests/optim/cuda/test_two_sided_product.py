@@ -6,9 +6,12 @@ from torch import Tensor
 
 from interpreter import only_interpreted
 from layerwise.optim.cuda.elementwise_torch import over
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs, two_sided_product as long_sums, packed_fp16 as packed_halves
-from layerwise.optim.cuda.triton import packed as triton_packed, splits as triton_splits
+from layerwise.optim.cuda.linalg import packed_fp16 as packed_halves
+from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import two_sided_product as long_sums
 from layerwise.optim.cuda.linalg.two_sided_product import long_between, one_above_the_other, side_by_side, tripled
+from layerwise.optim.cuda.triton import packed as triton_packed
+from layerwise.optim.cuda.triton import splits as triton_splits
 from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted

@@ -13,11 +13,11 @@ import torch
 from jaxtyping import BFloat16, Bool, Float
 from torch import Tensor
 
-from layerwise.optim.cuda.triton import elementwise as fused_launch
 from layerwise.optim.cuda import elementwise_torch as fused_reference
 from layerwise.optim.cuda.checks import check_layers, check_means, check_whole
 from layerwise.optim.cuda.magnitudes import finite_gate as finite_gate
 from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.triton import elementwise as fused_launch
 from layerwise.optim.cuda.triton.products import available
 
 TAKEN = (torch.float32, torch.bfloat16, torch.float16)

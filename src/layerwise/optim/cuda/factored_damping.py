@@ -4,10 +4,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from layerwise.foundations.kronecker import split_damping
 from layerwise.optim.cuda import elementwise as fused
 from layerwise.optim.cuda.triton import elementwise as fused_launch
 from layerwise.optim.cuda.triton.arguments import basis_kernels
-from layerwise.foundations.kronecker import split_damping
 from layerwise.optim.cuda.triton.device import on
 
 BLOCK = 1024

@@ -16,13 +16,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.optim.cuda import elementwise as fused
-from layerwise.optim.cuda.triton import elementwise as fused_launch
-from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, scaled
 from layerwise.optim.cuda.checks import check_alike, check_whole
-from layerwise.optim.cuda.triton.arguments import add_up, basis_kernels, bits, listed, room_for_sums
-from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, scaled
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import ROOM, with_room
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.triton import elementwise as fused_launch
+from layerwise.optim.cuda.triton.arguments import add_up, basis_kernels, bits, listed, room_for_sums
 from layerwise.optim.cuda.triton.device import on
 from layerwise.optim.cuda.triton.splits import HEADROOM
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from layerwise.optim.graphs import Graphs
+from layerwise.optim.cuda.graphs import Graphs
 from layerwise.studies.feature_learning.algorithms import AMGD, DFW, KFAC, SGD, Adam, Algorithm, MinMin, Weights
 from layerwise.studies.feature_learning.batch import Batch
 from layerwise.studies.feature_learning.batches import moments

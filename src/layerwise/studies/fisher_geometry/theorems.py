@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from layerwise.curvature.build import fisher
 from layerwise.foundations.random import stream
-from layerwise.optim.kfac import KFAC
+from layerwise.optim.members.kfac import KFAC
 from layerwise.studies.fisher_geometry.kronecker_basis import KroneckerBasis, empirical_fisher, relative_error
 
 CLASSES = 3

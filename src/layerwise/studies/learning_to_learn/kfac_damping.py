@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from layerwise.foundations.progress import Progress, Silent
 from layerwise.foundations.random import stream
-from layerwise.optim.kfac import KFAC
+from layerwise.optim.members.kfac import KFAC
 from layerwise.studies.learning_to_learn.image_tasks import CLASSES, Tasks, batch_order
 
 DAMPING, RATE = 1e-1, 1e-3

@@ -58,7 +58,7 @@ class HalfPair:
 
     def value(self) -> Float32[Tensor, "*batch m n"]:
         """The matrices in float32; NaN throughout where the matrix that was split had an entry not finite."""
-        from layerwise.optim.cuda.triton import joins as triton_joins# late, because it imports this module
+        from layerwise.optim.cuda.triton import joins as triton_joins  # late, because it imports this module
 
         if triton_joins.takes(self):
             return triton_joins.value(self)

@@ -11,10 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
-from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.linalg.fp16 import HalfPair
 from layerwise.optim.cuda.linalg.newton_inverse import probe_columns
 from layerwise.optim.cuda.linalg.products import TORCH, HalfPairProducts, Products
+from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton.device import MOST_MATRICES
 
 COUPLING_LIMIT = 0.025

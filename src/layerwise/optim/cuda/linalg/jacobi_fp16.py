@@ -11,11 +11,11 @@ from jaxtyping import Float, Float16, Float32
 from torch import Tensor
 
 from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
-from layerwise.optim.cuda.triton import products as triton_products
-from layerwise.optim.cuda.linalg.jacobi import FUSED_SIZE, STILL, coupling, rotation, second_order
 from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
+from layerwise.optim.cuda.linalg.jacobi import FUSED_SIZE, STILL, coupling, rotation, second_order
 from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE, bounded_pair, product_bound, writes_halves
 from layerwise.optim.cuda.linalg.products import HALF_PAIRS
+from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton.products import pair_product
 
 UNIT = 2.0**14

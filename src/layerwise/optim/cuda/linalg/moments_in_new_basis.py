@@ -7,10 +7,10 @@ from jaxtyping import Bool, Float, Float16, Float32
 from torch import Tensor
 
 from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
-from layerwise.optim.cuda.triton import products as triton_products
-from layerwise.optim.cuda.linalg.jacobi_fp16 import by_cublas
 from layerwise.optim.cuda.linalg.fp16 import Half
+from layerwise.optim.cuda.linalg.jacobi_fp16 import by_cublas
 from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE
+from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton.device import MOST_MATRICES, ceil, kernels, on
 from layerwise.optim.cuda.triton.splits import halved
 

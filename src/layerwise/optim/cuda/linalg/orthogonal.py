@@ -16,10 +16,11 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from layerwise.optim.cuda.elementwise_torch import cut
-from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
-from layerwise.optim.cuda.triton import products as triton_products, splits as triton_splits
 from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.triton import products as triton_products
+from layerwise.optim.cuda.triton import splits as triton_splits
 from layerwise.optim.cuda.triton.device import MOST_MATRICES, available
 
 BASIS_SCALE = 2.0**half_pairs.TOP_EXPONENT

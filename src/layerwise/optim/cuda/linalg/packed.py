@@ -17,10 +17,10 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
-from layerwise.optim.cuda.triton import packed as triton_packed
-from layerwise.optim.cuda.linalg.fp16 import HalfPair
 from layerwise.foundations.linalg.symmetric_product import gram
+from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg.fp16 import HalfPair
+from layerwise.optim.cuda.triton import packed as triton_packed
 from layerwise.optim.cuda.triton.device import MOST_MATRICES, available
 
 TILE = 16

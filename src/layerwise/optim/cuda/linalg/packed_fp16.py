@@ -11,9 +11,10 @@ from jaxtyping import Bool, Float16, Float32
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs, packed
-from layerwise.optim.cuda.triton import packed as triton_packed
+from layerwise.optim.cuda.linalg import packed
+from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
 from layerwise.optim.cuda.linalg.packed import TILE
+from layerwise.optim.cuda.triton import packed as triton_packed
 from layerwise.optim.cuda.triton.device import MOST_MATRICES, available
 
 

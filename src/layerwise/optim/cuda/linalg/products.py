@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
-from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
+from layerwise.optim.cuda.triton import products as triton_products
 
 Product = Callable[[Tensor, Tensor], Tensor]
 Operand = Tensor | HalfPair | Half

@@ -14,9 +14,12 @@ import torch
 from jaxtyping import Float, Float16, Float32
 from torch import Tensor
 
+from layerwise.optim.cuda.linalg import packed
+from layerwise.optim.cuda.linalg import packed_fp16 as packed_halves
+from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
 from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs, packed, packed_fp16 as packed_halves
-from layerwise.optim.cuda.triton import packed as triton_packed, splits as triton_splits
+from layerwise.optim.cuda.triton import packed as triton_packed
+from layerwise.optim.cuda.triton import splits as triton_splits
 from layerwise.optim.cuda.triton.device import MOST_MATRICES, available
 
 MOST_ENTRIES = 2**31 - 2**16

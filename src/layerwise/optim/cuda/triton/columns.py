@@ -16,8 +16,8 @@ from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.optim.cuda.linalg import packed
-from layerwise.optim.cuda.triton import packed as triton_packed
 from layerwise.optim.cuda.linalg.packed import is_packed
+from layerwise.optim.cuda.triton import packed as triton_packed
 from layerwise.optim.cuda.triton.device import ceil, kernels, on
 from layerwise.optim.cuda.triton.products import gram_update_
 

@@ -42,11 +42,11 @@ from layerwise.layers.products import StackedRule
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.layers.tape import Tape, explained
 from layerwise.layers.verify import NO_AXIS
-from layerwise.optim.backwards import Arrivals, Watch, graph_is_kept
-from layerwise.optim.loss_scale import LossScale, tokens_of, with_class_axis
-from layerwise.optim.output_reading import EMPIRICAL, OutputReader
-from layerwise.optim.root_hooks import RootHook, inputs_of, within_call
 from layerwise.optim.rule import Recorded
+from layerwise.optim.statistics.backward import Arrivals, Watch, graph_is_kept
+from layerwise.optim.statistics.loss_scale import LossScale, tokens_of, with_class_axis
+from layerwise.optim.statistics.output import EMPIRICAL, OutputReader
+from layerwise.optim.statistics.root_hooks import RootHook, inputs_of, within_call
 
 RANK_SEEDS = 7919
 """Processes draw labels of their own: seeds this far apart."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.optim.cuda.magnitudes import magnitudes
-from layerwise.optim.stack import Stack
+from layerwise.optim.step.stack import Stack
 
 
 @dataclass

@@ -8,13 +8,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.optim.cuda import elementwise as fused
 from layerwise.foundations.errors import InputError, describe
+from layerwise.optim.cuda import elementwise as fused
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.elementwise import AdamRule
 from layerwise.optim.rule import Context, Health
-from layerwise.optim.stack import Stack
+from layerwise.optim.step.stack import Stack
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from layerwise.optim.cuda.basis_monitor import BasisWatch, recalled
 from layerwise.optim.rule import State
-from layerwise.optim.stack import Stack
-from layerwise.optim.sweeps import BasisWatch, recalled
+from layerwise.optim.step.stack import Stack
 
 BASES = ("U_P", "U_Q")
 

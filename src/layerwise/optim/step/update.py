@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from layerwise.optim.cuda.deferred_examples import Spread
+from layerwise.optim.cuda.deferred_statistics import Statistics, take_all_in, take_due
 from layerwise.optim.cuda.elementwise import finish_
+from layerwise.optim.cuda.found_inf import bounds, sizes_of
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.unscaled import unscaled
-from layerwise.optim.damping import Damping
-from layerwise.optim.gates import bounds, sizes_of
-from layerwise.optim.graft import Clip, Graft
-from layerwise.optim.observe import Collector, Sums
-from layerwise.optim.refreshes import Refreshes, remember
 from layerwise.optim.rule import Context, Health, Observation, State, UpdateRule
-from layerwise.optim.scale import UpdateScale
-from layerwise.optim.spread import Spread
-from layerwise.optim.stack import Stack
-from layerwise.optim.statistics import Statistics, take_all_in, take_due
+from layerwise.optim.statistics.accumulate import Collector, Sums
+from layerwise.optim.step.damping import Damping
+from layerwise.optim.step.graft import Clip, Graft
+from layerwise.optim.step.refresh_schedule import Refreshes, remember
+from layerwise.optim.step.stack import Stack
+from layerwise.optim.step.update_scale import UpdateScale
 
 
 @dataclass

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.layers.table import LayerTable
-from layerwise.optim.capture import Capture
-from layerwise.optim.changes import Watched, follow, owners, renamed_layers
-from layerwise.optim.damping import Damping
-from layerwise.optim.descent import Descent
-from layerwise.optim.followed import followed
-from layerwise.optim.foreseen import foreseen
+from layerwise.optim.cuda.deferred_statistics import take_all_in
+from layerwise.optim.cuda.monitor_checkpoint import followed
+from layerwise.optim.cuda.pending_checkpoint import foreseen
 from layerwise.optim.loading import check_shapes, engine_of, renamed_state, shared_factors
-from layerwise.optim.observe import Collector
+from layerwise.optim.model_changes import Watched, follow, owners, renamed_layers
 from layerwise.optim.options import with_own_rate
 from layerwise.optim.parameters import BareParameters
 from layerwise.optim.rule import Health, UpdateRule
-from layerwise.optim.stack import Stack
-from layerwise.optim.statistics import take_all_in
+from layerwise.optim.statistics.accumulate import Collector
+from layerwise.optim.statistics.hooks import Capture
+from layerwise.optim.step.damping import Damping
+from layerwise.optim.step.stack import Stack
+from layerwise.optim.step.update import Descent
 
 
 class Saving(torch.optim.Optimizer):

@@ -13,14 +13,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from layerwise.foundations.linalg import gram
-from layerwise.optim.cuda.triton import products as triton_products
-from layerwise.optim.cuda.triton.columns import average_grams_
-from layerwise.optim.cuda.triton.device import MOST_MATRICES
 from layerwise.layers.form import Form
 from layerwise.layers.io import LayerCall, RecordedIO
 from layerwise.layers.linear import LinearRule
-from layerwise.optim import symmetric
 from layerwise.optim.averaging import running_weight
+from layerwise.optim.cuda import factor as symmetric
+from layerwise.optim.cuda.triton import products as triton_products
+from layerwise.optim.cuda.triton.columns import average_grams_
+from layerwise.optim.cuda.triton.device import MOST_MATRICES
 from layerwise.optim.rule import Health
 
 HALF = (torch.bfloat16, torch.float16)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from layerwise.layers.calling import in_own_arithmetic
-from layerwise.optim.refreshes import freshness
-from layerwise.optim.rows import RowsOfStack
+from layerwise.optim.cuda.rows import RowsOfStack
+from layerwise.optim.cuda.stagger import Turn
 from layerwise.optim.rule import Context, Health, Observation
-from layerwise.optim.stack import Stack
-from layerwise.optim.turns import Turn
+from layerwise.optim.step.refresh_schedule import freshness
+from layerwise.optim.step.stack import Stack
 
 AWAITED, WRITTEN_OVER = "statistics", "rows written over"
 """Where a stack's memory has the shares that are not taken in yet; and that some could not be."""

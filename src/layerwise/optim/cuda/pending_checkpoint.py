@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from layerwise.layers.calling import in_own_arithmetic
-from layerwise.optim import stored
-from layerwise.optim.followed import lately
-from layerwise.optim.refreshes import Refreshes, freshness
+from layerwise.optim.cuda import storage as stored
+from layerwise.optim.cuda.basis_monitor import recalled
+from layerwise.optim.cuda.deferred_examples import WAITING, Share
+from layerwise.optim.cuda.monitor_checkpoint import lately
 from layerwise.optim.rule import Health, State
-from layerwise.optim.spread import WAITING, Share
-from layerwise.optim.stack import Stack
-from layerwise.optim.sweeps import recalled
+from layerwise.optim.step.refresh_schedule import Refreshes, freshness
+from layerwise.optim.step.stack import Stack
 
 SCALINGS, TURN = "s_due", "due"
 EIGENVALUES = {"s_P_due": "s_P", "s_Q_due": "s_Q"}

@@ -20,11 +20,11 @@ from layerwise.foundations.linalg import conjugate_gradient, guarded_cholesky
 from layerwise.kernel.contraction import contract, rows_of
 from layerwise.layers.one_hot import OneHot
 from layerwise.layers.standard import Standard
-from layerwise.optim.descent import Part
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.observe import Sums
 from layerwise.optim.options import LIKELIHOOD, LOSS_AVERAGE, Overrides
 from layerwise.optim.rule import Context, Health, Recorded, Shape, State, UpdateRule
+from layerwise.optim.statistics.accumulate import Sums
+from layerwise.optim.step.update import Part
 
 METHODS = ("auto", "dense", "woodbury", "cg")
 FEW_ROWS = 4096

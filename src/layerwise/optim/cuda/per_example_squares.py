@@ -9,8 +9,8 @@ import torch
 from jaxtyping import BFloat16, Float, Float32
 from torch import Tensor
 
-from layerwise.optim.example_orders import Order, Sizes
-from layerwise.optim.rows import has_plain_rows
+from layerwise.optim.cuda.contraction_orders import Order, Sizes
+from layerwise.optim.cuda.rows import has_plain_rows
 from layerwise.optim.rule import Recorded
 
 

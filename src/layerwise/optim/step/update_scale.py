@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from layerwise.foundations.errors import InputError, describe
 from layerwise.optim.elementwise import AdamRule
 from layerwise.optim.rule import Context, Health, UpdateRule
-from layerwise.optim.stack import Stack
+from layerwise.optim.step.stack import Stack
 
 BETAS = (0.9, 0.999)
 """AdamW's; the first is the group's momentum, where it has one."""

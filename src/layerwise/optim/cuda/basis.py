@@ -5,20 +5,21 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from layerwise.foundations.errors import NumericalError
-from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.foundations.linalg import settled_eigh
+from layerwise.optim.channels import times_inputs
+from layerwise.optim.cuda import factor as symmetric
+from layerwise.optim.cuda import storage as stored
+from layerwise.optim.cuda.basis_monitor import CLOSELY_COUPLED, basis_watch
+from layerwise.optim.cuda.inverse import own_size
 from layerwise.optim.cuda.linalg import orthogonal
+from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.jacobi import tracked_basis
 from layerwise.optim.cuda.linalg.jacobi_fp16 import tracked_half
-from layerwise.optim.cuda.linalg.fp16 import Half
-from layerwise.optim import stored, symmetric
-from layerwise.optim.channels import times_inputs
-from layerwise.optim.refined import own_size
+from layerwise.optim.cuda.monitor import Plan
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.storage import products_of
+from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.rule import Context, State
-from layerwise.optim.solver import Plan
-from layerwise.optim.stored import products_of
-from layerwise.optim.sweeps import CLOSELY_COUPLED, basis_watch
 
 BASIS = ("U_P", "U_P_scale", "s_P", "U_Q", "U_Q_scale", "s_Q")
 

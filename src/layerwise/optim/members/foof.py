@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerwise.optim import stored, symmetric
+from layerwise.optim.cuda import factor as symmetric
+from layerwise.optim.cuda import storage as stored
+from layerwise.optim.cuda.monitor import Plan
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.factors import Factors
 from layerwise.optim.options import LOSS_AVERAGE, Overrides, by_scale
 from layerwise.optim.roots import guarded_root
 from layerwise.optim.rule import Context, Health, State
-from layerwise.optim.solver import Plan
 
 
 class FOOF(Layerwise):

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, LayerwiseError, describe
-from layerwise.optim.stack import Stack
+from layerwise.optim.step.stack import Stack
 
 ADAPT_EVERY = 5
 """Steps between adaptations; each multiplies the damping by at most ``ω^±ADAPT_EVERY``."""

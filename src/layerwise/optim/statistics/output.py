@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.errors import LayerwiseError, describe
-from layerwise.optim.loss_scale import LossScale, class_axis
+from layerwise.optim.statistics.loss_scale import LossScale, class_axis
 
 MOST_ROWS = 4096
 """Rows (or a thousand times as many entries) that are looked at."""

@@ -14,9 +14,9 @@ from layerwise.layers.form import Form
 from layerwise.layers.io import LayerCall, RecordedIO
 from layerwise.layers.layout import Layout
 from layerwise.layers.table import LayerSpec, Site
-from layerwise.optim.rows import Rows, plain_linear, together, waits_for_step
+from layerwise.optim.cuda.rows import Rows, plain_linear, together, waits_for_step
 from layerwise.optim.rule import Observation, Recorded, UpdateRule
-from layerwise.optim.stack import Stack
+from layerwise.optim.step.stack import Stack
 
 
 @dataclass(slots=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.layers.form import Part
 from layerwise.layers.table import LayerSpec
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.elementwise import laid_out
 from layerwise.optim.rule import Shape
 

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from layerwise.optim.cuda import factor as symmetric
+from layerwise.optim.cuda import storage as stored
 from layerwise.optim.cuda.linalg.newton_inverse import (
     RESIDUAL_LIMIT,
     accepted,
@@ -26,11 +28,10 @@ from layerwise.optim.cuda.linalg.newton_inverse import (
 )
 from layerwise.optim.cuda.linalg.outliers import without_outliers
 from layerwise.optim.cuda.linalg.products import Products
-from layerwise.optim import stored, symmetric
+from layerwise.optim.cuda.monitor import FAILED, MOST_ROUNDS, REFUSED, SOLVED, WANTING, InverseWatch, Plan
+from layerwise.optim.cuda.storage import products_of
 from layerwise.optim.roots import mean_eigenvalue
 from layerwise.optim.rule import Context, State
-from layerwise.optim.solver import FAILED, MOST_ROUNDS, REFUSED, SOLVED, WANTING, InverseWatch, Plan
-from layerwise.optim.stored import products_of
 
 EXACT_BATCHES = 8
 """While statistics are of so few, a new batch changes them too much for a refinement."""

@@ -10,11 +10,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from layerwise.foundations.errors import LayerwiseError, describe
-from layerwise.optim.cuda.elementwise import gather_
 from layerwise.foundations.types import statistics_dtype
 from layerwise.layers.table import LayerSpec
-from layerwise.optim import stored
-from layerwise.optim.listed import Listed
+from layerwise.optim.cuda import storage as stored
+from layerwise.optim.cuda.elementwise import gather_
+from layerwise.optim.cuda.param_lists import Listed
 from layerwise.optim.options import rate
 from layerwise.optim.rule import Shape, State, UpdateRule
 

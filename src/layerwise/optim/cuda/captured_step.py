@@ -16,10 +16,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from layerwise.optim.descent import Descent, Gathered, Part
-from layerwise.optim.graphs import Graphs
-from layerwise.optim.observe import Sums
+from layerwise.optim.cuda.graphs import Graphs
 from layerwise.optim.rule import Context, UpdateRule
+from layerwise.optim.statistics.accumulate import Sums
+from layerwise.optim.step.update import Descent, Gathered, Part
 
 LARGEST = 2**25
 """Entries of a model whose steps are recorded unless the user says otherwise: intermediate results of a recorded step,

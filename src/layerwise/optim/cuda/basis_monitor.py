@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from layerwise.optim.cuda.monitor import LAG, SLOW_TURNS, Watch
 from layerwise.optim.rule import Context, Health, State
-from layerwise.optim.solver import LAG, SLOW_TURNS, Watch
 
 MORE_SWEEPS = 3
 """At most, and at first, when a basis turns fast. Two do for first couplings up to three times the limit."""

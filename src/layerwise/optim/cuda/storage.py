@@ -14,17 +14,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.unscaled import unscaled
-from layerwise.optim.cuda.linalg import moments_in_new_basis as half_turns, packed_fp16 as packed_halves
-from layerwise.optim.cuda.triton import splits as triton_splits
-from layerwise.optim.cuda.linalg.split_fp16 import halved, scaled_product, split
+from layerwise.optim.cuda import factor as symmetric
+from layerwise.optim.cuda.linalg import moments_in_new_basis as half_turns
+from layerwise.optim.cuda.linalg import packed_fp16 as packed_halves
 from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
 from layerwise.optim.cuda.linalg.orthogonal import basis_pair
 from layerwise.optim.cuda.linalg.packed import is_packed
 from layerwise.optim.cuda.linalg.products import HALF_PAIRS, TORCH, Products
+from layerwise.optim.cuda.linalg.split_fp16 import halved, scaled_product, split
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.triton import splits as triton_splits
 from layerwise.optim.cuda.triton.device import MOST_MATRICES, available
-from layerwise.optim import symmetric
+from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.rule import Shape, State
 
 ALL = slice(None)

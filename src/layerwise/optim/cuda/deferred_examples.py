@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from layerwise.optim.rule import Context, Observation, UpdateRule
-from layerwise.optim.stack import Stack
+from layerwise.optim.step.stack import Stack
 
 WAITING = "examples"
 """Where a stack's memory has the shares that are not looked at yet."""

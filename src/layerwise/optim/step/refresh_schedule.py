@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from layerwise.distributed.processes import Processes
-from layerwise.optim.damping import Damping
-from layerwise.optim.graphs import Graphs
+from layerwise.optim.cuda.graphs import Graphs
+from layerwise.optim.cuda.stagger import LAUNCHES, MORE_ROUNDS, Work, balanced, decomposition_cost, one_by_one
 from layerwise.optim.rule import Context, Health
-from layerwise.optim.stack import Stack
-from layerwise.optim.turns import LAUNCHES, MORE_ROUNDS, Work, balanced, decomposition_cost, one_by_one
+from layerwise.optim.step.damping import Damping
+from layerwise.optim.step.stack import Stack
 
 
 @dataclass

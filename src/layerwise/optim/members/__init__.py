@@ -1,0 +1,1 @@
+"""The members of the family, one file each: class, rule and formula together."""
