@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import layerwise as lw
 from layerwise.curvature import build
 from layerwise.foundations.errors import InputError, MemoryBudgetError
-from layerwise.layers import sweep
-from layerwise.layers.recorder import Recorder
+from layerwise.layers.capture import sweep
+from layerwise.layers.capture.recorder import Recorder
 
 STRUCTURES = ("dense", "block", "diag", "quasidiag", "kfac", "ekfac", "lowrank", "implicit", "mixed")
 N = 11

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.layers.standard import Standard
+from layerwise.layers.io.standard import Standard
 from layerwise.optim.cuda import elementwise as fused
 from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, scaled, squares_ema_
 from layerwise.optim.cuda.fp16_steps import damped_half

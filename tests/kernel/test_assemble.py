@@ -15,7 +15,7 @@ import layerwise as lw
 from layerwise.foundations.errors import MemoryBudgetError
 from layerwise.kernel.assemble import WHOLE, assemble
 from layerwise.kernel.contraction import ORDERS
-from layerwise.layers.io import RecordedIO
+from layerwise.layers.io.layer_io import RecordedIO
 from layerwise.testing import oracles
 
 pytestmark = pytest.mark.usefixtures("untyped")

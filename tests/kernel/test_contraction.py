@@ -8,8 +8,8 @@ from kernel_tools import close, gaussian, relative
 from torch import Tensor
 
 from layerwise.kernel.contraction import ORDERS, contract
-from layerwise.layers.one_hot import OneHot
-from layerwise.layers.standard import Gradients, Standard
+from layerwise.layers.io.one_hot import OneHot
+from layerwise.layers.io.standard import Gradients, Standard
 
 SIZE = st.integers(1, 4)
 

@@ -15,11 +15,11 @@ from layerwise.foundations.errors import InputError
 from layerwise.kernel.contraction import ORDERS, _by_place, _by_token, rows
 from layerwise.kernel.cost import Sizes, cost
 from layerwise.kernel.plan import with_positions
-from layerwise.layers.calling import substituted
-from layerwise.layers.copies import Copies
-from layerwise.layers.one_hot import OneHot
-from layerwise.layers.standard import Standard
-from layerwise.layers.vectorised import batched_grad
+from layerwise.layers.capture.copies import Copies
+from layerwise.layers.capture.model_call import substituted
+from layerwise.layers.capture.vectorised import batched_grad
+from layerwise.layers.io.one_hot import OneHot
+from layerwise.layers.io.standard import Standard
 from layerwise.testing import oracles
 
 pytestmark = pytest.mark.usefixtures("untyped")

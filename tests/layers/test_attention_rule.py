@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layerwise.layers.attention import AttentionRule
+from layerwise.layers.rules.attention import AttentionRule
 from layerwise.testing import check_layer_rule
 
 N, T, S, E, HEADS = 3, 5, 4, 6, 2

@@ -8,8 +8,8 @@ from torch import nn
 
 import layerwise as lw
 from layerwise.foundations.errors import InputError
-from layerwise.layers.bilinear import MOST_PRODUCTS, BilinearRule
-from layerwise.layers.embedding_bag import EmbeddingBagRule
+from layerwise.layers.rules.bilinear import MOST_PRODUCTS, BilinearRule
+from layerwise.layers.rules.embedding_bag import EmbeddingBagRule
 from layerwise.layers.table import LayerTable
 from layerwise.testing import check_layer_rule
 

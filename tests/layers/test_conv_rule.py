@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from layerwise.layers.conv import ConvRule
+from layerwise.layers.rules.conv import ConvRule
 from layerwise.testing import check_layer_rule
 
 CONVS = {

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from layerwise.foundations.cotangents import LossGradient
 from layerwise.foundations.likelihoods import resolve
-from layerwise.layers.copies import spread
-from layerwise.layers.recorder import Batch, Recorder
+from layerwise.layers.capture.copies import spread
+from layerwise.layers.capture.recorder import Batch, Recorder
 from layerwise.layers.table import LayerTable
 from layerwise.testing import oracles
 

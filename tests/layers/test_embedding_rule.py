@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from layerwise.layers.embedding import EmbeddingRule
-from layerwise.layers.one_hot import OneHot
+from layerwise.layers.io.one_hot import OneHot
+from layerwise.layers.rules.embedding import EmbeddingRule
 from layerwise.layers.table import LayerTable
 from layerwise.testing import check_layer_rule
 

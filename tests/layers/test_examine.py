@@ -13,9 +13,9 @@ import layerwise as lw
 from layerwise.foundations.cotangents import LossGradient
 from layerwise.foundations.errors import InputError, InteractionError
 from layerwise.foundations.likelihoods import Categorical
-from layerwise.layers.examine import _KEPT
-from layerwise.layers.layout import Layout
-from layerwise.layers.recorder import Batch, Recorder
+from layerwise.layers.capture.examine import _KEPT
+from layerwise.layers.capture.recorder import Batch, Recorder
+from layerwise.layers.io.layout import Layout
 from layerwise.layers.table import LayerTable
 
 N, T, D, C = 3, 5, 4, 2

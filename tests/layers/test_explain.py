@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.foundations.errors import UnsupportedError
-from layerwise.layers import recorder
-from layerwise.layers.explain import Explanation
-from layerwise.layers.io import RecordedIO
+from layerwise.layers.capture import recorder
+from layerwise.layers.capture.explain import Explanation
+from layerwise.layers.io.layer_io import RecordedIO
 from layerwise.testing import cases
 
 ESTIMATORS = ("exact", "sampled", "empirical")

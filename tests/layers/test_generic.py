@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from layerwise.foundations.cotangents import LossGradient
 from layerwise.foundations.likelihoods import resolve
 from layerwise.foundations.random import stream
-from layerwise.layers.generic import WAYS, ExampleGradients, is_random
-from layerwise.layers.recorder import Batch, Recorder
+from layerwise.layers.capture.recorder import Batch, Recorder
+from layerwise.layers.capture.vectorised import mixture_of
+from layerwise.layers.rules.generic import WAYS, ExampleGradients, is_random
 from layerwise.layers.table import LayerTable
-from layerwise.layers.vectorised import mixture_of
 from layerwise.testing import case, oracles
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.layers import recorder
-from layerwise.layers.graph import Graph, parameter_names
+from layerwise.layers.capture import recorder
+from layerwise.layers.capture.graph import Graph, parameter_names
 from layerwise.testing import cases
 
 MOVED = {

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from layerwise.foundations.likelihoods import Gaussian
-from layerwise.layers.half_io import half_chunks, was_half
-from layerwise.layers.io import RecordedIO
-from layerwise.layers.one_hot import OneHot
-from layerwise.layers.recorder import Batch, Recorder
-from layerwise.layers.standard import Gradients, Standard
+from layerwise.layers.capture.recorder import Batch, Recorder
+from layerwise.layers.io.half_precision import half_chunks, was_half
+from layerwise.layers.io.layer_io import RecordedIO
+from layerwise.layers.io.one_hot import OneHot
+from layerwise.layers.io.standard import Gradients, Standard
 from layerwise.layers.table import LayerTable
 from layerwise.testing import case
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.layers.layout import Layout, candidates
-from layerwise.layers.verify import _follows
+from layerwise.layers.capture.verify import _follows
+from layerwise.layers.io.layout import Layout, candidates
 
 N, T = 3, 4
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from layerwise.layers.form import Part
-from layerwise.layers.linear import LinearRule
 from layerwise.layers.rule import RULES
+from layerwise.layers.rules.linear import LinearRule
 from layerwise.testing import check_layer_rule
 
 

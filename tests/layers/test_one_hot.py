@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from layerwise.layers.one_hot import OneHot, _pairs_without_waiting
-from layerwise.layers.standard import Standard
+from layerwise.layers.io.one_hot import OneHot, _pairs_without_waiting
+from layerwise.layers.io.standard import Standard
 
 INDEX = torch.tensor([[1, 1, -1, 4], [0, 4, 4, 4], [-1, -1, -1, 2]])
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.foundations.errors import InputError
-from layerwise.layers.calling import call, example_count, output_tensor, substituted, take, undisturbed
+from layerwise.layers.capture.model_call import call, example_count, output_tensor, substituted, take, undisturbed
 from layerwise.testing import case
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.layers.examine import examine
+from layerwise.layers.capture.examine import examine
 
 N, T, D = 6, 5, 4
 

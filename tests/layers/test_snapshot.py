@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from counting import Operations
-from layerwise.layers.calling import undisturbed
-from layerwise.layers.snapshot import Snapshot, duplicates
+from layerwise.layers.capture.model_call import undisturbed
+from layerwise.layers.capture.snapshot import Snapshot, duplicates
 
 
 def _tensors() -> list[Tensor]:

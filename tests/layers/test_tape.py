@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from layerwise.foundations.errors import InputError
+from layerwise.layers.capture.tape import Tape, batched_grad
 from layerwise.layers.table import LayerTable
-from layerwise.layers.tape import Tape, batched_grad
 from layerwise.testing import case
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.layers.products import readings
-from layerwise.layers.uses import Use, Watch
+from layerwise.layers.capture.uses import Use, Watch
+from layerwise.layers.rules.products import readings
 
 N, T, D = 5, 3, 4
 

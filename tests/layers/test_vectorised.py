@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.layers import vectorised
-from layerwise.layers.vectorised import batched_grad
+from layerwise.layers.capture import vectorised
+from layerwise.layers.capture.vectorised import batched_grad
 from random_tensors import randn64 as randn
 
 

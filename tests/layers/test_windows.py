@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerwise.layers import windows
-from layerwise.layers.windows import rows_of_patches, sliding_windows
+from layerwise.layers.rules import windows
+from layerwise.layers.rules.windows import rows_of_patches, sliding_windows
 
 
 def test_the_example_in_the_docstring_runs():

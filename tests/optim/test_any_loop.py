@@ -14,7 +14,7 @@ from optim_tools import batches, cross_entropy, flat, gaussian, labels, member, 
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.layers.calling import output_tensor, own_backward, uncompiled, without_fast_path
+from layerwise.layers.capture.model_call import output_tensor, own_backward, uncompiled, without_fast_path
 from layerwise.optim.statistics.hooks import Capture
 
 pytestmark = pytest.mark.usefixtures("untyped")

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import layerwise as lw
 from layerwise.foundations.errors import LayerwiseError
-from layerwise.layers.calling import has_compiled_parts
+from layerwise.layers.capture.model_call import has_compiled_parts
 
 pytestmark = [
     pytest.mark.usefixtures("untyped"),

@@ -15,10 +15,10 @@ from layerwise.curvature.eigen_kronecker import EigenKroneckerApproximation
 from layerwise.foundations.kronecker import Basis, EigenKronecker, InputFactor, Kronecker
 from layerwise.foundations.operators import OPERATORS, Block, BlockOperator, Diagonal
 from layerwise.foundations.quasi_diagonal import QuasiDiagonal
-from layerwise.layers.conv import ConvRule
 from layerwise.layers.form import Form, Part
-from layerwise.layers.linear import LinearRule
 from layerwise.layers.rule import RULES, LayerRule
+from layerwise.layers.rules.conv import ConvRule
+from layerwise.layers.rules.linear import LinearRule
 from layerwise.testing import case, check_approximation, check_layer_rule, check_operator
 from layerwise.testing.contracts import approximation, layer_rule, operator
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from layerwise.foundations.operators import BlockOperator
 from layerwise.foundations.registry import import_folder
-from layerwise.layers.io import LayerIO
+from layerwise.layers.io.layer_io import LayerIO
 from layerwise.layers.table import LayerSpec
 
 

@@ -2,7 +2,7 @@
 
 from layerwise.curvature.approximation import Approximation
 from layerwise.foundations.operators import Block, BlockOperator
-from layerwise.layers.io import LayerIO
+from layerwise.layers.io.layer_io import LayerIO
 from layerwise.layers.table import LayerSpec
 
 

@@ -29,11 +29,11 @@ from layerwise.foundations.memory import budget
 from layerwise.foundations.progress import Progress, resolve
 from layerwise.foundations.random import seed_of
 from layerwise.foundations.vectors import unwrap
-from layerwise.layers.calling import in_own_arithmetic
+from layerwise.layers.capture.model_call import in_own_arithmetic
+from layerwise.layers.capture.recorder import Check, Recorder
+from layerwise.layers.capture.source import Source
+from layerwise.layers.capture.sweep import Sweep
 from layerwise.layers.matrices import Matrices
-from layerwise.layers.recorder import Check, Recorder
-from layerwise.layers.source import Source
-from layerwise.layers.sweep import Sweep
 from layerwise.layers.table import LayerTable, OnUnsupported
 
 Estimator = Literal["exact", "sampled", "empirical"]

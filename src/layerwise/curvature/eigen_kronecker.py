@@ -12,8 +12,8 @@ from layerwise.foundations.errors import NumericalError
 from layerwise.foundations.kronecker import EigenKronecker
 from layerwise.foundations.linalg import guarded_eigh
 from layerwise.foundations.operators import BlockOperator
-from layerwise.layers.io import LayerIO
-from layerwise.layers.standard import Standard
+from layerwise.layers.io.layer_io import LayerIO
+from layerwise.layers.io.standard import Standard
 from layerwise.layers.table import LayerSpec
 
 

@@ -19,10 +19,10 @@ from layerwise.foundations.kronecker import Kronecker
 from layerwise.foundations.linalg.checks import require_finite
 from layerwise.foundations.memory import require
 from layerwise.foundations.operators import Block, BlockOperator, Diagonal
-from layerwise.layers.flat_rows import flat_rows
-from layerwise.layers.io import LayerIO
+from layerwise.layers.capture.sweep import Sweep, Totals
+from layerwise.layers.io.flat_rows import flat_rows
+from layerwise.layers.io.layer_io import LayerIO
 from layerwise.layers.parts import layers_of
-from layerwise.layers.sweep import Sweep, Totals
 from layerwise.layers.table import LayerSpec, LayerTable, TableChanged, matches
 
 LAYER_STRUCTURES = ("diag", "quasidiag", "block", "kfac", "ekfac")

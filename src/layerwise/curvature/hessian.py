@@ -20,14 +20,14 @@ from layerwise.foundations.memory import require
 from layerwise.foundations.operators import Block, BlockOperator, Diagonal
 from layerwise.foundations.types import statistics_dtype
 from layerwise.foundations.vectors import ParamVector, trainable
-from layerwise.layers.calling import in_own_arithmetic, refuse_empty
-from layerwise.layers.linearize import forward, twice_differentiable
+from layerwise.layers.capture.linearize import forward, twice_differentiable
+from layerwise.layers.capture.model_call import in_own_arithmetic, refuse_empty
+from layerwise.layers.capture.recorder import Batch, Recorder
+from layerwise.layers.capture.source import Source
+from layerwise.layers.capture.tape import explained
+from layerwise.layers.capture.vectorised import batched_grad
 from layerwise.layers.parts import find_layer, layers_of
-from layerwise.layers.recorder import Batch, Recorder
-from layerwise.layers.source import Source
 from layerwise.layers.table import LayerTable
-from layerwise.layers.tape import explained
-from layerwise.layers.vectorised import batched_grad
 
 COLUMNS = 32
 """Products that are made at once."""

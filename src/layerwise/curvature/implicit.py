@@ -16,11 +16,11 @@ from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods import Terms
 from layerwise.foundations.types import statistics_dtype
 from layerwise.foundations.vectors import ParamVector
-from layerwise.layers.calling import in_own_arithmetic
-from layerwise.layers.linearize import Linearization
+from layerwise.layers.capture.linearize import Linearization
+from layerwise.layers.capture.model_call import in_own_arithmetic
+from layerwise.layers.capture.recorder import Batch
+from layerwise.layers.capture.sweep import Sweep, Totals
 from layerwise.layers.parts import find_layer, layers_of
-from layerwise.layers.recorder import Batch
-from layerwise.layers.sweep import Sweep, Totals
 
 
 @dataclass(frozen=True, eq=False, repr=False)

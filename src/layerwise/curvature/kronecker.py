@@ -9,8 +9,8 @@ from torch import Tensor
 from layerwise.curvature.approximation import Approximation
 from layerwise.foundations.kronecker import InputFactor, Kronecker
 from layerwise.foundations.operators import BlockOperator
-from layerwise.layers.io import LayerIO, RecordedIO
-from layerwise.layers.moments import grouped_gram
+from layerwise.layers.io.layer_io import LayerIO, RecordedIO
+from layerwise.layers.io.moments import grouped_gram
 from layerwise.layers.table import LayerSpec
 
 

@@ -30,7 +30,7 @@ from layerwise.foundations.memory import budget, require
 from layerwise.foundations.operators import check_damping, damped_spectrum
 from layerwise.foundations.random import seed_of, stream
 from layerwise.foundations.vectors import ParamVector
-from layerwise.layers.calling import in_own_arithmetic
+from layerwise.layers.capture.model_call import in_own_arithmetic
 
 SMALL = 2048
 """Up to this many parameters, an operation without a closed form is done on the dense matrix."""

@@ -12,7 +12,7 @@ from torch.func import grad, vmap
 from layerwise.curvature.hessian import BatchLoss
 from layerwise.foundations.errors import InputError, UnsupportedError, describe
 from layerwise.foundations.likelihoods import Likelihood, Terms
-from layerwise.layers.recorder import Batch, Recorder
+from layerwise.layers.capture.recorder import Batch, Recorder
 
 Loss = Callable[[Tensor, Any], Tensor]
 

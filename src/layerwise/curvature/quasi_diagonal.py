@@ -3,7 +3,7 @@
 from layerwise.curvature.approximation import Approximation
 from layerwise.foundations.operators import BlockOperator, Diagonal
 from layerwise.foundations.quasi_diagonal import QuasiDiagonal
-from layerwise.layers.io import LayerIO
+from layerwise.layers.io.layer_io import LayerIO
 
 
 class QuasiDiagonalApproximation(Approximation):

@@ -13,8 +13,8 @@ from layerwise.kernel.examples import Block, Examples
 from layerwise.kernel.outputs import Outputs
 from layerwise.kernel.plan import LayerPlan, Plan, with_positions
 from layerwise.kernel.sides import Calls, Kept, Side, record_side
-from layerwise.layers.recorder import Recorder
-from layerwise.layers.standard import Standard
+from layerwise.layers.capture.recorder import Recorder
+from layerwise.layers.io.standard import Standard
 
 COLUMNS = 8192
 """Entries of per-example gradients multiplied at a time: longer sums lose digits in float32."""

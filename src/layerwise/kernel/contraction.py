@@ -21,8 +21,8 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from layerwise.layers.one_hot import OneHot
-from layerwise.layers.standard import Chunk, Gradients, Standard
+from layerwise.layers.io.one_hot import OneHot
+from layerwise.layers.io.standard import Chunk, Gradients, Standard
 
 Block = Float[Tensor, "N V M W"]
 

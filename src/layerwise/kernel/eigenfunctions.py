@@ -9,7 +9,7 @@ from torch import Tensor
 from layerwise.foundations.arithmetic import OwnArithmetic
 from layerwise.foundations.errors import NumericalError, describe
 from layerwise.kernel.kernel import Kernel
-from layerwise.layers.calling import in_own_arithmetic
+from layerwise.layers.capture.model_call import in_own_arithmetic
 
 FLOOR = 1e-10
 """Eigenvalues below this part of the largest have no eigenfunction that rounding would leave intact."""

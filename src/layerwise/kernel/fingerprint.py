@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from layerwise.foundations.asked import sent
-from layerwise.layers.calling import renormed
+from layerwise.layers.capture.model_call import renormed
 
 ROW = 256
 ROWS = 2**14

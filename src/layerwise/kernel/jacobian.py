@@ -26,14 +26,14 @@ from layerwise.kernel.examples import Block, Examples, recording_sizes
 from layerwise.kernel.fingerprint import Fingerprint, first_changed, held_by
 from layerwise.kernel.look import recorded_as_seen
 from layerwise.kernel.outputs import Outputs, Selection
-from layerwise.layers.calling import in_own_arithmetic, refuse_train_mode_batch_norm
-from layerwise.layers.flat_rows import flat_rows
+from layerwise.layers.capture.linearize import Linearization
+from layerwise.layers.capture.model_call import in_own_arithmetic, refuse_train_mode_batch_norm
+from layerwise.layers.capture.recorder import Check, Recorder
+from layerwise.layers.capture.sweep import COTANGENT_BYTES
 from layerwise.layers.form import Part
-from layerwise.layers.generic import is_random
-from layerwise.layers.linearize import Linearization
+from layerwise.layers.io.flat_rows import flat_rows
 from layerwise.layers.parts import find_layer, layers_of, own_name, own_shapes
-from layerwise.layers.recorder import Check, Recorder
-from layerwise.layers.sweep import COTANGENT_BYTES
+from layerwise.layers.rules.generic import is_random
 from layerwise.layers.table import LayerTable, OnUnsupported
 
 CHUNK = {"cpu": 64 * 2**20, "cuda": 2**30}

@@ -16,7 +16,7 @@ from layerwise.foundations.errors import InputError, UnsupportedError, describe
 from layerwise.foundations.linalg import guarded_eigh, lanczos_top, norm
 from layerwise.foundations.random import stream
 from layerwise.kernel.jacobian import read_functions
-from layerwise.layers.calling import in_own_arithmetic
+from layerwise.layers.capture.model_call import in_own_arithmetic
 
 if TYPE_CHECKING:
     from layerwise.kernel.eigenfunctions import Eigenfunctions, KernelPCA

@@ -12,9 +12,9 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from layerwise.foundations.asked import Asked, sent
-from layerwise.layers.io import RecordedIO
-from layerwise.layers.one_hot import OneHot
-from layerwise.layers.standard import Standard
+from layerwise.layers.io.layer_io import RecordedIO
+from layerwise.layers.io.one_hot import OneHot
+from layerwise.layers.io.standard import Standard
 
 Live = Bool[np.ndarray, "N S"]
 """On the host: of each example, the positions at which some gradient is not zero."""

@@ -13,10 +13,10 @@ from layerwise.kernel.cost import Sizes
 from layerwise.kernel.examples import Examples
 from layerwise.kernel.live import live_positions
 from layerwise.kernel.outputs import Outputs
-from layerwise.layers.batch import Batch
-from layerwise.layers.calling import autocast_of_the_caller
-from layerwise.layers.io import GradientIO, LayerIO, RecordedIO
-from layerwise.layers.recorder import Recorded, Recorder
+from layerwise.layers.capture.batch import Batch
+from layerwise.layers.capture.model_call import autocast_of_the_caller
+from layerwise.layers.capture.recorder import Recorded, Recorder
+from layerwise.layers.io.layer_io import GradientIO, LayerIO, RecordedIO
 from layerwise.layers.table import LayerSpec, LayerTable
 
 

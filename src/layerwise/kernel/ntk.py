@@ -23,10 +23,10 @@ from layerwise.kernel.kernel import Kernel, MatrixKernel
 from layerwise.kernel.look import first_look, recorded_as_seen
 from layerwise.kernel.outputs import Selection
 from layerwise.kernel.plan import Algorithm, Plan, Request, check_algorithm, make_plan
-from layerwise.layers.calling import in_own_arithmetic
-from layerwise.layers.generic import is_random
-from layerwise.layers.io import LayerIO
-from layerwise.layers.recorder import Check
+from layerwise.layers.capture.model_call import in_own_arithmetic
+from layerwise.layers.capture.recorder import Check
+from layerwise.layers.io.layer_io import LayerIO
+from layerwise.layers.rules.generic import is_random
 from layerwise.layers.table import LayerSpec, OnUnsupported, TableChanged
 
 

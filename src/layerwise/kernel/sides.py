@@ -14,9 +14,9 @@ from layerwise.kernel.live import Live, at_live, live_positions
 from layerwise.kernel.look import recorded_as_seen
 from layerwise.kernel.outputs import Outputs
 from layerwise.kernel.plan import LayerPlan, Plan
-from layerwise.layers.io import GradientIO, LayerIO, RecordedIO
-from layerwise.layers.recorder import Recorded, Recorder
-from layerwise.layers.standard import Standard
+from layerwise.layers.capture.recorder import Recorded, Recorder
+from layerwise.layers.io.layer_io import GradientIO, LayerIO, RecordedIO
+from layerwise.layers.io.standard import Standard
 from layerwise.layers.table import LayerSpec, TableChanged
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.layers.form import Form, Part
-from layerwise.layers.one_hot import OneHot
+from layerwise.layers.io.one_hot import OneHot
 from layerwise.layers.rule import LayerRule, Moment
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from layerwise.foundations.registry import TypeRegistry
 from layerwise.layers.form import Form, Part
-from layerwise.layers.one_hot import OneHot
+from layerwise.layers.io.one_hot import OneHot
 
 M = TypeVar("M", bound=nn.Module)
 Moment = tuple[Tensor, Tensor, int]
@@ -65,7 +65,7 @@ class LayerRule(ABC, Generic[M]):
         raise NotImplementedError(f"{type(self).__name__} has no forward of its own")
 
 
-RULES: TypeRegistry[LayerRule] = TypeRegistry("layerwise.layers")
+RULES: TypeRegistry[LayerRule] = TypeRegistry("layerwise.layers.rules")
 
 
 def layer_rule(*types: type[nn.Module]) -> Callable[[type[LayerRule]], type[LayerRule]]:

@@ -18,11 +18,11 @@ from layerwise.foundations.errors import (
     unknown,
 )
 from layerwise.foundations.vectors import trainable, unwrap
+from layerwise.layers.capture.uses import Used
 from layerwise.layers.form import Form, Part, flat_form
 from layerwise.layers.matrices import Batched, Matrices, SplitRule, checked, matrix_form, split_form, unused
-from layerwise.layers.products import StackedRule
 from layerwise.layers.rule import RULES, LayerRule
-from layerwise.layers.uses import Used
+from layerwise.layers.rules.products import StackedRule
 
 STACKED = StackedRule()
 
@@ -233,7 +233,7 @@ class LayerTable:
         return {name: _assemble(pieces[name]) for name in self.shapes}
 
     def with_uses(self, model: nn.Module, found: Sequence[Used]) -> "LayerTable":
-        """The same table with layers that were found by use (`layerwise.layers.uses`) in place of what they replace."""
+        """The same table with layers that were found by use (see `capture.uses`) in place of what they replace."""
         if not found:
             return self
         found = [apart for used in found for apart in self._apart(model, used)]

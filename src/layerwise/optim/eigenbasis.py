@@ -9,9 +9,9 @@ from torch import Tensor
 
 from layerwise.foundations.errors import NumericalError
 from layerwise.foundations.linalg import settled_eigh
-from layerwise.layers.half_io import half_chunks, was_half
-from layerwise.layers.one_hot import OneHot
-from layerwise.layers.standard import Standard
+from layerwise.layers.io.half_precision import half_chunks, was_half
+from layerwise.layers.io.one_hot import OneHot
+from layerwise.layers.io.standard import Standard
 from layerwise.optim.channels import times_inputs, whole_spectrum
 from layerwise.optim.cuda import factor as symmetric
 from layerwise.optim.cuda import scalings

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.layers.io import RecordedIO
+from layerwise.layers.io.layer_io import RecordedIO
 from layerwise.optim.cuda.scaled import Scaled
 
 State = dict[str, Tensor]

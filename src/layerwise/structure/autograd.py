@@ -12,8 +12,8 @@ from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.linalg import hutchinson_trace
 from layerwise.foundations.memory import require
 from layerwise.foundations.random import stream
-from layerwise.layers.recorder import Batch
-from layerwise.layers.source import Source
+from layerwise.layers.capture.recorder import Batch
+from layerwise.layers.capture.source import Source
 from layerwise.structure.eigenpairs import DENSE, spectral_norm
 from layerwise.structure.one_layer import OneLayer
 from layerwise.structure.operator import LayerOperator

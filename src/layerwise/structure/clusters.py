@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from layerwise.foundations.cotangents import Cotangent
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods import Categorical, Likelihood, Terms
-from layerwise.layers.calling import in_own_arithmetic
-from layerwise.layers.io import LayerIO
-from layerwise.layers.recorder import Recorded
-from layerwise.layers.standard import Standard
+from layerwise.layers.capture.model_call import in_own_arithmetic
+from layerwise.layers.capture.recorder import Recorded
+from layerwise.layers.io.layer_io import LayerIO
+from layerwise.layers.io.standard import Standard
 from layerwise.structure.one_layer import Observe, OneLayer, one_layer
 
 

@@ -10,7 +10,7 @@ from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.linalg import Estimate, frobenius_squared
 from layerwise.foundations.random import stream
-from layerwise.layers.calling import in_own_arithmetic
+from layerwise.layers.capture.model_call import in_own_arithmetic
 from layerwise.structure.eigenpairs import DENSE, WHOLE, spectral_norm
 from layerwise.structure.factors import Decoupled, Sharing, gather
 from layerwise.structure.hessian import layer_hessian

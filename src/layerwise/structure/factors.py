@@ -24,9 +24,9 @@ from layerwise.foundations.kronecker import InputFactor, Kronecker
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.linalg import guarded_eigh
 from layerwise.foundations.memory import require
-from layerwise.layers.calling import in_own_arithmetic
-from layerwise.layers.io import LayerIO, RecordedIO
-from layerwise.layers.recorder import Recorded
+from layerwise.layers.capture.model_call import in_own_arithmetic
+from layerwise.layers.capture.recorder import Recorded
+from layerwise.layers.io.layer_io import LayerIO, RecordedIO
 from layerwise.structure.eigenpairs import Eigenpairs, check_count
 from layerwise.structure.one_layer import Observe, OneLayer, one_layer
 

@@ -23,11 +23,11 @@ from layerwise.foundations.progress import Progress
 from layerwise.foundations.progress import resolve as resolve_progress
 from layerwise.foundations.random import seed_of
 from layerwise.foundations.vectors import trainable, unwrap
-from layerwise.layers.calling import in_own_arithmetic
-from layerwise.layers.io import LayerIO, RecordedIO
-from layerwise.layers.recorder import Recorder
-from layerwise.layers.source import Source
-from layerwise.layers.sweep import Sweep
+from layerwise.layers.capture.model_call import in_own_arithmetic
+from layerwise.layers.capture.recorder import Recorder
+from layerwise.layers.capture.source import Source
+from layerwise.layers.capture.sweep import Sweep
+from layerwise.layers.io.layer_io import LayerIO, RecordedIO
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.structure.eigenpairs import Eigenpairs, check_count
 from layerwise.structure.one_layer import require_finite_parameters

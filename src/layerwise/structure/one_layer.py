@@ -20,13 +20,13 @@ from layerwise.foundations.progress import Progress, resolve
 from layerwise.foundations.random import seed_of
 from layerwise.foundations.types import statistics_dtype
 from layerwise.foundations.vectors import trainable, unwrap
+from layerwise.layers.capture.recorder import Check, Recorded, Recorder
+from layerwise.layers.capture.source import Source
+from layerwise.layers.capture.sweep import Sweep, Totals
 from layerwise.layers.form import Part
-from layerwise.layers.io import LayerIO
+from layerwise.layers.io.layer_io import LayerIO
+from layerwise.layers.io.standard import Chunk, Standard
 from layerwise.layers.matrices import Matrices
-from layerwise.layers.recorder import Check, Recorded, Recorder
-from layerwise.layers.source import Source
-from layerwise.layers.standard import Chunk, Standard
-from layerwise.layers.sweep import Sweep, Totals
 from layerwise.layers.table import LayerSpec, LayerTable, TableChanged, matches
 
 Observe = Callable[[LayerIO, bool, Recorded], None]

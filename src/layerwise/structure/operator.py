@@ -11,7 +11,7 @@ from layerwise.foundations.arithmetic import OwnArithmetic
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.linalg import Estimate, frobenius_squared, squared_norm
 from layerwise.foundations.random import stream
-from layerwise.layers.calling import in_own_arithmetic
+from layerwise.layers.capture.model_call import in_own_arithmetic
 from layerwise.structure.eigenpairs import DENSE, Eigenpairs, check_count, dense_pairs, lanczos_pairs
 from layerwise.structure.one_layer import OneLayer
 

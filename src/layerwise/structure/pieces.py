@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from layerwise.layers.one_hot import OneHot
-from layerwise.layers.standard import Chunk, Standard
+from layerwise.layers.io.one_hot import OneHot
+from layerwise.layers.io.standard import Chunk, Standard
 
 Product = Callable[[Tensor, Tensor], Tensor]
 SCRATCH = 256 * 2**20

@@ -11,10 +11,10 @@ from layerwise.foundations.arithmetic import OwnArithmetic
 from layerwise.foundations.errors import MemoryBudgetError, describe
 from layerwise.foundations.memory import readable
 from layerwise.foundations.types import map_leaves
-from layerwise.layers.batch import Batch
-from layerwise.layers.calling import in_own_arithmetic, take
-from layerwise.layers.io import LayerIO, RecordedIO
-from layerwise.layers.recorder import Recorded
+from layerwise.layers.capture.batch import Batch
+from layerwise.layers.capture.model_call import in_own_arithmetic, take
+from layerwise.layers.capture.recorder import Recorded
+from layerwise.layers.io.layer_io import LayerIO, RecordedIO
 from layerwise.structure.one_layer import Observe, OneLayer
 from layerwise.structure.pieces import Piece, Product, joined, piece, stacked
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.linalg import guarded_eigh
-from layerwise.layers.calling import in_own_arithmetic
-from layerwise.layers.io import LayerIO
-from layerwise.layers.recorder import Recorded
-from layerwise.layers.source import Source
-from layerwise.layers.standard import Standard
+from layerwise.layers.capture.model_call import in_own_arithmetic
+from layerwise.layers.capture.recorder import Recorded
+from layerwise.layers.capture.source import Source
+from layerwise.layers.io.layer_io import LayerIO
+from layerwise.layers.io.standard import Standard
 from layerwise.structure.factors import Decoupled, gather
 from layerwise.structure.one_layer import Observe, OneLayer, one_layer
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.random import stream
 from layerwise.foundations.types import Tree, leaves, map_leaves
-from layerwise.layers.source import as_batch, is_batch, usable
+from layerwise.layers.capture.source import as_batch, is_batch, usable
 
 AT_ONCE = 10_000
 """Examples of a batch that is only measured."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from layerwise.layers.calling import in_own_arithmetic
+from layerwise.layers.capture.model_call import in_own_arithmetic
 from layerwise.optim.cuda.rows import RowsOfStack
 from layerwise.optim.cuda.stagger import Turn
 from layerwise.optim.rule import Context, Health, Observation

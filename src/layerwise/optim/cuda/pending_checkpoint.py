@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from layerwise.layers.calling import in_own_arithmetic
+from layerwise.layers.capture.model_call import in_own_arithmetic
 from layerwise.optim.cuda import storage as stored
 from layerwise.optim.cuda.basis_monitor import recalled
 from layerwise.optim.cuda.deferred_examples import WAITING, Share

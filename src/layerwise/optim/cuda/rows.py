@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from layerwise.foundations.linalg import gram
 from layerwise.layers.form import Form
-from layerwise.layers.io import LayerCall, RecordedIO
-from layerwise.layers.linear import LinearRule
+from layerwise.layers.io.layer_io import LayerCall, RecordedIO
+from layerwise.layers.rules.linear import LinearRule
 from layerwise.optim.averaging import running_weight
 from layerwise.optim.cuda import factor as symmetric
 from layerwise.optim.cuda.triton import products as triton_products

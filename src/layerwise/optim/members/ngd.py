@@ -18,8 +18,8 @@ from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.linalg import conjugate_gradient, guarded_cholesky
 from layerwise.kernel.contraction import contract, rows_of
-from layerwise.layers.one_hot import OneHot
-from layerwise.layers.standard import Standard
+from layerwise.layers.io.one_hot import OneHot
+from layerwise.layers.io.standard import Standard
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.options import LIKELIHOOD, LOSS_AVERAGE, Overrides
 from layerwise.optim.rule import Context, Health, Recorded, Shape, State, UpdateRule

@@ -11,8 +11,8 @@ from torch import Tensor
 from layerwise.distributed.processes import Processes
 from layerwise.foundations.linalg import gram
 from layerwise.layers.form import Form
-from layerwise.layers.io import LayerCall, RecordedIO
-from layerwise.layers.layout import Layout
+from layerwise.layers.io.layer_io import LayerCall, RecordedIO
+from layerwise.layers.io.layout import Layout
 from layerwise.layers.table import LayerSpec, Site
 from layerwise.optim.cuda.rows import Rows, plain_linear, together, waits_for_step
 from layerwise.optim.rule import Observation, Recorded, UpdateRule

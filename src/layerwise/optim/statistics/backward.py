@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from layerwise.layers.calling import own_tensors
+from layerwise.layers.capture.model_call import own_tensors
+from layerwise.layers.capture.tape import Event, Tape
 from layerwise.layers.table import LayerSpec
-from layerwise.layers.tape import Event, Tape
 
 
 def reaches(params: Iterable[Tensor]) -> bool:

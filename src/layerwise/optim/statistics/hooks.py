@@ -22,7 +22,9 @@ from layerwise.foundations.errors import InteractionError, UnsupportedError
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.types import Tree, leaves
 from layerwise.foundations.vectors import unwrap
-from layerwise.layers.calling import (
+from layerwise.layers.capture.examine import Notes, examine
+from layerwise.layers.capture.graph import Graph
+from layerwise.layers.capture.model_call import (
     as_statistics,
     backward_of_another,
     example_count,
@@ -33,15 +35,13 @@ from layerwise.layers.calling import (
     uncompiled,
     undisturbed,
 )
-from layerwise.layers.examine import Notes, examine
-from layerwise.layers.graph import Graph
-from layerwise.layers.io import LayerIO, RecordedIO
-from layerwise.layers.layout import Layout
-from layerwise.layers.linear import LinearRule
-from layerwise.layers.products import StackedRule
+from layerwise.layers.capture.tape import Tape, explained
+from layerwise.layers.capture.verify import NO_AXIS
+from layerwise.layers.io.layer_io import LayerIO, RecordedIO
+from layerwise.layers.io.layout import Layout
+from layerwise.layers.rules.linear import LinearRule
+from layerwise.layers.rules.products import StackedRule
 from layerwise.layers.table import LayerSpec, LayerTable
-from layerwise.layers.tape import Tape, explained
-from layerwise.layers.verify import NO_AXIS
 from layerwise.optim.rule import Recorded
 from layerwise.optim.statistics.backward import Arrivals, Watch, graph_is_kept
 from layerwise.optim.statistics.loss_scale import LossScale, tokens_of, with_class_axis

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from layerwise.foundations.likelihoods import Gaussian
 from layerwise.foundations.types import Tree, leaves, map_leaves
-from layerwise.layers.calling import call, output_tensor, take
+from layerwise.layers.capture.model_call import call, output_tensor, take
+from layerwise.layers.capture.recorder import Batch, Recorder
+from layerwise.layers.capture.tape import Event, Tape
 from layerwise.layers.form import Form, Part
-from layerwise.layers.one_hot import OneHot
-from layerwise.layers.recorder import Batch, Recorder
+from layerwise.layers.io.one_hot import OneHot
 from layerwise.layers.rule import RULES, LayerRule
 from layerwise.layers.table import LayerTable
-from layerwise.layers.tape import Event, Tape
 from layerwise.testing.contracts.agreement import Agreement
 
 

@@ -17,10 +17,10 @@ from layerwise.foundations.errors import NumericalError, describe
 from layerwise.foundations.random import stream
 from layerwise.foundations.types import Tree
 from layerwise.foundations.vectors import trainable
-from layerwise.layers.calling import call, substituted
-from layerwise.layers.graph import Graph
-from layerwise.layers.standard import HALF
-from layerwise.layers.vectorised import batched_grad, tolerance
+from layerwise.layers.capture.graph import Graph
+from layerwise.layers.capture.model_call import call, substituted
+from layerwise.layers.capture.vectorised import batched_grad, tolerance
+from layerwise.layers.io.standard import HALF
 
 
 @contextmanager

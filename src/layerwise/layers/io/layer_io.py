@@ -14,11 +14,11 @@ from torch import Tensor
 
 from layerwise.foundations.errors import UnsupportedError, describe
 from layerwise.foundations.types import statistics_dtype
-from layerwise.layers.layout import Layout
-from layerwise.layers.linear import LinearRule
-from layerwise.layers.moments import bordered, grouped_gram, linear_moment, multiplied_in, row_gram, where_kept
-from layerwise.layers.one_hot import OneHot
-from layerwise.layers.standard import HALF, Chunk, Gradients, Standard
+from layerwise.layers.io.layout import Layout
+from layerwise.layers.io.moments import bordered, grouped_gram, linear_moment, multiplied_in, row_gram, where_kept
+from layerwise.layers.io.one_hot import OneHot
+from layerwise.layers.io.standard import HALF, Chunk, Gradients, Standard
+from layerwise.layers.rules.linear import LinearRule
 from layerwise.layers.table import LayerSpec, Site
 
 CHUNK_BYTES = 128 * 2**20

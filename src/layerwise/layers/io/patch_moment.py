@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.layers.windows import sliding_windows
+from layerwise.layers.rules.windows import sliding_windows
 
 
 def patch_moment(

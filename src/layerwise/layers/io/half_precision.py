@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from layerwise.layers.io import RecordedIO
-from layerwise.layers.standard import HALF, Standard
+from layerwise.layers.io.layer_io import RecordedIO
+from layerwise.layers.io.standard import HALF, Standard
 
 
 @dataclass(frozen=True)

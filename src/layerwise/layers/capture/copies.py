@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.foundations.types import Tree
-from layerwise.layers.calling import call, substituted, undisturbed
+from layerwise.layers.capture.model_call import call, substituted, undisturbed
 
 MOST_AXES = 3
 """Axes that may lie between the examples and the parameter's own (time, height, width)."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from layerwise.foundations.linalg import gram
 from layerwise.foundations.linalg.symmetric_product import accumulate_gram, mirror_
 from layerwise.foundations.types import statistics_dtype
-from layerwise.layers.standard import HALF
+from layerwise.layers.io.standard import HALF
 
 
 def multiplied_in(t: Tensor, statistics: torch.dtype) -> torch.dtype:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.layers.form import Form, Part
-from layerwise.layers.one_hot import OneHot
+from layerwise.layers.io.one_hot import OneHot
 from layerwise.layers.rule import LayerRule, layer_rule
 
 Table = nn.Embedding | nn.EmbeddingBag

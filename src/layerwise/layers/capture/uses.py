@@ -3,7 +3,7 @@
 ``F.linear(h, self.proj.weight)``, Hugging Face's `Conv1D`, the experts ``[E, in, out]`` of a mixture, or a weight that
 two places share need no module type: while a model runs, `Watch` sees every product that its parameters enter, and
 `propose` makes layers of those whose every use was seen. The proposal is verified like everything that is recorded
-(`layerwise.layers.verify`): what was not understood falls back.
+(`layerwise.layers.capture.verify`): what was not understood falls back.
 """
 
 from collections import Counter, defaultdict
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from layerwise.layers.capture.graph import Graph
 from layerwise.layers.form import Form, Part
-from layerwise.layers.graph import Graph
-from layerwise.layers.products import Product, grouped, readings
+from layerwise.layers.rules.products import Product, grouped, readings
 
 Rows = tuple[int, int] | None
 """First and last row along the first axis of a parameter; None: all."""

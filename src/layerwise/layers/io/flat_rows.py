@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.columns import to_flat
-from layerwise.layers.io import LayerIO
+from layerwise.layers.io.layer_io import LayerIO
 from layerwise.layers.table import LayerTable
 
 

@@ -20,8 +20,12 @@ from layerwise.foundations.likelihoods import Reading, Terms
 from layerwise.foundations.random import stream
 from layerwise.foundations.types import leaves
 from layerwise.foundations.vectors import unwrap
-from layerwise.layers.batch import Batch, add_batch_checks, add_output_check
-from layerwise.layers.calling import (
+from layerwise.layers.capture.batch import Batch, add_batch_checks, add_output_check
+from layerwise.layers.capture.copies import Copies
+from layerwise.layers.capture.examine import Notes, examine, likely_axes, specs_at
+from layerwise.layers.capture.explain import Explanation
+from layerwise.layers.capture.graph import Graph, parameter_names
+from layerwise.layers.capture.model_call import (
     as_statistics,
     call,
     check_devices,
@@ -31,19 +35,15 @@ from layerwise.layers.calling import (
     substituted,
     undisturbed,
 )
-from layerwise.layers.copies import Copies
-from layerwise.layers.examine import Notes, examine, likely_axes, specs_at
-from layerwise.layers.explain import Explanation
-from layerwise.layers.generic import ExampleGradients
-from layerwise.layers.graph import Graph, parameter_names
-from layerwise.layers.io import CHUNK_BYTES, GradientIO, LayerIO
-from layerwise.layers.layout import Layout
-from layerwise.layers.snapshot import Snapshot
+from layerwise.layers.capture.snapshot import Snapshot
+from layerwise.layers.capture.tape import Tape
+from layerwise.layers.capture.uses import Used
+from layerwise.layers.capture.vectorised import tolerance
+from layerwise.layers.capture.verify import NO_AXIS, Verdict, aligned_calls, noise, verify
+from layerwise.layers.io.layer_io import CHUNK_BYTES, GradientIO, LayerIO
+from layerwise.layers.io.layout import Layout
+from layerwise.layers.rules.generic import ExampleGradients
 from layerwise.layers.table import LayerSpec, LayerTable
-from layerwise.layers.tape import Tape
-from layerwise.layers.uses import Used
-from layerwise.layers.vectorised import tolerance
-from layerwise.layers.verify import NO_AXIS, Verdict, aligned_calls, noise, verify
 
 Check = Literal["always", "first", "never"]
 

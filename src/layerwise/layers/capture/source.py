@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.progress import Progress, Silent
 from layerwise.foundations.types import leaves, map_leaves
-from layerwise.layers.labelled import inputs_and_targets
-from layerwise.layers.recorder import Batch
+from layerwise.layers.capture.labelled import inputs_and_targets
+from layerwise.layers.capture.recorder import Batch
 
 _LABEL_KEYS = ("labels", "label", "y", "target", "targets")
 

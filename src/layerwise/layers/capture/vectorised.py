@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layerwise.foundations.asked import Asked, sent
 from layerwise.foundations.random import stream
-from layerwise.layers.graph import Graph
+from layerwise.layers.capture.graph import Graph
 
 MOST_KINDS = 4096
 """Of graphs whose verdict is remembered."""

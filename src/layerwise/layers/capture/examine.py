@@ -17,15 +17,23 @@ from layerwise.foundations.errors import InputError, InteractionError, describe
 from layerwise.foundations.random import stream
 from layerwise.foundations.types import Tree, leaves, map_leaves
 from layerwise.foundations.vectors import trainable
-from layerwise.layers.calling import call, example_count, holding, refuse_empty, substituted, take, undisturbed
-from layerwise.layers.copies import Copies, Trial, find_copies
-from layerwise.layers.graph import Graph
-from layerwise.layers.layout import Layout, candidates
+from layerwise.layers.capture.copies import Copies, Trial, find_copies
+from layerwise.layers.capture.graph import Graph
+from layerwise.layers.capture.model_call import (
+    call,
+    example_count,
+    holding,
+    refuse_empty,
+    substituted,
+    take,
+    undisturbed,
+)
+from layerwise.layers.capture.tape import SiteKey, Tape, explained
+from layerwise.layers.capture.uses import Use, Used, Watch, propose
+from layerwise.layers.capture.vectorised import dense
+from layerwise.layers.capture.verify import NO_AXIS, noise, verify
+from layerwise.layers.io.layout import Layout, candidates
 from layerwise.layers.table import LayerTable
-from layerwise.layers.tape import SiteKey, Tape, explained
-from layerwise.layers.uses import Use, Used, Watch, propose
-from layerwise.layers.vectorised import dense
-from layerwise.layers.verify import NO_AXIS, noise, verify
 
 PROBE = 3
 """Examples that the examination uses; it costs a few forwards and backwards on them.

@@ -9,10 +9,10 @@ from torch import Tensor
 from layerwise.foundations.cotangents import Cotangent, HessianRoot, OutputBasis
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods import Likelihood
-from layerwise.layers.calling import take
-from layerwise.layers.io import LayerIO
-from layerwise.layers.recorder import Batch, Recorded, Recorder
-from layerwise.layers.source import Source
+from layerwise.layers.capture.model_call import take
+from layerwise.layers.capture.recorder import Batch, Recorded, Recorder
+from layerwise.layers.capture.source import Source
+from layerwise.layers.io.layer_io import LayerIO
 from layerwise.layers.table import LayerSpec
 
 COTANGENT_BYTES = 256 * 2**20

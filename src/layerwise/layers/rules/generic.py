@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.func import vjp, vmap
 
 from layerwise.foundations.types import Tree, leaves, map_leaves
-from layerwise.layers.calling import call, example_count, holding, substituted, take
-from layerwise.layers.vectorised import batched_grad, mixture_of, tolerance
+from layerwise.layers.capture.model_call import call, example_count, holding, substituted, take
+from layerwise.layers.capture.vectorised import batched_grad, mixture_of, tolerance
 
 Arrange = Callable[[Tensor], Tensor]
 """Raw output to standard form ``[N, S, C]``."""

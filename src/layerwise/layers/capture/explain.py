@@ -20,11 +20,11 @@ from layerwise.foundations.asked import Checks, sent
 from layerwise.foundations.errors import UnsupportedError, describe
 from layerwise.foundations.random import stream
 from layerwise.foundations.vectors import trainable
-from layerwise.layers.calling import own_backward
-from layerwise.layers.io import LayerIO, RecordedIO
+from layerwise.layers.capture.model_call import own_backward
+from layerwise.layers.capture.tape import Tape
+from layerwise.layers.capture.vectorised import dense, mixture_of, share_of_largest, tolerance
+from layerwise.layers.io.layer_io import LayerIO, RecordedIO
 from layerwise.layers.table import LayerSpec
-from layerwise.layers.tape import Tape
-from layerwise.layers.vectorised import dense, mixture_of, share_of_largest, tolerance
 
 Consume = Callable[[LayerSpec, LayerIO], None]
 ROUNDINGS = 8

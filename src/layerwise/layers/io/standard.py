@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.layers.one_hot import OneHot
+from layerwise.layers.io.one_hot import OneHot
 
 HALF = (torch.bfloat16, torch.float16)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, InteractionError, describe
 from layerwise.foundations.types import Tree, leaves, map_leaves, statistics_dtype
-from layerwise.layers.snapshot import Snapshot, duplicates
+from layerwise.layers.capture.snapshot import Snapshot, duplicates
 
 P = ParamSpec("P")
 R = TypeVar("R")

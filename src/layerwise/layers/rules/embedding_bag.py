@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, describe
-from layerwise.layers.embedding import EmbeddingRule, Table
 from layerwise.layers.rule import layer_rule
+from layerwise.layers.rules.embedding import EmbeddingRule, Table
 
 
 @layer_rule(nn.EmbeddingBag)

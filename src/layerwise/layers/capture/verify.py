@@ -22,12 +22,12 @@ from layerwise.foundations.errors import InputError
 from layerwise.foundations.random import stream
 from layerwise.foundations.types import statistics_dtype
 from layerwise.foundations.vectors import trainable
+from layerwise.layers.capture.graph import Graph, parameter_names
+from layerwise.layers.capture.tape import Event, Tape, explained
+from layerwise.layers.capture.vectorised import dense, tolerance
 from layerwise.layers.form import Part
-from layerwise.layers.graph import Graph, parameter_names
-from layerwise.layers.layout import Layout, candidates
+from layerwise.layers.io.layout import Layout, candidates
 from layerwise.layers.table import LayerSpec
-from layerwise.layers.tape import Event, Tape, explained
-from layerwise.layers.vectorised import dense, tolerance
 
 NO_AXIS = "its input has no axis that holds the examples"
 ROUNDS = 3

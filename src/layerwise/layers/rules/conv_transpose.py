@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from layerwise.layers.form import Form, Part
 from layerwise.layers.rule import LayerRule, layer_rule
-from layerwise.layers.windows import rows_of_patches, sliding_windows
+from layerwise.layers.rules.windows import rows_of_patches, sliding_windows
 
 ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 

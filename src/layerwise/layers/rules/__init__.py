@@ -1,0 +1,1 @@
+"""One file a layer type: how it is put in standard form."""
