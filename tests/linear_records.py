@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from layerwise.layers.io.layer_io import LayerCall, RecordedIO
-from layerwise.layers.io.layout import Layout
+from layerwise.layers.io.layer_io import LayerCall, Layout, RecordedIO
 from layerwise.layers.table import LayerTable
 from layerwise.optim.rule import Recorded
 

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from layerwise.kernel.jacobian import jacobian as jacobian
     from layerwise.kernel.kernel import Kernel as Kernel
     from layerwise.kernel.ntk import ntk as ntk
+    from layerwise.layers.form import LayerRule as LayerRule
+    from layerwise.layers.form import layer_rule as layer_rule
     from layerwise.layers.matrices import batched as batched
     from layerwise.layers.matrices import split as split
-    from layerwise.layers.rule import LayerRule as LayerRule
-    from layerwise.layers.rule import layer_rule as layer_rule
     from layerwise.layers.table import LayerTable as LayerTable
     from layerwise.layers.table import layers as layers
     from layerwise.regimes.linearized import linearized as linearized

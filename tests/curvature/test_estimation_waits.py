@@ -1,7 +1,7 @@
 """An estimate waits for the device at its end, and for what was queued before a forward: never in between.
 
-On a CPU nothing can be waited for, so the operations that would wait on a GPU are counted, and `Asked`, which waits for
-what came before it alone, is watched.
+On a CPU nothing can be waited for, so the operations that would wait on a GPU are counted, and `Readback`, which waits
+for what came before it alone, is watched.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerwise as lw
 from layerwise.curvature import estimate
-from layerwise.foundations.asked import Asked
+from layerwise.foundations.device import Readback
 
 WAITING = (
     "_local_scalar_dense",
@@ -55,14 +55,14 @@ class Watch(TorchDispatchMode):
 @contextmanager
 def watched(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     watch = Watch()
-    ask, read, divide, tolist = Asked.__init__, Asked.read, estimate._divide, Tensor.tolist
+    ask, read, divide, tolist = Readback.__init__, Readback.read, estimate._divide, Tensor.tolist
     reading = [False]
 
-    def noted(self: Asked, values: Tensor) -> None:
+    def noted(self: Readback, values: Tensor) -> None:
         ask(self, values)
         self.forwards = watch.forwards  # type: ignore[attr-defined]
 
-    def looked(self: Asked) -> list:
+    def looked(self: Readback) -> list:
         if self.forwards == watch.forwards and not watch.ended:  # type: ignore[attr-defined]
             watch.waits["a number, and no forward since it was asked for"] += 1
         reading[0] = True
@@ -81,8 +81,8 @@ def watched(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch
         divide(sums)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Asked, "__init__", noted)
-        patch.setattr(Asked, "read", looked)
+        patch.setattr(Readback, "__init__", noted)
+        patch.setattr(Readback, "read", looked)
         patch.setattr(Tensor, "tolist", listed)
         patch.setattr(estimate, "_divide", ending)
         handle = model.register_forward_hook(lambda *_: setattr(watch, "forwards", watch.forwards + 1))

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import layerwise as lw
 from layerwise.curvature import build
 from layerwise.foundations.errors import InputError, MemoryBudgetError
-from layerwise.layers.capture import sweep
+from layerwise.layers.capture import source
 from layerwise.layers.capture.recorder import Recorder
 
 STRUCTURES = ("dense", "block", "diag", "quasidiag", "kfac", "ekfac", "lowrank", "implicit", "mixed")
@@ -162,7 +162,7 @@ def test_little_memory_means_micro_batches_and_the_same_numbers_contract(structu
 def test_cotangents_one_at_a_time_contract(monkeypatch: pytest.MonkeyPatch):
     model, x, y = _make("tokens")
     expected = {s: _fisher(model, (x, y), s) for s in STRUCTURES}
-    monkeypatch.setattr(sweep, "COTANGENT_BYTES", 1)
+    monkeypatch.setattr(source, "COTANGENT_BYTES", 1)
     for structure, F_ in expected.items():
         close(_fisher(model, (x, y), structure).to_dense(), F_.to_dense())
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.foundations.likelihoods.draws import BLOCK, inverse_cdf
+from layerwise.foundations.likelihoods.categorical import BLOCK, inverse_cdf
 
 
 def plain(p: Tensor, u: Tensor) -> Tensor:

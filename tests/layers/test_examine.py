@@ -15,7 +15,7 @@ from layerwise.foundations.errors import InputError, InteractionError
 from layerwise.foundations.likelihoods import Categorical
 from layerwise.layers.capture.examine import _KEPT
 from layerwise.layers.capture.recorder import Batch, Recorder
-from layerwise.layers.io.layout import Layout
+from layerwise.layers.io.layer_io import Layout
 from layerwise.layers.table import LayerTable
 
 N, T, D, C = 3, 5, 4, 2

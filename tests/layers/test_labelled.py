@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.layers.capture.labelled import inputs_and_targets
+from layerwise.layers.capture.source import inputs_and_targets
 
 
 def ForCausalLMLoss(logits: Tensor, labels: Tensor) -> Tensor:

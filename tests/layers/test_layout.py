@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from layerwise.layers.capture.verify import _follows
-from layerwise.layers.io.layout import Layout, candidates
+from layerwise.layers.io.layer_io import Layout, candidates
 
 N, T = 3, 4
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from layerwise.layers.form import Part
-from layerwise.layers.rule import RULES
+from layerwise.layers.form import RULES, Part
 from layerwise.layers.rules.linear import LinearRule
 from layerwise.testing import check_layer_rule
 

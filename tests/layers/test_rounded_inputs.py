@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.layers.io.moments import linear_moment
+from layerwise.foundations.linalg.symmetric_product import linear_moment
 
 HALF = torch.bfloat16
 

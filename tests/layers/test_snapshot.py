@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from counting import Operations
-from layerwise.layers.capture.model_call import undisturbed
-from layerwise.layers.capture.snapshot import Snapshot, duplicates
+from layerwise.layers.capture.model_call import Snapshot, duplicates, undisturbed
 
 
 def _tensors() -> list[Tensor]:

@@ -15,8 +15,7 @@ from layerwise.curvature.eigen_kronecker import EigenKroneckerApproximation
 from layerwise.foundations.kronecker import Basis, EigenKronecker, InputFactor, Kronecker
 from layerwise.foundations.operators import OPERATORS, Block, BlockOperator, Diagonal
 from layerwise.foundations.quasi_diagonal import QuasiDiagonal
-from layerwise.layers.form import Form, Part
-from layerwise.layers.rule import RULES, LayerRule
+from layerwise.layers.form import RULES, Form, LayerRule, Part
 from layerwise.layers.rules.conv import ConvRule
 from layerwise.layers.rules.linear import LinearRule
 from layerwise.testing import case, check_approximation, check_layer_rule, check_operator

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.modes import evaluating
-from layerwise.foundations.vectors import trainable
+from layerwise.foundations.types import trainable
 from layerwise.kernel.ntk import ntk
 
 

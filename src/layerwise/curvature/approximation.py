@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from layerwise.foundations.operators import BlockOperator
-from layerwise.foundations.registry import import_folder
 from layerwise.layers.io.layer_io import LayerIO
 from layerwise.layers.table import LayerSpec
 
@@ -27,26 +26,25 @@ class Options:
     completion: str | None = None
 
 
+@dataclass(eq=False)
 class Approximation(ABC):
     """Sums over the data for one layer, and the operator made of them."""
 
     name: ClassVar[str]
     passes: ClassVar[int] = 1
     known: ClassVar[dict[str, type["Approximation"]]] = {}
+    spec: LayerSpec
+    options: Options
+    dtype: torch.dtype
+    device: torch.device
 
-    def __init__(self, spec: LayerSpec, options: Options, dtype: torch.dtype, device: torch.device) -> None:
-        self.spec, self.options, self.dtype, self.device = spec, options, dtype, device
+    def __post_init__(self) -> None:  # noqa: B027 - a structure may begin with nothing
+        """Make empty sums."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "name" in cls.__dict__:
             Approximation.known[cls.name] = cls
-
-    @classmethod
-    def find(cls, name: str) -> type["Approximation"]:
-        """The structure of that name."""
-        import_folder("layerwise.curvature")
-        return cls.known[name]
 
     @abstractmethod
     def observe(self, io: LayerIO, first: bool) -> None:
@@ -65,6 +63,10 @@ class Approximation(ABC):
     @abstractmethod
     def finish(self, count: float) -> BlockOperator:
         """Divide by the number of examples (or terms)."""
+
+    def diagonals(self) -> list[Tensor] | None:
+        """Diagonals of second moments, finite only where all of the operator is; None: look at all that it stores."""
+        return None
 
     def positions(self) -> int:
         """Rows the input factor was averaged over."""

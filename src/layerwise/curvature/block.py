@@ -11,8 +11,7 @@ class BlockApproximation(Approximation):
 
     name = "block"
 
-    def __init__(self, *args) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
         self.total = self.zeros(self.spec.form.numel(), self.spec.form.numel())
 
     def observe(self, io: LayerIO, first: bool) -> None:
@@ -35,8 +34,7 @@ class GroupBlockApproximation(Approximation):
 
     name = "group"
 
-    def __init__(self, *args) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
         k, o, i = self.spec.form.shape
         self.total = self.zeros(k, o * i, o * i)
 

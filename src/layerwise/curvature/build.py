@@ -22,17 +22,16 @@ from layerwise.foundations.cotangents import (
     LossGradient,
     SampledLabels,
 )
+from layerwise.foundations.device import budget
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.kronecker import check_split
 from layerwise.foundations.likelihoods import Likelihood
-from layerwise.foundations.memory import budget
-from layerwise.foundations.progress import Progress, resolve
+from layerwise.foundations.progress import Progress
 from layerwise.foundations.random import seed_of
-from layerwise.foundations.vectors import unwrap
+from layerwise.foundations.types import unwrap
 from layerwise.layers.capture.model_call import in_own_arithmetic
 from layerwise.layers.capture.recorder import Check, Recorder
-from layerwise.layers.capture.source import Source
-from layerwise.layers.capture.sweep import Sweep
+from layerwise.layers.capture.source import Source, Sweep
 from layerwise.layers.matrices import Matrices
 from layerwise.layers.table import LayerTable, OnUnsupported
 
@@ -205,7 +204,7 @@ def hessian(
     check_structure(structure, HESSIAN_STRUCTURES, "the Hessian")
     model = unwrap(model)
     table = LayerTable.from_model(model, select)
-    source = Source(data, resolve(progress), model)
+    source = Source(data, progress, model)
     source.require_passes(2, "the Hessian")
     recorder = Recorder(model, table, example_axis, seed=seed_of(seed))
     per_batch = batch_loss(_loss(loss, likelihood, likelihood_options), recorder)
@@ -384,7 +383,7 @@ def _sweep(
     table = LayerTable.from_model(model, select, on_unsupported, separate, matrices)
     recorder = Recorder(model, table, example_axis, seed=seed, check=check)
     allowed = budget(memory, _device(model))
-    return Sweep(recorder, Source(data, resolve(progress), model), law, cotangent, allowed, normalize)
+    return Sweep(recorder, Source(data, progress, model), law, cotangent, allowed, normalize)
 
 
 __all__ = ["LAYER_STRUCTURES", "fisher", "ggn", "gradient_moment", "hessian"]

@@ -10,8 +10,7 @@ class DiagonalApproximation(Approximation):
 
     name = "diag"
 
-    def __init__(self, *args) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
         self.total = self.zeros(*self.spec.form.shape)
 
     def observe(self, io: LayerIO, first: bool) -> None:

@@ -54,6 +54,10 @@ class EigenKroneckerApproximation(KroneckerApproximation):
         split = self.options.damping_split or "exact"
         return EigenKronecker(self.basis, self.U_G, self.scalings / count, self.s_A, self.s_G / count, split)
 
+    def diagonals(self) -> list[Tensor] | None:
+        """None: bases and scalings are no second moments."""
+        return None
+
     @classmethod
     def bytes_needed(cls, spec: LayerSpec, itemsize: int) -> int:
         """Factors, bases and scalings."""

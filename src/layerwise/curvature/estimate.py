@@ -13,13 +13,13 @@ from layerwise.curvature.block_diagonal import BlockDiagonal
 from layerwise.curvature.dense import DenseMatrix
 from layerwise.curvature.low_rank import LowRank
 from layerwise.curvature.matrix import ParamMatrix
-from layerwise.foundations.asked import Checks
+from layerwise.foundations.device import Checks, require
 from layerwise.foundations.errors import InputError, NameLookupError, NumericalError, describe, unknown
-from layerwise.foundations.kronecker import Kronecker
 from layerwise.foundations.linalg.checks import require_finite
-from layerwise.foundations.memory import require
 from layerwise.foundations.operators import Block, BlockOperator, Diagonal
-from layerwise.layers.capture.sweep import Sweep, Totals
+from layerwise.foundations.registry import import_folder
+from layerwise.foundations.types import statistics_dtype
+from layerwise.layers.capture.source import Sweep, Totals
 from layerwise.layers.io.flat_rows import flat_rows
 from layerwise.layers.io.layer_io import LayerIO
 from layerwise.layers.parts import layers_of
@@ -30,18 +30,19 @@ STRUCTURES = (*LAYER_STRUCTURES, "dense", "lowrank", "implicit")
 Structure = str | Mapping[str, str]
 
 
-def _registered() -> tuple[str, ...]:
-    """Structures of single layers that somebody else has added: subclasses of `Approximation` with a name."""
-    return tuple(name for name in Approximation.known if name not in (*LAYER_STRUCTURES, "group"))
+def approximation(name: str) -> type[Approximation]:
+    """The class of a structure of single layers, by name."""
+    import_folder("layerwise.curvature")
+    return Approximation.known[name]
 
 
 def check_structure(structure: Any, allowed: tuple[str, ...], what: str) -> None:
     """A structure that exists for this matrix, or an error that names those that do."""
     names = list(structure.values()) if isinstance(structure, Mapping) else [structure]
     for name in names:
-        if name in _registered() and "kfac" in allowed:
-            continue
         if name not in STRUCTURES:
+            if name in Approximation.known and name != "group" and "kfac" in allowed:
+                continue  # a subclass of `Approximation` that somebody else has added
             raise NameLookupError(unknown("structure", name, STRUCTURES))
         if name not in allowed:
             raise InputError(
@@ -91,8 +92,6 @@ def estimate(sweep: Sweep, structure: Structure, options: Options, centered: boo
 
 def _first_look(sweep: Sweep) -> tuple[torch.dtype, torch.device]:
     """Examine the model on the first batch, so that layers that fall back are known before sums are made."""
-    from layerwise.foundations.types import statistics_dtype
-
     parameter = next(p for p in sweep.recorder.model.parameters() if p.requires_grad)
     return statistics_dtype(parameter.dtype), parameter.device
 
@@ -113,7 +112,7 @@ class _Statistics:
         if self._made is None:
             table = self.sweep.recorder.table
             asked = assign(self.structure, table)
-            classes = {spec.name: Approximation.find(spec.structure(asked[spec.name])) for spec in table.layers}
+            classes = {spec.name: approximation(spec.structure(asked[spec.name])) for spec in table.layers}
             self._require(table, classes)
             self._made = {
                 spec.name: classes[spec.name](spec, self.options, self.dtype, self.device) for spec in table.layers
@@ -129,13 +128,14 @@ class _Statistics:
 
     def _require(self, table: LayerTable, classes: dict[str, type[Approximation]]) -> None:
         needed = {s.name: classes[s.name].bytes_needed(s, self.dtype.itemsize) for s in table.layers}
-        worst = max(needed, key=lambda name: needed[name])
-        require(
-            sum(needed.values()),
-            self.sweep.memory,
-            f"structure {self.structure!r} of {table.numel()} parameters (most of it for layer {worst!r})",
-            'use structure="kfac", or "diag" for the layers that are too large, or allow more with memory=',
-        )
+        if sum(needed.values()) > self.sweep.memory:
+            worst = max(needed, key=lambda name: needed[name])
+            require(
+                sum(needed.values()),
+                self.sweep.memory,
+                f"structure {self.structure!r} of {table.numel()} parameters (most of it for layer {worst!r})",
+                'use structure="kfac", or "diag" for the layers that are too large, or allow more with memory=',
+            )
 
 
 def by_layer(sweep: Sweep, structure: Structure, options: Options, centered: bool = False) -> BlockDiagonal:
@@ -175,7 +175,7 @@ def _by_layer(sweep: Sweep, structure: Structure, options: Options, centered: bo
     operators = {name: a.finish(count) for name, a in statistics.of.items()}
     if means is not None:
         operators = {name: means.centered(name, op, count) for name, op in operators.items()}
-    _require_finite(operators, sweep.recorder.checks)
+    _require_finite(statistics.of, operators, sweep.recorder.checks)
     positions = {name: a.positions() for name, a in statistics.of.items()}
     return BlockDiagonal(
         sweep.recorder.table, operators, _label(structure), None if centered else count, positions, sweep.memory
@@ -195,39 +195,38 @@ def _divide(sums: Sequence[tuple[Tensor, float]]) -> None:
         torch._foreach_div_([tensor for tensor, _ in sums], [divisor for _, divisor in sums])  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _require_finite(operators: Mapping[str, BlockOperator], checks: Checks) -> None:
-    """Name the layer and the statistic that is not finite; one look for all, since each waits for the device.
+def _require_finite(
+    approximations: Mapping[str, Approximation], operators: Mapping[str, BlockOperator], checks: Checks
+) -> None:
+    """Name the layer and the statistic that is not finite; one readback for all layers.
 
     What is still to be checked of the batches comes first: it is the likely cause.
     """
-    kept = {(name, key): tensor for name, op in operators.items() for key, tensor in op.tensors().items()}
-    # |M_ij|² ≤ M_ii M_jj: where the diagonal of a second moment is finite, all of it is.
-    looked_at = [_diagonal(t) if isinstance(operators[name], Kronecker) else t for (name, _), t in kept.items()]
+    looked_at = list[Tensor]()
+    for name, approximation in approximations.items():
+        diagonals = approximation.diagonals()
+        looked_at += operators[name].tensors().values() if diagonals is None else diagonals
     sizes = [tensor for tensor in looked_at if tensor.numel()]
     if sizes:
         largest = torch._foreach_norm(sizes, torch.inf)  # pyright: ignore[reportPrivateImportUsage]
         bad = ~torch.isfinite(torch.stack(largest)).all()
-        checks.add(bad, lambda: _not_finite(kept))
+        checks.add(bad, lambda: _not_finite(operators))
     checks.settle()
 
 
-def _diagonal(factor: Tensor) -> Tensor:
-    """Of ``[K, d, d]``; the factor of one-hot inputs is one already."""
-    return factor.diagonal(dim1=-2, dim2=-1) if factor.ndim > 2 else factor
-
-
-def _not_finite(kept: Mapping[tuple[str, str], Tensor]) -> Exception:
-    for (name, key), tensor in kept.items():
-        try:
-            require_finite(tensor, f"layer {name!r}: statistics {key!r}")
-        except NumericalError as error:
-            return error
+def _not_finite(operators: Mapping[str, BlockOperator]) -> Exception:
+    for name, operator in operators.items():
+        for key, tensor in operator.tensors().items():
+            try:
+                require_finite(tensor, f"layer {name!r}: statistics {key!r}")
+            except NumericalError as error:
+                return error
     raise AssertionError("unreachable")
 
 
 def _passes(structure: Structure) -> int:
     names = structure.values() if isinstance(structure, Mapping) else [structure]
-    return max(Approximation.find(name).passes for name in names)
+    return max(approximation(name).passes for name in names)
 
 
 def _label(structure: Structure) -> str:

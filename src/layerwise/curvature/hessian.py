@@ -15,8 +15,8 @@ from layerwise.curvature.dense import DenseMatrix
 from layerwise.curvature.lazy import Restricted
 from layerwise.curvature.matrix import SMALL, ParamMatrix
 from layerwise.foundations.columns import Params, Shapes, as_rows, from_flat, to_flat
+from layerwise.foundations.device import require
 from layerwise.foundations.errors import InputError, describe
-from layerwise.foundations.memory import require
 from layerwise.foundations.operators import Block, BlockOperator, Diagonal
 from layerwise.foundations.types import statistics_dtype
 from layerwise.foundations.vectors import ParamVector, trainable

@@ -19,7 +19,7 @@ from layerwise.foundations.vectors import ParamVector
 from layerwise.layers.capture.linearize import Linearization
 from layerwise.layers.capture.model_call import in_own_arithmetic
 from layerwise.layers.capture.recorder import Batch
-from layerwise.layers.capture.sweep import Sweep, Totals
+from layerwise.layers.capture.source import Sweep, Totals
 from layerwise.layers.parts import find_layer, layers_of
 
 
@@ -83,7 +83,7 @@ class Implicit(ParamMatrix):
         recorder, likelihood, cotangent = self.sweep.recorder, self.sweep.likelihood, self.sweep.cotangent
         n = recorder.examples(part)
         asked = likelihood.ask(part.y, part.mask)
-        recorder.checks.ask()
+        recorder.checks.send()
 
         def standard(out: Tensor) -> Terms:
             return recorder.terms(out, part, likelihood, n, asked)

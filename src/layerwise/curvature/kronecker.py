@@ -8,9 +8,9 @@ from torch import Tensor
 
 from layerwise.curvature.approximation import Approximation
 from layerwise.foundations.kronecker import InputFactor, Kronecker
+from layerwise.foundations.linalg.symmetric_product import grouped_gram
 from layerwise.foundations.operators import BlockOperator
 from layerwise.layers.io.layer_io import LayerIO, RecordedIO
-from layerwise.layers.io.moments import grouped_gram
 from layerwise.layers.table import LayerSpec
 
 
@@ -19,8 +19,7 @@ class KroneckerApproximation(Approximation):
 
     name = "kfac"
 
-    def __init__(self, *args) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
         k, o, i = self.spec.form.shape
         form = self.spec.form
         self.channels_only = self.options.conv == "sua" and form.taps > 1
@@ -72,6 +71,10 @@ class KroneckerApproximation(Approximation):
         """``G ⊗ A``, of the sums that have been divided in place."""
         A, G = (self._sums[name] for name in ("A", "G"))
         return Kronecker(InputFactor(A, self._taps()), G, self.options.damping_split or "trace")
+
+    def diagonals(self) -> list[Tensor] | None:
+        """Of both factors: |M_ij|² ≤ M_ii M_jj. That of one-hot inputs is a diagonal already."""
+        return [M.diagonal(dim1=-2, dim2=-1) if M.ndim > 2 else M for M in self._sums.values()]
 
     def positions(self) -> int:
         """Rows of A."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from layerwise.foundations.arithmetic import OwnArithmetic
 from layerwise.foundations.columns import Params, Shapes, as_rows, from_flat, numel, read, to_flat
+from layerwise.foundations.device import budget, require
 from layerwise.foundations.errors import InputError, NumericalError, describe
 from layerwise.foundations.linalg import (
     conjugate_gradient,
@@ -26,7 +27,6 @@ from layerwise.foundations.linalg import (
     lanczos_top,
     slq_logdet,
 )
-from layerwise.foundations.memory import budget, require
 from layerwise.foundations.operators import check_damping, damped_spectrum
 from layerwise.foundations.random import seed_of, stream
 from layerwise.foundations.vectors import ParamVector

@@ -11,8 +11,7 @@ class QuasiDiagonalApproximation(Approximation):
 
     name = "quasidiag"
 
-    def __init__(self, *args) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
         self.squares = self.zeros(*self.spec.form.shape)
         self.cross = self.zeros(*self.spec.form.shape)
 

@@ -1,4 +1,4 @@
-"""The axis legend, in one place, and the tree of tensors that a model may take as input.
+"""The axis legend, in one place; a model's parameters, and the tree of tensors that it may take as input.
 
 | letter | axis |
 |---|---|
@@ -13,10 +13,11 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Tree = Any
 """A tensor, or a tuple, list or mapping of trees: whatever the model is called with."""
@@ -25,13 +26,10 @@ Tree = Any
 def leaves(tree: Tree) -> Iterator[Tensor]:
     """The tensors of a tree, in order."""
     if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from leaves(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from leaves(value)
+        return iter((tree,))
+    if isinstance(tree, Mapping):
+        return chain.from_iterable(map(leaves, tree.values()))
+    return chain.from_iterable(map(leaves, tree)) if isinstance(tree, list | tuple) else iter(())
 
 
 def map_leaves(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
@@ -50,3 +48,13 @@ def map_leaves(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """Factors and moments are kept in float32 or better, whatever the model computes in."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else torch.float32
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model itself, if it was wrapped by ``torch.compile``."""
+    return getattr(model, "_orig_mod", model)
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that take part, in flat order; a tensor with two names counts once."""
+    return {name: p for name, p in unwrap(model).named_parameters() if p.requires_grad}

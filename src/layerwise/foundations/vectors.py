@@ -12,16 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, NameLookupError, describe, unknown
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model itself, if it was wrapped by ``torch.compile``."""
-    return getattr(model, "_orig_mod", model)
-
-
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that take part, in flat order; a tensor with two names counts once."""
-    return {name: p for name, p in unwrap(model).named_parameters() if p.requires_grad}
+from layerwise.foundations.types import trainable as trainable
+from layerwise.foundations.types import unwrap as unwrap
 
 
 class ParamVector:

@@ -14,8 +14,7 @@ from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.types import map_leaves
 from layerwise.layers.capture.model_call import refuse_empty, take
 from layerwise.layers.capture.recorder import Batch, Recorder
-from layerwise.layers.capture.source import as_batch, usable
-from layerwise.layers.capture.sweep import GRAPH_FACTOR
+from layerwise.layers.capture.source import GRAPH_FACTOR, as_batch, usable
 
 RECORDING = {"cpu": 256 * 2**20, "cuda": 16 * 2**30}
 """Bytes of a block's graph and of the gradients pulled back through it at once, if the memory allowed is large."""

@@ -24,7 +24,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from layerwise.foundations.asked import sent
+from layerwise.foundations.device import sent
 from layerwise.layers.capture.model_call import renormed
 
 ROW = 256

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from layerwise.foundations.arithmetic import OwnArithmetic
 from layerwise.foundations.columns import Params, Shapes, from_flat, numel, read, to_flat
 from layerwise.foundations.cotangents import OutputBasis
+from layerwise.foundations.device import budget, require
 from layerwise.foundations.errors import InputError, describe
-from layerwise.foundations.memory import budget, require
 from layerwise.foundations.progress import Progress
 from layerwise.foundations.progress import resolve as resolve_progress
 from layerwise.foundations.random import seed_of
@@ -29,7 +29,7 @@ from layerwise.kernel.outputs import Outputs, Selection
 from layerwise.layers.capture.linearize import Linearization
 from layerwise.layers.capture.model_call import in_own_arithmetic, refuse_train_mode_batch_norm
 from layerwise.layers.capture.recorder import Check, Recorder
-from layerwise.layers.capture.sweep import COTANGENT_BYTES
+from layerwise.layers.capture.source import COTANGENT_BYTES
 from layerwise.layers.form import Part
 from layerwise.layers.io.flat_rows import flat_rows
 from layerwise.layers.parts import find_layer, layers_of, own_name, own_shapes

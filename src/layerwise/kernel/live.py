@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from layerwise.foundations.asked import Asked, sent
+from layerwise.foundations.device import Readback, sent
 from layerwise.layers.io.layer_io import RecordedIO
 from layerwise.layers.io.one_hot import OneHot
 from layerwise.layers.io.standard import Standard
@@ -25,7 +25,7 @@ def live_positions(ios: Mapping[str, RecordedIO]) -> dict[str, Live]:
     if not ios:
         return {}
     masks = {name: _mask(io) for name, io in ios.items()}
-    flat = Asked(torch.cat([mask.flatten() for mask in masks.values()])).array()
+    flat = Readback(torch.cat([mask.flatten() for mask in masks.values()])).array()
     ends = np.cumsum([mask.numel() for mask in masks.values()])
     parts = zip(masks.items(), np.split(flat, ends[:-1]), strict=True)
     return {name: part.reshape(mask.shape) for (name, mask), part in parts}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from layerwise.foundations.asked import sent
+from layerwise.foundations.device import sent
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.random import stream
 from layerwise.foundations.types import leaves
@@ -13,9 +13,8 @@ from layerwise.kernel.cost import Sizes
 from layerwise.kernel.examples import Examples
 from layerwise.kernel.live import live_positions
 from layerwise.kernel.outputs import Outputs
-from layerwise.layers.capture.batch import Batch
 from layerwise.layers.capture.model_call import autocast_of_the_caller
-from layerwise.layers.capture.recorder import Recorded, Recorder
+from layerwise.layers.capture.recorder import Batch, Recorded, Recorder
 from layerwise.layers.io.layer_io import GradientIO, LayerIO, RecordedIO
 from layerwise.layers.table import LayerSpec, LayerTable
 

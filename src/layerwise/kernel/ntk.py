@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from layerwise.foundations.asked import Asked, not_finite
 from layerwise.foundations.cotangents import OutputBasis
+from layerwise.foundations.device import Readback, not_finite
 from layerwise.foundations.errors import MemoryBudgetError
 from layerwise.foundations.linalg.checks import require_finite
 from layerwise.foundations.progress import Progress
@@ -124,7 +124,7 @@ class TangentKernel(Kernel):
             found = assemble(
                 J.recorder, J.examples, None if second is None else second.examples, J.outputs, plan, J.progress
             )
-        bad = Asked(torch.stack([not_finite(K) for K in found.values()])).read()  # all layers in one look
+        bad = Readback(torch.stack([not_finite(K) for K in found.values()])).read()  # all layers in one look
         for (name, K), odd in zip(found.items(), bad, strict=True):
             if odd:
                 require_finite(K, f"tangent kernel of layer {name!r}" if name else "tangent kernel")

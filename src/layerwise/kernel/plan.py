@@ -6,8 +6,8 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from layerwise.foundations.device import readable, require
 from layerwise.foundations.errors import InputError, MemoryBudgetError, NameLookupError, describe, nearest, unknown
-from layerwise.foundations.memory import readable, require
 from layerwise.kernel.contraction import ORDERS
 from layerwise.kernel.cost import START, TRAFFIC, Cost, Sizes, cost
 from layerwise.kernel.examples import RECORDING, recording_sizes

@@ -1,16 +1,28 @@
-"""`Form`: how parameters of a layer are one matrix a group, ``W [K, O, I]``, and back.
+"""The standard form: `Form` says how parameters are one matrix a group, `LayerRule` puts a layer type in that form.
 
-A form is data alone (no module), so that a saved matrix can be loaded without the model.
+    y[n, s, k] = W[k] a[n, s, k],   W : [K, O, I],   a : [N, S, K, I],   g : [V, N, S, K, O]
+
+A form is data alone (no module), so that a saved matrix can be loaded without the model. A rule knows no loss, factor
+or optimizer. To support a layer of your own, write four short methods and register them;
+`layerwise.testing.check_layer_rule` then tells whether they are right.
 """
 
 import math
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from layerwise.foundations.registry import import_folder
+from layerwise.layers.io.one_hot import OneHot
+
+M = TypeVar("M", bound=nn.Module)
+Moment = tuple[Tensor, Tensor, int]
+"""``Σ aaᵀ`` [K, I, I], ``Σ a`` [K, I] and the number of rows, the bias column left out."""
 
 
 @dataclass(frozen=True)
@@ -133,3 +145,101 @@ class Form:
 def flat_form(part: Part) -> Form:
     """The form of a parameter with no rule: every entry is a group of its own."""
     return Form(part.numel(), 1, 1, part, None, kronecker=False)
+
+
+class LayerRule(ABC, Generic[M]):
+    """What the rest of the library needs to know of a layer type."""
+
+    own_forward: ClassVar[bool] = False
+    """The rule runs an equivalent forward while recording (attention), and records inside it."""
+    rounds_inputs: ClassVar[bool] = False
+    """Under autocast the layer's inputs of single precision are rounded to the half type of its outputs."""
+
+    def refuses(self, module: M) -> str | None:
+        """Why this module cannot be put in standard form, or None."""
+        return None
+
+    @abstractmethod
+    def forms(self, module: M, parts: dict[str, Part]) -> dict[str, Form]:
+        """One form for each call site (the site "" is the module's own call).
+
+        `parts` holds the trainable parameters by their name inside the module; leave out what is not there.
+        """
+
+    @abstractmethod
+    def lead(self, module: M, site: str, x: Tensor) -> int:
+        """How many leading axes of the input are not the layer's own (batch, time, …)."""
+
+    @abstractmethod
+    def inputs(self, module: M, site: str, x: Tensor) -> Tensor | OneHot:
+        """``[*lead, S, K, I]`` from the layer's input, the bias column left out."""
+
+    @abstractmethod
+    def outgrads(self, module: M, site: str, dy: Tensor) -> Tensor:
+        """``[V, *lead, S, K, O]`` from gradients ``[V, *out]`` of the layer's output."""
+
+    def input_moment(self, module: M, site: str, x: Tensor) -> Moment | None:
+        """A faster route to ``Σ aaᵀ`` than through `inputs`; None where there is none."""
+        return None
+
+    def channel_moment(self, module: M, site: str, x: Tensor) -> Moment | None:
+        """``Σ aaᵀ`` over input channels alone (SUA); None where the layer has no kernel."""
+        return None
+
+    def forward(self, module: M, record: Callable[[str, Tensor, Tensor], None], *args: Any, **kwargs: Any) -> Any:
+        """The equivalent forward of a rule with `own_forward`; `record(site, input, output)` each linear call."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward of its own")
+
+
+class Rules:
+    """Rules by module type, found through the MRO of the type asked for.
+
+    The modules of `layers/rules` are imported at the first look-up, not at import: each of them imports this one.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[type, LayerRule] = {}
+        self._discovered = False
+
+    def add(self, key: type, value: LayerRule) -> None:
+        """Register `value` for `key` and its subclasses; the newest registration wins."""
+        self._entries[key] = value
+
+    def find(self, key: type) -> LayerRule | None:
+        """The rule of the nearest base of `key`, or None."""
+        base = self.registered(key)
+        return None if base is None else self._entries[base]
+
+    def registered(self, key: type) -> type | None:
+        """The nearest base of `key` that has an entry, or None."""
+        self._discover()
+        return next((base for base in key.__mro__ if base in self._entries), None)
+
+    def names(self) -> list[str]:
+        """Names of the classes that have an entry."""
+        self._discover()
+        return sorted(key.__name__ for key in self._entries)
+
+    def _discover(self) -> None:
+        if not self._discovered:
+            self._discovered = True
+            import_folder("layerwise.layers.rules")
+
+
+RULES = Rules()
+
+
+def layer_rule(*types: type[nn.Module]) -> Callable[[type[LayerRule]], type[LayerRule]]:
+    """Register a rule for module types and their subclasses.
+
+    >>> @layer_rule(nn.Linear)                      # doctest: +SKIP
+    ... class LinearRule(LayerRule[nn.Linear]): ...
+    """
+
+    def register(cls: type[LayerRule]) -> type[LayerRule]:
+        rule = cls()
+        for module_type in types:
+            RULES.add(module_type, rule)
+        return cls
+
+    return register

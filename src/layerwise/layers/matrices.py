@@ -13,9 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, describe
-from layerwise.layers.form import Form, Part
+from layerwise.layers.form import Form, LayerRule, Moment, Part
 from layerwise.layers.io.one_hot import OneHot
-from layerwise.layers.rule import LayerRule, Moment
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,6 @@ def batched() -> Batched:
 
 def checked(matrices: Any) -> dict[str, Split | Batched]:
     """The option, or what is wrong with it."""
-    if matrices is None:
-        return {}
     if not isinstance(matrices, Mapping):
         raise InputError(describe(f"matrices={matrices!r}", "a mapping", 'e.g. {"*.qkv": lw.split(3)}'))
     for pattern, how in matrices.items():

@@ -17,11 +17,10 @@ from layerwise.foundations.errors import (
     describe,
     unknown,
 )
-from layerwise.foundations.vectors import trainable, unwrap
+from layerwise.foundations.types import trainable, unwrap
 from layerwise.layers.capture.uses import Used
-from layerwise.layers.form import Form, Part, flat_form
+from layerwise.layers.form import RULES, Form, LayerRule, Part, flat_form
 from layerwise.layers.matrices import Batched, Matrices, SplitRule, checked, matrix_form, split_form, unused
-from layerwise.layers.rule import RULES, LayerRule
 from layerwise.layers.rules.products import StackedRule
 
 STACKED = StackedRule()
@@ -121,7 +120,7 @@ class LayerTable:
         matrices: Matrices | None = None,
     ) -> "LayerTable":
         """Read a model: tied weights, frozen parameters and unknown modules included."""
-        matrices = checked(matrices)
+        matrices = {} if matrices is None else checked(matrices)
         if on_unsupported not in ("elementwise", "skip", "raise"):
             raise InputError(
                 describe(

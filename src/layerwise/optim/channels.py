@@ -11,15 +11,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.optim.roots import mean_eigenvalue
-from layerwise.optim.rule import Shape, State
-
-
-def block_state(shape: Shape) -> State:
-    """What a stack under SUA has besides ``A_ch``: the bias block and how often A_ch occurs."""
-    ones = torch.ones_like(shape.zeros(1))
-    return {"Q_taps": shape.taps * ones[:, 0], **({"Q_bias": ones} if shape.bias else {})}
-
 
 def times_inputs(
     X: Float[Tensor, "*B K O I"], Q: Tensor, bias: Float[Tensor, "K 1"] | None = None
@@ -41,15 +32,3 @@ def whole_spectrum(values: Float[Tensor, "k c"], inputs: int, bias: Float[Tensor
     taps = (inputs - (bias is not None)) // values.shape[-1]
     spread = values.repeat_interleave(taps, -1)
     return spread if bias is None else torch.cat([spread, bias.to(spread)], dim=-1)
-
-
-def mean_input_eigenvalue(state: State, groups: slice, size: int | None = None) -> Float[Tensor, "k"]:
-    """``tr Q / I``; `size` is I without padding, where there is some."""
-    Q = state["Q"][groups]
-    if "Q_taps" not in state:
-        return mean_eigenvalue(Q, size)
-    weights = state["Q_taps"][groups] * Q.shape[-1]
-    total = weights * mean_eigenvalue(Q)
-    if "Q_bias" not in state:
-        return total / weights
-    return (total + state["Q_bias"][groups, 0]) / (weights + 1)

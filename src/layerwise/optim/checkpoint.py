@@ -1,30 +1,34 @@
-"""`Saving`: an optimizer's state in checkpoints, in pickles, and where parameters are added to it."""
+"""`Checkpointed`: an optimizer's state in checkpoints and pickles, where parameters are added, or the model changes.
+
+What belongs together is found by identity: a parameter that has another name now is the same one, and a layer's state
+goes with its parameters. A parameter under an old name is the successor of the one that had it.
+"""
 
 from abc import abstractmethod
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from layerwise.layers.table import LayerTable
-from layerwise.optim.cuda.deferred_statistics import take_all_in
-from layerwise.optim.cuda.monitor_checkpoint import followed
-from layerwise.optim.cuda.pending_checkpoint import foreseen
-from layerwise.optim.loading import check_shapes, engine_of, renamed_state, shared_factors
-from layerwise.optim.model_changes import Watched, follow, owners, renamed_layers
+from layerwise.foundations.errors import InputError, describe
+from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.options import with_own_rate
 from layerwise.optim.parameters import BareParameters
 from layerwise.optim.rule import Health, UpdateRule
-from layerwise.optim.statistics.accumulate import Collector
+from layerwise.optim.statistics.accumulate import Accumulator
 from layerwise.optim.statistics.hooks import Capture
 from layerwise.optim.step.damping import Damping
 from layerwise.optim.step.stack import Stack
-from layerwise.optim.step.update import Descent
+from layerwise.optim.step.update import Executor
+
+OF_THIS_MODEL = ("_children", "_own", "_seen_model", "_owners")
+"""What a copy has of its own: identities of modules and parameters."""
 
 
-class Saving(torch.optim.Optimizer):
+class Checkpointed(torch.optim.Optimizer):
     """What an optimizer of layers saves and loads: the state of every layer alone, and a few numbers of its own."""
 
     model: nn.Module
@@ -42,11 +46,10 @@ class Saving(torch.optim.Optimizer):
     _packing: dict[Tensor, Any] | None = None
     """What is being saved, while it is."""
     _strangers: list[tuple[str, nn.Parameter]] | None
-    _watched: Watched
-    """The model as it was when it was last looked at."""
     _owners: dict[int, int]
-    _descent: Descent
-    _collector: Collector
+    """The module of each parameter, by identity."""
+    _executor: Executor
+    _accumulator: Accumulator
     _capture: Capture | None
     _settings: dict[str, Any]
     _unit: float | None
@@ -56,8 +59,16 @@ class Saving(torch.optim.Optimizer):
         """The model's layers."""
 
     @abstractmethod
-    def _make_collector(self) -> Collector:
+    def _make_accumulator(self) -> Accumulator:
         """One that has seen nothing."""
+
+    @abstractmethod
+    def _model_changed(self) -> bool:
+        """Whether the model has changed since the last call."""
+
+    @abstractmethod
+    def _remember_model(self) -> None:
+        """The model as it is now."""
 
     @abstractmethod
     def _recognise(self, capture: Capture, name: str | None) -> None:
@@ -102,7 +113,8 @@ class Saving(torch.optim.Optimizer):
         What is no parameter's ("engine": steps taken, adaptive damping) is also in the first group, where
         `torch.distributed.checkpoint` keeps it.
         """
-        self.follow_model()
+        if self._model_changed():
+            self.follow_model()
         self.param_groups[0]["engine"] = self._engine()
         self._packing = self._by_parameter(self._saved())
         try:
@@ -116,7 +128,7 @@ class Saving(torch.optim.Optimizer):
         return {
             "member": type(self).__name__,
             "rule": self.rule.name,
-            "statistics": self.rule.statistics(),
+            "statistics": dict(self.rule.requirements().factors),
             "shapes": {name: tuple(p.shape) for name, p in params.items()},
             "steps": self.steps_taken,
             "forwards": 0 if self._capture is None else self._capture.forwards,
@@ -129,13 +141,12 @@ class Saving(torch.optim.Optimizer):
     def _saved(self) -> dict[str, dict[str, Tensor]]:
         if self._stacks is None:
             return self._loaded
+        self._executor.settle()
         found: dict[str, dict[str, Tensor]] = {}
         for stack in self._stacks:
-            take_all_in(stack, self._health)
             found.update(stack.saved())
-            ahead = foreseen(stack, self._descent.refreshes, self.steps_taken)
-            for layer, beside in [*followed(stack).items(), *ahead.items()]:
-                found[layer] |= beside
+        for layer, beside in self._executor.pending(self.steps_taken).items():
+            found[layer] |= beside
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -146,7 +157,8 @@ class Saving(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        self.follow_model()
+        if self._model_changed():
+            self.follow_model()
         engine = engine_of(state_dict)
         shared = shared_factors(engine, self.rule, type(self).__name__)
         params = self._parameters_by_name()
@@ -157,7 +169,7 @@ class Saving(torch.optim.Optimizer):
         for stack in self._stacks or []:
             stack.memory.clear()  # rows and examples of the run that is left
         self._stacks = None
-        self._collector.forget()
+        self._accumulator.forget()
         self.steps_taken = int(engine["steps"])
         self._damping.load_state(engine["damping"])
         self._unit = engine.get("unit")
@@ -197,15 +209,13 @@ class Saving(torch.optim.Optimizer):
         self._rebuild()
 
     def follow_model(self) -> None:
-        """Where the model has changed since the last look, go on with the model that there is.
+        """The model has changed: go on with the model that there is.
 
         A parameter that was replaced has its successor in its group, without its state unless the module is the same.
         """
-        if not self._watched.changed():
-            return
         self._strangers = None
         params, before = dict(self.model.named_parameters()), self._parameters_by_name()
-        successors = follow(self.param_groups, params)
+        successors = follow_groups(self.param_groups, params)
         owner, self._owners = self._owners, owners(self.model)
         unfrozen = {name for group in self.param_groups for name in group["param_names"]} - {*self.table.shapes}
         if successors is None and not any(name in params and params[name].requires_grad for name in unfrozen):
@@ -227,7 +237,7 @@ class Saving(torch.optim.Optimizer):
         """Read the model anew; layers whose parameters (by their names `before`) are the same keep their state."""
         saved, table, self._shared = self._saved(), self.table, None if self._stacks else self._shared
         self._stacks = self._strangers = None
-        self._collector.forget()
+        self._accumulator.forget()
         self.table = self._read_table()
         params = dict(self.model.named_parameters())
         names = renamed_layers(table, before or params, self.table, params)
@@ -251,12 +261,11 @@ class Saving(torch.optim.Optimizer):
         kept = {
             k: v
             for k, v in self.__dict__.items()
-            if k not in ("_capture", "_stacks", "_collector", "_descent", "_recorded")
+            if k not in ("_capture", "_stacks", "_accumulator", "_executor", *OF_THIS_MODEL)
         }
         if self._stacks is not None:
             kept["_shared"] = None
         kept["_loaded"], kept["_stacks"], kept["_strangers"] = self._saved(), None, None
-        del kept["_watched"], kept["_owners"]  # a copy has parameters of its own
         capture = self._capture
         kept["_capture"] = (
             None if capture is None else (capture.example_axis, capture.seed, capture.forwards, capture.rounds)
@@ -269,11 +278,157 @@ class Saving(torch.optim.Optimizer):
             return
         recorded = state["_capture"]
         super().__setstate__({k: v for k, v in state.items() if k != "_capture"})
-        self._collector = self._make_collector()
-        self._watched, self._owners = Watched(self.model), owners(self.model)
+        self._accumulator = self._make_accumulator()
+        self._remember_model()
+        self._owners = owners(self.model)
         self._capture = None
         if recorded is not None:
             self._capture = self._make_capture(recorded[0], recorded[1])
             assert self._capture is not None
             self._capture.forwards, self._capture.rounds = recorded[2:]
             self._capture.due = self.steps_taken % self.factor_every == 0
+
+
+# --- what a loaded state says ------------------------------------------------------------------------------
+
+
+def engine_of(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is no parameter's: at the top, or in the first group, where distributed checkpoints have it."""
+    missing = next((key for key in ("state", "param_groups") if key not in state_dict), None)
+    found = None if missing else state_dict.get("engine", state_dict["param_groups"][0].get("engine"))
+    if found is None:
+        raise InputError(
+            describe(
+                f"a state without {missing or 'engine'!r}",
+                "what state_dict() of an optimizer of lw.optim returns",
+                "a torch optimizer's state cannot be loaded here",
+            )
+        )
+    return found
+
+
+def shared_factors(engine: Mapping[str, Any], rule: UpdateRule, member: str) -> frozenset[str] | None:
+    """Factors of another member's state that mean the same here; None where it is the same kind of state."""
+    ours = dict(rule.requirements().factors)
+    theirs = engine.get("statistics", ours)
+    if engine["rule"] == rule.name and theirs == ours:
+        return None
+    shared = frozenset(side for side, of in ours.items() if theirs.get(side) == of and side in ("P", "Q"))
+    if not shared:
+        raise InputError(
+            describe(
+                f"a state of {engine.get('member', engine['rule'])}",
+                f"one of {member}, or of a member whose factors mean the same",
+                "begin without it, or load it into the optimizer that it came from",
+            )
+        )
+    return shared
+
+
+def check_shapes(engine: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
+    """A state of parameters that had another shape would be dropped, layer by layer."""
+    for name, shape in engine.get("shapes", {}).items():
+        if name in params and tuple(params[name].shape) != tuple(shape):
+            raise InputError(
+                describe(
+                    f"a state for parameter {name!r} of shape {tuple(shape)}",
+                    f"shape {tuple(params[name].shape)}, as the model has it",
+                    "load the state of the same model, or begin without it",
+                )
+            )
+
+
+def renamed_state(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    layers: Mapping[Tensor, Mapping[str, Any]],
+) -> dict[str, dict[str, Tensor]]:
+    """The state of layers under their present names; as in torch, parameters are known by their place.
+
+    A model that was wrapped or compiled since has other names for the same layers.
+    """
+    saved = state_dict["param_groups"]
+    params = list(chain.from_iterable(group["params"] for group in groups))
+    keys = list(chain.from_iterable(group["params"] for group in saved))
+    names = list(chain.from_iterable(group["param_names"] for group in groups))
+    before = list(chain.from_iterable(group.get("param_names", ()) for group in saved))
+    before = before if len(before) == len(names) else names
+    places = {key: place for place, key in enumerate(keys) if place < len(params)}
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, of_layers in state_dict["state"].items():
+        place = places.get(key)
+        for number, (layer, tensors) in enumerate(of_layers.items()):
+            if place is not None:
+                own = list(layers.get(params[place], ()))
+                layer = renamed(layer, before[place], names[place], own, number, len(of_layers))
+            found[layer] = {k: t.clone() for k, t in tensors.items()}
+    return found
+
+
+# --- a model that changes after its optimizer was built ----------------------------------------------------
+
+
+def owners(model: nn.Module) -> dict[int, int]:
+    """From each parameter to its module, by identity."""
+    return {id(p): id(module) for module in model.modules() for p in module._parameters.values() if p is not None}
+
+
+def follow_groups(
+    groups: Iterable[dict[str, Any]], params: Mapping[str, nn.Parameter]
+) -> dict[int, nn.Parameter] | None:
+    """Bring names and parameters of groups up to date, in place.
+
+    Returns the successors of parameters that were replaced, by the identity of those; None: no group has changed.
+    """
+    names = {id(p): name for name, p in params.items()}
+    groups = list(groups)
+    known = {id(p) for group in groups for p in group["params"]}
+    successors, renamed = dict[int, nn.Parameter](), False
+    for group in groups:
+        for place, (name, p) in enumerate(zip(group["param_names"], group["params"], strict=True)):
+            now = params.get(name)
+            if id(p) in names:
+                renamed = renamed or names[id(p)] != name
+                group["param_names"][place] = names[id(p)]
+            elif now is not None and id(now) not in known:
+                successors[id(p)] = group["params"][place] = now
+    return successors if renamed or successors else None
+
+
+def renamed(layer: str, before: str, now: str, own: Sequence[str], place: int, count: int) -> str:
+    """A layer's name, where its first parameter has another one than before.
+
+    It is made of the module's name or is the parameter's; else (the model itself is the layer) it is the one in its
+    place among `count` layers of that parameter, which are now called `own`.
+    """
+    if before == now:
+        return layer
+    if layer == before:
+        return now
+    old, new = before.rpartition(".")[0], now.rpartition(".")[0]
+    if old and new and (layer == old or layer.startswith(f"{old}.")):
+        return new + layer[len(old) :]
+    return own[place] if len(own) == count else layer
+
+
+def renamed_layers(
+    before: LayerTable, old: Mapping[str, Tensor], after: LayerTable, new: Mapping[str, Tensor]
+) -> dict[str, str]:
+    """From names of layers to those that the same layers have now, by the identity of their parameters."""
+    names, found = {id(p): name for name, p in new.items()}, dict[str, str]()
+    later_layers = _by_first(after)
+    for first, layers in _by_first(before).items():
+        for place, spec in enumerate(layers):
+            now = [names.get(id(old[name])) if name in old else None for name in spec.parameters]
+            if now[0] is not None and None not in now:
+                own = [later.name for later in later_layers.get(now[0], [])]
+                found[spec.name] = renamed(spec.name, first, now[0], own, place, len(layers))
+    return found
+
+
+def _by_first(table: LayerTable) -> dict[str, list[LayerSpec]]:
+    """Layers by their first parameter."""
+    found: dict[str, list[LayerSpec]] = {}
+    for spec in table.layers:
+        found.setdefault(spec.parameters[0], []).append(spec)
+    return found

@@ -1,19 +1,16 @@
 """Which rule: that of an optimizer's arguments, and whether a layer gets it."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from layerwise.layers.table import LayerSpec
-from layerwise.optim.eigenbasis import CorrectedEigenvalues
-from layerwise.optim.factors import Factors
+from layerwise.optim.kronecker import KroneckerRoots
 from layerwise.optim.options import known
-from layerwise.optim.rotated_adam import RotatedAdam
-from layerwise.optim.rule import UpdateRule
-from layerwise.optim.step.stack import Stack
+from layerwise.optim.rule import Requirements, Shape, UpdateRule
 
 CHOSEN = "overrides"
 """The reason of layers for which the user has asked for the fallback's update."""
@@ -26,32 +23,40 @@ def rule_of(
     powers = power if isinstance(power, tuple) else (float(power), float(power))
     known("basis", basis, ("factors", "eigen"))
     if basis == "factors":
-        return Factors(left, right, powers, split or "trace", max_factor)
+        return KroneckerRoots(left, right, powers, split or "trace", max_factor)
     if "gradient" in (left, right):
-        return RotatedAdam(left, right, powers, max_factor=max_factor)
+        from layerwise.optim.members.soap import RotatedAdam  # members are built on the engine, which asks here
+
+        return RotatedAdam(left, right, powers, max_factor)
+    from layerwise.optim.members.ekfac import CorrectedEigenvalues
+
     return CorrectedEigenvalues(left, right, powers, split or "exact", max_factor)
 
 
-def why_fallback(rule: UpdateRule, spec: LayerSpec, group: Mapping[str, Any], model: nn.Module) -> str | None:
-    """Why a layer gets the fallback's update, or None."""
+ShapeOf = Callable[[UpdateRule, LayerSpec, Mapping[str, Any]], Shape]
+
+
+def why_fallback(
+    rule: UpdateRule, requires: Requirements, spec: LayerSpec, group: Mapping[str, Any], embeddings: bool, of: ShapeOf
+) -> str | None:
+    """Why a layer gets the fallback's update, or None; `embeddings`: whether one is a matrix to rules of inputs."""
     if group.get("update") == "fallback":
         return CHOSEN
-    if not rule.matrix_only:
+    if not requires.matrices_only:
         return None
     if spec.reason is not None:
         return spec.reason
-    if not spec.sites and (rule.needs_inputs or rule.needs_outgrads):
+    if not spec.sites and (requires.inputs or requires.outgrads):
         return "no layer rule"
-    if not rule.kronecker_only:
+    if not requires.kronecker_only:
         return None
     if not spec.form.kronecker or spec.form.weight is None:
         return f"{spec.kind}: a vector, not a matrix"
-    if min(spec.form.outputs, spec.form.inputs) == 1 and not rule.needs_inputs:
+    if min(spec.form.outputs, spec.form.inputs) == 1 and not requires.inputs:
         return "a vector, not a matrix"
-    if spec.form.one_hot and not (rule.needs_inputs and rule.treats_embeddings):
+    if spec.form.one_hot and not (requires.inputs and embeddings):
         return "an embedding"
-    first = dict(model.named_parameters())[spec.parameters[0]]
-    return rule.accepts(Stack(rule, (spec,), dict(group), {spec.parameters[0]: first}).shape)
+    return rule.requirements(of(rule, spec, group)).refused
 
 
 @dataclass(frozen=True)

@@ -18,18 +18,11 @@ from layerwise.foundations import likelihoods
 from layerwise.foundations.errors import InputError, LayerwiseError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
-from layerwise.layers.capture.model_call import in_own_arithmetic
 from layerwise.layers.matrices import Matrices
 from layerwise.layers.table import LayerSpec, LayerTable
-from layerwise.optim.checkpoint import Saving
+from layerwise.optim.backend import Backend
+from layerwise.optim.checkpoint import Checkpointed, owners
 from layerwise.optim.choice import fallen_matrices, rule_of, why_fallback
-from layerwise.optim.cuda.captured_step import RecordedStep
-from layerwise.optim.cuda.deferred_examples import Spread
-from layerwise.optim.cuda.deferred_statistics import Statistics, take_all_in
-from layerwise.optim.cuda.monitor import SOLVERS
-from layerwise.optim.cuda.monitor_checkpoint import recall
-from layerwise.optim.cuda.pending_checkpoint import take_up
-from layerwise.optim.model_changes import Watched, owners
 from layerwise.optim.options import (
     LIKELIHOOD,
     LOSS_AVERAGE,
@@ -46,6 +39,7 @@ from layerwise.optim.options import (
     switch,
 )
 from layerwise.optim.parameters import BareParameters, model_of
+from layerwise.optim.reference import Reference
 from layerwise.optim.report import (
     group_lines,
     headline,
@@ -58,25 +52,26 @@ from layerwise.optim.report import (
     unseen,
 )
 from layerwise.optim.rule import Context, Health, UpdateRule
-from layerwise.optim.statistics.accumulate import Collector, Sums
+from layerwise.optim.solver import SOLVERS, check_solver
+from layerwise.optim.statistics.accumulate import Accumulator, Moments, Sums
 from layerwise.optim.statistics.hooks import Capture, Seen
 from layerwise.optim.statistics.loss_scale import LossScale
 from layerwise.optim.statistics.output import OutputReader
+from layerwise.optim.step.clip import Clip
 from layerwise.optim.step.damping import Damping
-from layerwise.optim.step.graft import Clip, Graft
-from layerwise.optim.step.refresh_schedule import Refreshes
+from layerwise.optim.step.graft import Graft
 from layerwise.optim.step.stack import Stack
-from layerwise.optim.step.update import Descent, Part
-from layerwise.optim.step.update_scale import UpdateScale, unit_of
+from layerwise.optim.step.update import EagerExecutor, Executor, SolveTogether
+from layerwise.optim.step.update_size import UpdateSize, unit_of
 
-OWN_MOMENTUM = ("momentum", "nesterov", "betas")
+OWN_MOMENTUM = {"momentum", "nesterov", "betas"}
 """Options of the optimizer's own rule, which a fallback that averages by itself does not take."""
 
 MOST = 0.5
 """Share of the matrix parameters above which falling back is said."""
 
 
-class Layerwise(Saving):
+class Layerwise(Checkpointed):
     """One optimizer for the whole family ``W ← W − η P⁻ᵖ ∇L Q⁻ᑫ``; the named members are choices of its arguments.
 
     >>> import torch, layerwise as lw
@@ -143,7 +138,7 @@ class Layerwise(Saving):
             warm-started and tested); see `layerwise.optim.cuda.monitor`.
         precision: of products where factors are treated by "newton": "high" (pairs of float16, 22 bits), or "half" (11
             bits, a third of the work and half the state: enough where gradients are computed in bfloat16 and carry 8).
-        record: whether steps on a GPU are recorded as CUDA graphs and replayed; None: for models of up to 2²⁵
+        cuda_graphs: whether steps on a GPU are captured as CUDA graphs and replayed; None: for models of up to 2²⁵
             parameters, whose steps are launches rather than work. See `layerwise.optim.cuda.captured_step`.
         seed: of sampled labels.
     """
@@ -191,23 +186,23 @@ class Layerwise(Saving):
         matrices: Matrices | None = None,
         solver: str = "auto",
         precision: str = "high",
-        record: bool | None = None,
+        cuda_graphs: bool | None = None,
         seed: int | torch.Generator = 0,
         **unknown: Any,
     ) -> None:
         if unknown:
             raise TypeError(about_unknown(type(self), unknown))
         self.rule = rule or rule_of(left, right, power, basis, damping_split, max_factor)
+        self.requires = self.rule.requirements()
         self.model = model_of(model, self.rule, type(self).__name__)
-        self.rule.use_solver(known("solver", solver, SOLVERS))
-        self.rule.precision = known("precision", precision, ("high", "half"))
+        check_solver(known("solver", solver, SOLVERS), self.requires.powers)
+        self._solver, self._precision = solver, known("precision", precision, ("high", "half"))
         self.fallback = fallback_rule(update_fallback, betas)
         self._damping = Damping(damping, damping_scale)
-        self._graft, self._clip, self._update_scale = Graft(graft), Clip.read(clip), UpdateScale(scale, betas)
-        self._update_scale.check(self.rule, graft)
-        if betas is not None and self.rule.own_momentum is None:
+        self._graft, self._clip, self._size = Graft(graft), Clip.read(clip), UpdateSize(scale, betas)
+        self._size.check(self.rule, graft)
+        if betas is not None and self.requires.own_momentum is None:
             momentum = betas[0]
-        self.rule.treats_embeddings = scale == "formula"
         self._unit: float | None = None
         self.factor_every, self.refresh_every = (
             positive("factor_every", factor_every),
@@ -219,7 +214,7 @@ class Layerwise(Saving):
         self._scale = LossScale(loss_average, accumulate, grad_scaler)
         self._settings = {"estimator": estimator, "likelihood": likelihood, "samples": samples, "recognised": None}
         self.separate_bias = scale == "adam" if separate_bias is None else separate_bias
-        self._record, self._matrices = switch("record", record), matrices
+        self._cuda_graphs, self._matrices = switch("cuda_graphs", cuda_graphs), matrices
         self.table = self._read_table()
         self._stacks: list[Stack] | None = None
         self._loaded: dict[str, dict[str, Tensor]] = {}
@@ -233,8 +228,8 @@ class Layerwise(Saving):
             "factor_decay": factor_decay,
             "update": "rule",
         }
-        if self.rule.own_momentum is not None:  # in the group, where schedulers change it
-            own = (self.rule.own_momentum, "nesterov") if self.rule.own_momentum == "momentum" else ("betas",)
+        if (average := self.requires.own_momentum) is not None:  # in the group, where schedulers change it
+            own = (average, "nesterov") if average == "momentum" else ("betas",)
             defaults |= {name: defaults.get(name) or getattr(self.rule, name) for name in own}
         check_numbers(defaults)
         defaults["fallback_ratio"] = 1.0 if fallback_lr is None else _fallback_ratio(fallback_lr, float(lr))
@@ -243,9 +238,10 @@ class Layerwise(Saving):
         self._strangers: list[tuple[str, nn.Parameter]] | None = None
         self._unseen: set[str] | None = None
         self._said_fallen = self._said_none_came = False
-        self._watched, self._owners = Watched(self.model), owners(self.model)
+        self._remember_model()
+        self._owners = owners(self.model)
         self.processes = Processes()
-        self._collector = self._make_collector()
+        self._accumulator = self._make_accumulator()
         self._capture = self._make_capture(example_axis, seed_of(seed))
         self.param_groups[0]["engine"] = self._engine()
 
@@ -257,7 +253,7 @@ class Layerwise(Saving):
     @property
     def proportional(self) -> bool:
         """Whether updates are in proportion to the rate: those of the bare formula, which nothing clips or grafts."""
-        bare = self._update_scale.method == "formula" and self._clip.describe() is None
+        bare = self._size.method == "formula" and self._clip.describe() is None
         return bare and self._graft.method is None
 
     # --- construction ------------------------------------------------------------------------------------
@@ -265,40 +261,62 @@ class Layerwise(Saving):
     def _read_table(self) -> LayerTable:
         if isinstance(self.model, BareParameters):
             return self.model.table()
-        separate = (nn.Module,) if self.separate_bias else ()
-        found, rule = LayerTable.from_model(self.model, separate_bias=separate, matrices=self._matrices), self.rule
-        only_gradients = rule.matrix_only and not (rule.needs_inputs or rule.needs_outgrads)
+        separate, requires = (nn.Module,) if self.separate_bias else (), self.requires
+        found = LayerTable.from_model(self.model, separate_bias=separate, matrices=self._matrices)
+        only_gradients = requires.matrices_only and not (requires.inputs or requires.outgrads)
         return found.with_matrices(self.model) if only_gradients else found
 
-    def _make_collector(self) -> Collector:
-        found, known = Collector(self.rule, self.sharing), dict[str, tuple[bool, bool] | None]()
+    @property
+    def host_may_sync(self) -> bool:
+        """Whether the host may look at values of tensors. On a GPU it would wait for the whole backward."""
+        return self.param_groups[0]["params"][0].device.type == "cpu"
+
+    def _make_backend(self) -> Backend:
+        """The reference on a CPU; that of `cuda` on a GPU, or where factors are to be refined by products."""
+        if self.host_may_sync and self._solver != "newton":
+            return Reference(self._solver)
+        from layerwise.optim.cuda.backend import CudaBackend  # the GPU's code is not read where there is none
+
+        return CudaBackend(self._solver, self._precision)
+
+    def _make_accumulator(self) -> Accumulator:
+        found, known = Accumulator(self.requires, self.sharing, self.processes), dict[str, Moments | None]()
         optimizer = weakref.ref(self)  # nothing that the model's hooks reach may keep it alive
 
-        def moments(spec: LayerSpec) -> tuple[bool, bool] | None:
+        def moments(spec: LayerSpec) -> Moments | None:
             owner = optimizer()
             if owner is not None and spec.name not in known:
                 known[spec.name] = owner._moments_of(spec)
             return known.get(spec.name)
 
         found.moments, found.ask_again = moments, known.clear
+        if not self.host_may_sync:
+            from layerwise.optim.cuda.rows import KeptRows
+
+            found.rows = KeptRows(self.requires)
         return found
 
-    def _moments_of(self, spec: LayerSpec) -> tuple[bool, bool] | None:
+    def _moments_of(self, spec: LayerSpec) -> Moments | None:
         """Which second moments the rule wants of a layer; None where the layer gets the fallback's update."""
         group = next((g for g in self.param_groups if spec.parameters[0] in g.get("param_names", ())), None)
         if group is None or self.rule_for(spec, group) is not self.rule:
             return None
+        wanted = self.rule.requirements(self._shape_of(self.rule, spec, group))
+        return wanted.outgrads, wanted.inputs
+
+    def _shape_of(self, rule: UpdateRule, spec: LayerSpec, group: Mapping[str, Any]) -> Any:
+        """Of a layer alone."""
         first = {spec.parameters[0]: self.model.get_parameter(spec.parameters[0])}
-        return self.rule.moments(Stack(self.rule, (spec,), group, first).shape)
+        return Stack(rule, (spec,), dict(group), first, self._make_backend()).shape
 
     def _make_capture(self, example_axis: int | None, seed: int) -> Capture | None:
-        rule = self.rule
+        requires = self.requires
         estimator, likelihood = self._settings["estimator"], self._settings["likelihood"]
         auto = likelihood == "auto"
         law = None if likelihood is None or auto else likelihoods.resolve(likelihood)
-        if not (rule.needs_inputs or rule.needs_outgrads):
+        if not (requires.inputs or requires.outgrads):
             return None
-        if not rule.needs_outgrads:
+        if not requires.outgrads:
             estimator = "empirical"
         estimator = estimator or ("empirical" if law is None else "sampled")
         known("estimator", estimator, ("empirical", "sampled", "exact"))
@@ -315,28 +333,28 @@ class Layerwise(Saving):
         found = Capture(
             self.model, self.table, estimator, law, self._settings["samples"], seed, self._scale, example_axis
         )
-        found.observe, found.observe_rows = self._collector.add, self._collector.add_rows
+        found.observe, found.observe_rows = self._accumulator.add, self._accumulator.add_rows
         weakref.finalize(self, found.remove).atexit = False
         optimizer = weakref.ref(self)
 
         def before_a_forward() -> None:
             owner = optimizer()
-            if owner is not None:
+            if owner is not None and owner._model_changed():
                 owner.follow_model()
 
         found.before_a_forward = before_a_forward
-        asks = auto and rule.needs_outgrads and self._settings["recognised"] is None
+        asks = auto and requires.outgrads and self._settings["recognised"] is None
         if asks or self._scale.given:
             found.reader = OutputReader(self._scale, asks)
-        found.needs_examples = rule.keeps_recorded and not rule.averages
-        found.scale_free = self._scale_free and rule.needs_outgrads
+        found.needs_examples = requires.examples and not requires.moments
+        found.scale_free = self._scale_free and requires.outgrads
         self._recognise(found, self._settings["recognised"])
         return found
 
     @property
     def _scale_free(self) -> bool:
         """Whether steps do not depend on the loss's scale."""
-        return self._update_scale.method == "adam" and not self.rule.needs_loss_scale
+        return self._size.method == "adam" and not self.requires.loss_scale
 
     def _recognise(self, capture: Capture, name: str | None) -> None:
         """Take up the likelihood that was recognised."""
@@ -384,45 +402,49 @@ class Layerwise(Saving):
                 continue
             rule = self.rule_for(spec, group)
             form, first = spec.form, params[spec.parameters[0]]
-            size = (form.outputs, form.inputs, form.one_hot, form.taps if rule.sua else 1)
+            by_channel = rule is self.rule and self.requires.by_channel
+            size = (form.outputs, form.inputs, form.one_hot, form.taps if by_channel else 1)
             groups = tuple(id(group_of.get(id(params[name]))) for name in spec.parameters)
             key = (id(rule), groups, *size, first.dtype, first.device)
             found.setdefault(key, []).append(spec)
-        stacks = []
+        stacks, backend = [], self._make_backend()
         for specs in found.values():
             group = group_of[id(params[specs[0].parameters[0]])]
             names = [name for spec in specs for name in spec.parameters]
-            stack = Stack(self.rule_for(specs[0], group), tuple(specs), group, {k: params[k] for k in names})
+            rule = self.rule_for(specs[0], group)
+            stack = Stack(rule, tuple(specs), group, {k: params[k] for k in names}, backend)
             stack.fallback = stack.rule is self.fallback and stack.rule is not self.rule
             own = {k: group_of.get(id(params[k]), group) for k in names}
             stack.own_groups = {k: other for k, other in own.items() if other is not group}
             stack.ensure_state(self._loaded, None if stack.fallback else self._shared)
-            recall(stack, self._loaded)
-            take_up(stack, self._loaded)
             stacks.append(stack)
-        self._descent = self._make_descent(stacks)
-        self._recorded = RecordedStep(self._descent, self._record)
+        self._executor = self._make_executor(stacks)
+        self._executor.resume(self._loaded)
         return stacks
 
-    def _make_descent(self, stacks: list[Stack]) -> Descent:
-        """With turns for what is dear; where nobody waits for the device, no step of a cycle has it all."""
-        refreshes = Refreshes(self.refresh_every, self._damping, self.processes, self._health)
-        labels = self.rule.needs_outgrads and self._settings["estimator"] != "empirical"
-        refreshes.give_turns(stacks, self._waits, labels)
-        on_gpu = not self._waits and self.param_groups[0]["params"][0].device.type == "cuda"
-        spread = Spread.of(self.rule, self.factor_every, on_gpu, self.processes.count)
-        alone = self.processes.count == 1 and not self._damping.adaptive
-        by_itself = on_gpu and (labels or spread.over > 1)
-        statistics = Statistics.of(self.statistics_over, self.factor_every, by_itself, alone)
-        how = (self._damping, self._clip, self._graft, self._collector)
-        return Descent(stacks, self.rule, self._health, *how, refreshes, spread, statistics, self._update_scale)
+    def _make_executor(self, stacks: list[Stack]) -> Executor:
+        """Eager on a CPU; on a GPU one that never waits for the device."""
+        how = (stacks, self.rule, self._health, self._damping, self._clip, self._graft, self._size, self._accumulator)
+        if self.host_may_sync:
+            return EagerExecutor(*how, self.refresh_every)
+        from layerwise.optim.cuda.executor import AsynchronousExecutor
+
+        return AsynchronousExecutor(
+            *how,
+            self.refresh_every,
+            factor_every=self.factor_every,
+            statistics_over=self.statistics_over,
+            draws_labels=self.requires.outgrads and self._settings["estimator"] != "empirical",
+            cuda_graphs=self._cuda_graphs,
+        )
 
     def rule_for(self, spec: LayerSpec, group: Mapping[str, Any]) -> UpdateRule:
         """The rule that a layer gets: the optimizer's own, or the fallback's."""
         return self.fallback if self._reason(spec, group) else self.rule
 
     def _reason(self, spec: LayerSpec, group: Mapping[str, Any]) -> str | None:
-        return why_fallback(self.rule, spec, group, self.model)
+        embeddings = self._size.method == "formula"
+        return why_fallback(self.rule, self.requires, spec, group, embeddings, self._shape_of)
 
     # --- the step ----------------------------------------------------------------------------------------
 
@@ -460,27 +482,33 @@ class Layerwise(Saving):
             group["damping"] *= ratio
 
     @torch.no_grad()
-    @in_own_arithmetic
     def _step(self) -> None:
-        self._requireknown()
-        device = self.param_groups[0]["params"][0].device
-        counts = None if self._capture is None else self._capture.collect()
-        seen = self._collector.take_all(self._observed_specs(), self.processes, device)
-        if counts is not None:
-            self._read_output(counts, seen)
-        if self._unit is None and self._update_scale.method == "adam":
+        """Everything but the loss. Not under the user's autocast or inference mode: steps have arithmetic of their
+        own."""
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.no_grad():
+                if torch.is_autocast_enabled("cuda"):
+                    with torch.autocast("cuda", enabled=False):
+                        self._step()
+                else:
+                    self._step()
+            return
+        self._require_known()
+        capture, counts, seen = self._capture, None, dict[str, Sums]()
+        if capture is not None:
+            counts = capture.collect()
+            device = self.param_groups[0]["params"][0].device
+            several = torch.distributed.is_available() and torch.distributed.is_initialized()
+            accumulator = self._accumulator
+            seen = accumulator.take_all(capture.table.layers, device) if several else accumulator.take()
+            if capture.reader is not None or capture.scale_free or capture.estimator == "empirical":
+                self._read_output(counts, seen)
+        if self._unit is None and self._size.method == "adam":
             self._unit = unit_of(p for group in self.param_groups for p in group["params"])
-        if self._stacks is None:
-            if self._capture is not None and self._capture.notes is None and self._broken():
-                self._health.steps, self._health.skipped_steps = self._health.steps + 1, self._health.skipped_steps + 1
-                return
-            self._require_forward(counts)
-            self._stacks = self._build()
-            self._unseen = None
-            self._say_fallen()
-        if self._capture is not None and self._capture.due and counts is not None and counts.examples:
-            self._say_unseen(seen)
-            self._say_none_came(counts)
+        if self._stacks is None and not self._begin(counts):
+            return
+        if capture is not None and capture.due and counts is not None and counts.examples:
+            self._warn_unseen(seen, counts)
         self.steps_taken += 1
         self._health.steps += 1
         self._damping.check(self.steps_taken)
@@ -488,63 +516,59 @@ class Layerwise(Saving):
         if counts is not None and counts.examples:
             scale = 1.0 if self._scale_free else self._scale.to_mean_gradient(counts.examples, counts.tokens)
             examples = counts.examples * self.processes.count
-        contexts = [self._context(stack, examples) for stack in self._stacks]
-        if not self._recorded.run(contexts, seen, scale):
-            self._advance(contexts, seen, scale)
-        self._health.gate = None
-        if self._capture is not None:
-            self._capture.due = self.steps_taken % self.factor_every == 0
+        contexts = [self._context(stack, examples) for stack in self._stacks or []]
+        self._executor.run(contexts, seen, scale, self._solve_together)
+        if capture is not None:
+            capture.due = self.steps_taken % self.factor_every == 0
 
-    def _say_unseen(self, seen: Collection[str]) -> None:
-        """Warn of layers that have a gradient and never had statistics: they get the plain gradient's step."""
+    def _begin(self, counts: Seen | None) -> bool:
+        """The first step builds the stacks; returns whether it can be taken."""
+        if self._capture is not None and self._capture.notes is None and self._broken():
+            self._health.steps, self._health.skipped_steps = self._health.steps + 1, self._health.skipped_steps + 1
+            return False
+        self._require_forward()
+        self._stacks = self._build()
+        self._unseen = None
+        self._say_fallen()
+        return True
+
+    def _warn_unseen(self, seen: Collection[str], counts: Seen) -> None:
+        """Warn, once each, of layers that have a gradient and never had statistics, which get the plain gradient's
+        step; and of a backward that reached the output and brought no layer's statistics, after others did."""
+        if self._unseen is not None and not self._unseen and (counts.layers or self._said_none_came):
+            return
         own = [
             (spec, on)
             for stack in self._stacks or []
-            for spec, on in zip(stack.specs, stack.active(), strict=True)
             if stack.rule is self.rule
+            for spec, on in zip(stack.specs, stack.active(), strict=True)
         ]
         if self._unseen is None:
             self._unseen = {spec.name for spec, _ in own}
         self._unseen -= {*seen}
         missing = [spec.name for spec, on in own if on and spec.name in self._unseen]
         if missing:
-            self._unseen -= {*missing}  # said once
+            self._unseen -= {*missing}
             self._said_none_came = True
-            warnings.warn(unseen(missing, len(own)), UserWarning, stacklevel=2)
-
-    def _say_none_came(self, counts: Seen) -> None:
-        """Warn, once, of a backward that reached the output and brought no layer's statistics, after others did."""
-        own = any(stack.rule is self.rule and any(stack.active()) for stack in self._stacks or [])
-        if own and not counts.layers and not self._said_none_came:
+            warnings.warn(unseen(missing, len(own)), UserWarning, stacklevel=3)
+        if any(on for _, on in own) and not counts.layers and not self._said_none_came:
             self._said_none_came = True
-            warnings.warn(none_came(type(self).__name__, self.steps_taken + 1), UserWarning, stacklevel=2)
+            warnings.warn(none_came(type(self).__name__, self.steps_taken + 1), UserWarning, stacklevel=3)
 
     def _say_fallen(self) -> None:
         """Warn, once, where most matrix parameters get the fallback's update and nobody asked for that."""
-        if self._said_fallen or not self.rule.matrix_only:
+        if self._said_fallen or not self.requires.matrices_only:
             return
         layers = [(spec, stack.group) for stack in self._stacks or [] for spec in stack.specs]
         fallen = fallen_matrices([(spec, self._reason(spec, group)) for spec, group in layers], self.model)
         if fallen.share > MOST:
             self._said_fallen = True
-            by_gradient = not (self.rule.needs_inputs or self.rule.needs_outgrads)
+            by_gradient = not (self.requires.inputs or self.requires.outgrads)
             said = most_fall_back(type(self).__name__, fallen, self.fallback.name, by_gradient)
             warnings.warn(said, UserWarning, stacklevel=2)
 
-    def _advance(self, contexts: list[Context], seen: dict[str, Sums], scale: float) -> None:
-        """Gradients, what is learnt of them, and the step."""
-        descent, waits = self._descent, self._waits
-        parts = descent.parts(contexts, descent.gather(scale, waits))
-        if waits and not descent.finite(parts):
-            self._health.skipped_steps += 1
-            return
-        self._solve_together(parts, seen)
-        descent.learn(parts, seen, waits)
-        descent.descend(parts, waits)
-
-    def _solve_together(self, parts: list[Part], seen: dict[str, Sums]) -> None:
-        """For members that look at all layers at once: hand rules something else than the gradient."""
-        return
+    _solve_together: SolveTogether | None = None
+    """For members that look at all layers at once."""
 
     def _broken(self) -> bool:
         """Whether a gradient is not finite."""
@@ -554,18 +578,16 @@ class Layerwise(Saving):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, and statistics of a step that was never taken (a gradient scaler leaves steps out)."""
         super().zero_grad(set_to_none)
-        self._collector.take()
+        self._accumulator.take()
         if self._capture is not None:
             self._capture.forget()
             if self._capture.reader is not None:
                 self._capture.reader.forget()
 
-    def _observed_specs(self) -> tuple[LayerSpec, ...]:
-        return () if self._capture is None else self._capture.table.layers
-
-    def _requireknown(self) -> None:
+    def _require_known(self) -> None:
         """A parameter with a gradient that no group holds would silently stay as it is."""
-        self.follow_model()
+        if self._model_changed():
+            self.follow_model()
         if self._strangers is None:
             known = {id(p) for group in self.param_groups for p in group["params"]}
             self._strangers = [(name, p) for name, p in self.model.named_parameters() if id(p) not in known]
@@ -580,7 +602,29 @@ class Layerwise(Saving):
                     )
                 )
 
-    def _require_forward(self, counts: Any) -> None:
+    def _remember_model(self) -> None:
+        """The model's modules and parameters by identity, and which parameters are trained."""
+        modules = [*self.model.modules()]
+        self._children = [held for module in modules for held in (module._modules, module._parameters)]
+        self._own = [p for module in modules for p in module._parameters.values() if p is not None]
+        self._seen_model = self._model_now()
+
+    def _model_now(self) -> tuple[list[Any], list[bool]]:
+        ids, trained = list[Any](), list[bool]()
+        for held in self._children:
+            ids.append(tuple(map(id, held.values())))
+        for p in self._own:
+            trained.append(p.requires_grad)
+        return ids, trained
+
+    def _model_changed(self) -> bool:
+        """Since the last call; asked before every forward, and therefore without the names of anything."""
+        if self._model_now() == self._seen_model:
+            return False
+        self._remember_model()
+        return True
+
+    def _require_forward(self) -> None:
         if self._capture is not None and self._capture.notes is None:
             evaluating = not self.model.training
             raise LayerwiseError(
@@ -594,25 +638,26 @@ class Layerwise(Saving):
                 )
             )
 
-    @property
-    def _waits(self) -> bool:
-        """Whether the host may ask whether gradients are finite. On a GPU it would wait for the whole backward."""
-        return self.param_groups[0]["params"][0].device.type == "cpu"
-
     def _context(self, stack: Stack, examples: int) -> Context:
-        damping = self._damping.at(stack.group, max(self.steps_taken, 1))
+        step, group = self.steps_taken, stack.group
+        options = {k: group[k] for k in group.keys() - OWN_MOMENTUM} if stack.fallback else group
+        damping = float(group["damping"])
+        if self._damping.schedule is not None:
+            damping = self._damping.at(group, max(step, 1))
         return Context(
-            self.steps_taken,
-            rate(stack.group, stack.fallback),
+            step,
+            float(group["lr"]) if not stack.fallback else rate(group, True),
             damping,
             self._damping.relative,
-            {k: v for k, v in stack.group.items() if k not in OWN_MOMENTUM} if stack.fallback else stack.group,
-            examples=examples,
-            observes=(self.steps_taken - 1) % self.factor_every == 0,
-            batches=1 + (self.steps_taken - 1) // self.factor_every,
-            shape=stack.shape,
-            memory=stack.memory,
+            options,
+            stack.backend,
+            self._health,
+            stack.shape,
+            examples,
+            observes=(step - 1) % self.factor_every == 0,
+            batches=1 + (step - 1) // self.factor_every,
             unit=self._unit or 1.0,
+            memory=stack.memory,
         )
 
     # --- report ------------------------------------------------------------------------------------------
@@ -628,7 +673,7 @@ class Layerwise(Saving):
             if group is None:
                 continue
             rule = self.rule_for(spec, group)
-            shape = Stack(rule, (spec,), group, {k: params[k] for k in spec.parameters}).shape
+            shape = self._shape_of(rule, spec, group)
             rows.append(layer_row(spec, rule.describe(shape), self._reason(spec, group)))
         return table("\n".join([self._headline(), *group_lines(self.param_groups)]), rows)
 
@@ -636,13 +681,13 @@ class Layerwise(Saving):
         options = self.param_groups[0]
         relative = "relative" if self._damping.relative else "absolute"
         settings = {
-            **({} if (betas := self._update_scale.betas) is None else {"betas": betas}),
+            **({} if (betas := self._size.betas) is None else {"betas": betas}),
             **of_group(options),
-            "scale": self._update_scale.method,
+            "scale": self._size.method,
             "clip": self._clip.describe(),
             "damping": f"{options['damping']:g} {relative}",
-            "estimator": self._settings["estimator"] if self.rule.needs_outgrads else None,
-            "likelihood": self._likelihood_words() if self.rule.needs_outgrads else None,
+            "estimator": self._settings["estimator"] if self.requires.outgrads else None,
+            "likelihood": self._likelihood_words() if self.requires.outgrads else None,
             "factor_every": self.factor_every,
             "refresh_every": self.refresh_every,
             "loss_average": None if self._scale.average == "auto" else str(self._scale.average),
@@ -660,8 +705,8 @@ class Layerwise(Saving):
 
     def health(self) -> Health:
         """Refreshes, what was skipped or fell back, condition numbers and damping by layer."""
-        for stack in self._stacks or []:
-            take_all_in(stack, self._health)
+        if self._stacks is not None:
+            self._executor.settle()
         self._health.settle()
         for stack in self._stacks or []:
             measure(stack, self._context(stack, 1), self._health)

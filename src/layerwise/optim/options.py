@@ -28,7 +28,7 @@ TORCHS_OWN = {
     "eps": "AdamW's ε is 1e-5 of the first gradients' root mean square, so that the loss's scale does not matter",
     "fused": "steps are fused wherever they can be",
     "foreach": "parameters of one shape are treated together anyway",
-    "capturable": "steps are recorded as CUDA graphs by record=",
+    "capturable": "steps are captured as CUDA graphs by cuda_graphs=",
     "amsgrad": "there is no such variant here",
     "maximize": "there is no such option here; negate the loss",
     "differentiable": "steps cannot be differentiated",

@@ -57,8 +57,9 @@ def model_of(given: nn.Module | ParamsT, rule: UpdateRule, member: str) -> nn.Mo
     """The model itself, or what stands for it where parameters were given and the rule needs nothing else."""
     if isinstance(given, nn.Module):
         return unwrap(given)
-    if rule.needs_inputs or rule.needs_outgrads:
-        seen = "inputs of layers and gradients of their outputs" if rule.needs_outgrads else "inputs of layers"
+    requires = rule.requirements()
+    if requires.inputs or requires.outgrads:
+        seen = "inputs of layers and gradients of their outputs" if requires.outgrads else "inputs of layers"
         raise UnsupportedError(
             describe(
                 "parameters" if isinstance(given, Iterable) else f"a {type(given).__name__}",

@@ -93,6 +93,6 @@ def measure(stack: Stack, context: Context, health: Health) -> None:
     found = stack.rule.conditions(stack.state, context) if stack.state else None
     if found is None:
         return
-    for spec, groups in stack.slices():
+    for spec, groups in stack.layers:
         health.condition[spec.name] = float(found[0][groups].max())
         health.damping[spec.name] = float(found[1][groups].max())

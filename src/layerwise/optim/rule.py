@@ -1,22 +1,33 @@
-"""`UpdateRule`: what a member of the family does with the gradient of a stack of equal layers.
+"""`UpdateRule`: what a member of the family does with the gradient of a stack of equal layers, in six methods.
 
-A rule sees ``[K, O, I]``: K is every group of every layer of one shape, so that a step is a few batched calls. Its
-state is a dictionary of tensors whose first axis is K, updated in place; the engine cuts it by layer for saving.
+    requirements   what it needs to see, and which layers it is for
+    init           its state before the first step
+    observe        takes statistics in, as they come; cheap
+    refresh        renews decompositions of some layers; expensive
+    direction      what the step subtracts, before momentum and learning rate
+    describe       what a layer gets, in words
+
+A rule sees stacks ``[K, O, I]``: K is every group of every layer of one shape, so that a step is a few batched calls.
+It is mathematics alone. How a second moment is stored, how its inverse is kept up to date and whether the host may
+wait for the device is the business of the `Backend` (`context.backend`) and of the executor that calls the rule.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.layers.io.layer_io import RecordedIO
-from layerwise.optim.cuda.scaled import Scaled
 
-State = dict[str, Tensor]
+if TYPE_CHECKING:
+    from layerwise.optim.backend import Backend, Kept
+
+State = dict[str, Any]
+"""A rule's state of one stack by name: tensors ``[K, ...]``, and objects that own theirs (`backend.Kept`)."""
 
 
 class Recorded(NamedTuple):
@@ -71,15 +82,61 @@ class Shape:
         return torch.eye(size, dtype=self.dtype, device=self.device).repeat(self.groups, 1, 1)
 
 
+@dataclass(frozen=True)
+class Requirements:
+    """What a rule needs to see, and which layers it is for."""
+
+    inputs: bool = False
+    """Whether second moments of layer inputs are taken; of a shape, whether of this one."""
+    outgrads: bool = False
+    """The same of output gradients."""
+    examples: bool = False
+    """Whether it looks at single examples: a batch's inputs and output gradients are kept for it."""
+    moments: bool = True
+    """Whether second moments are formed of what is recorded."""
+    by_channel: bool = False
+    """Whether inputs of convolutions are observed by channel alone (SUA, spatially uncorrelated activations)."""
+    matrices_only: bool = True
+    """Whether it is for matrices; other parameters get the fallback's update."""
+    kronecker_only: bool = True
+    """Whether it is for layers with a Kronecker form; norm layers have none."""
+    loss_scale: bool = False
+    """Whether it compares gradients with statistics, and must know by what the loss was multiplied."""
+    refreshes: bool = False
+    """Whether there is anything to refresh."""
+    powers: tuple[float | None, float | None] | None = None
+    """Of the factors P and Q, None for one that there is not, 0 for an eigenbasis; None: it has no such factors."""
+    factors: Mapping[str, str] = field(default_factory=dict)
+    """What P and Q are second moments of: another member's checkpoint that says the same can be loaded."""
+    renewed: tuple[str, ...] = ()
+    """Tensors of its state that a refresh renews, beside roots and bases: sent to the other processes after it."""
+    own_momentum: str | None = None
+    """The option, "momentum" or "betas", whose average the direction is already: as a fallback it gets no momentum on
+    top. The optimizer's own rule reads it from the parameter group, where schedulers change it (`Context.option`)."""
+    examples_over: int | None = 1
+    """Over how many steps it lets examples be looked at; None: on a GPU, as many as there are between statistics."""
+    capturable: bool = False
+    """Whether steps may be captured as CUDA graphs: `direction` changes state in place, asks the device for nothing,
+    and does the same whenever state has the same form."""
+    deferrable: bool = False
+    """Whether `observe` of second moments may come later for some layers, just before their refresh: nothing but a
+    refresh reads what it changes."""
+    refused: str | None = None
+    """Why a stack of this shape cannot be treated, if so."""
+
+
 @dataclass
 class Observation:
-    """Statistics of one step for a stack, as means: what a rule observes."""
+    """What a step has seen of a stack. `observe` gets second moments, the gradient and examples one after the other."""
 
-    A: Tensor | None = None
+    A: Any = None
     """Mean of ``a aᵀ`` over examples and positions: ``[K, I, I]``, its diagonal ``[K, I]`` for one-hot inputs, or that
-    of the channels ``[K, c, c]`` where the rule asks for `sua` and the kernel has several offsets."""
-    G: Tensor | None = None
+    of the channels ``[K, c, c]`` where the rule asks for that and the kernel has several offsets. A backend may get
+    the rows in its place."""
+    G: Any = None
     """``1/N Σ g gᵀ`` of the loss's (or the model's) output gradients, ``[K, O, O]``."""
+    gradient: Float[Tensor, "K O I"] | None = None
+    """The step's own, where statistics of it are due."""
     seen: Tensor | None = None
     """Which groups were observed, ``[K]``; a layer that was not called keeps its statistics. None: all."""
     recorded: list[list[Recorded]] = field(default_factory=list)
@@ -91,9 +148,6 @@ class Observation:
     examples: int = 0
     add_up: Callable[[Sequence[Tensor]], list[Tensor]] = list
     """Sums over the processes that train together."""
-    inputs: Any = None
-    """In place of A, where its moment was not made: `layerwise.optim.cuda.rows.RowsOfStack`; likewise for G."""
-    outgrads: Any = None
 
 
 @dataclass
@@ -108,70 +162,54 @@ class Context:
     """Whether damping is relative to mean eigenvalues."""
     options: Mapping[str, Any]
     """The parameter group."""
-    weight: Float[Tensor, "K O I"] | None = None
+    backend: "Backend" = None  # type: ignore[assignment]
+    """Makes a rule's objects, and does what a GPU does in one pass."""
+    health: "Health" = field(default_factory=lambda: Health())
+    shape: Shape | None = None
+    """Of the stack."""
     examples: int = 1
     """Of this step's batch, where known."""
-    plan: Any = None
-    """Of the refresh under way; None: the rule makes its own."""
     observes: bool = True
     """Whether this step takes statistics of the gradient (`factor_every`)."""
     batches: int | None = None
     """How many steps have taken statistics by now; None: all."""
-    gate: Tensor | None = None
-    """Whether the step is taken, where only the device knows; see `Health`."""
-    shape: Shape | None = None
-    """Of the stack."""
-    memory: dict[str, Any] = field(default_factory=dict)
-    """What the host remembers of a stack from step to step; never saved."""
-    gradient: Tensor | None = None
-    """The step's own, ``[K, O, I]``."""
-    largest: Float[Tensor, "K"] | None = None
-    """What none of its entries exceeds, one number a group, where that is known."""
     unit: float = 1.0
     """What ε is multiplied by: how large gradients were at the start, where steps are not to depend on it."""
-    asks_along: bool = False
-    """Whether the step will ask for ``⟨D, ∇L⟩``: a pass that has both in hand may leave it (`room_for_along`)."""
-    along: Float[Tensor, ""] | None = None
-    """What such a pass has left, until the direction is made and takes it along."""
+    gradient: Float[Tensor, "K O I"] | None = None
+    """The step's own; what `direction` gets may be an average of it."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """What the host remembers of a stack from step to step; never saved."""
+    device_step: Any = None
+    """Of an executor that does not wait for the device: `layerwise.optim.cuda.device_step.DeviceStep`."""
 
     @property
     def age(self) -> int:
         """Of the statistics, in batches: the n-th weighs 1/n in a running mean that is young."""
         return self.step if self.batches is None else self.batches
 
+    @property
+    def host_may_sync(self) -> bool:
+        """Whether the host may look at values of tensors. On a GPU it would wait for the whole backward."""
+        return self.device_step is None
+
+    def is_taken(self) -> bool:
+        """Whether the step is taken: its gradients are finite. Where only the device knows, the host waits for it."""
+        return self.device_step is None or bool(self.device_step.all_finite)
+
     def option(self, name: str, default: Any) -> Any:
         """What the parameter group says, where it does; a fallback has options of its own."""
         return self.options.get(name, default)
 
-    def largest_of(self, X: Tensor) -> Tensor | None:
-        """`largest`, if this is the step's gradient and not another tensor."""
-        return self.largest if X is self.gradient else None
-
-    def room_for_along(self, X: Tensor) -> Tensor | None:
-        """A number for ``⟨D, ∇L⟩``, if it is asked for and this is the step's gradient; kept for `with_along`."""
-        wanted = self.asks_along and X is self.gradient
-        self.along = torch.empty((), dtype=torch.float32, device=X.device) if wanted else None
-        return self.along
-
-    def with_along(self, D: Tensor | Scaled) -> Tensor | Scaled:
-        """A direction with what a pass has left of it; a tensor cannot carry that."""
-        along, self.along = self.along, None
-        return D if along is None or isinstance(D, Tensor) else replace(D, along=along)
-
 
 @dataclass
 class Health:
-    """What went wrong and was caught, counted.
-
-    On a GPU nobody waits for an answer: whether the step's gradients are finite is a tensor there (`gate`), and counts
-    stay on the device until someone asks (`settle`).
-    """
+    """What went wrong and was caught, counted. Amounts that only a device knows stay there until someone asks."""
 
     steps: int = 0
     skipped_steps: int = 0
     """Steps left out because a gradient was not finite."""
     skipped_statistics: int = 0
-    """Observations left out because they were not finite, or written over while they waited (`statistics`)."""
+    """Observations left out because they were not finite, or written over before they were taken in."""
     clipped_steps: int = 0
     """Steps that were made shorter by `clip`: where these are most of them, it and not `lr` sets the step's size."""
     floored_layers: int = 0
@@ -188,30 +226,26 @@ class Health:
     """Largest condition number of each layer's damped factors, at the last refresh."""
     damping: dict[str, float] = field(default_factory=dict)
     """What was added to each layer's factors (or spectrum), at the last refresh."""
-    gate: Tensor | None = field(default=None, repr=False, compare=False)
-    """Whether the present step is taken, where only the device knows; None: it is."""
-    _open: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    on_device: bool = field(default=False, repr=False, compare=False)
+    """Whether counts that are tensors stay on the device for now."""
+    _pending: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def count(self, name: str, amount: int | Tensor) -> None:
         """Add to a count; an amount that only the device knows stays there."""
         if not isinstance(amount, Tensor):
             setattr(self, name, getattr(self, name) + amount)
-        elif self.gate is None:
+        elif not self.on_device:
             setattr(self, name, getattr(self, name) + int(amount))
         else:
-            if name not in self._open:
-                self._open[name] = torch.zeros((), dtype=torch.int64, device=amount.device)
-            self._open[name] += amount.to(self._open[name])  # in place: a recorded step adds to the same number
+            if name not in self._pending:
+                self._pending[name] = torch.zeros((), dtype=torch.int64, device=amount.device)
+            self._pending[name] += amount.to(self._pending[name])  # in place: a captured step adds to the same number
 
     def settle(self) -> None:
         """Fetch what was counted on the device."""
-        for name, amount in self._open.items():
+        for name, amount in self._pending.items():
             setattr(self, name, getattr(self, name) + int(amount))
             amount.zero_()
-
-    def taken(self, weight: float, like: Tensor) -> float | Tensor:
-        """The weight of something new in an average: as it is given, or 0 in a step that is left out."""
-        return weight if self.gate is None else self.gate.to(like) * weight
 
 
 class UpdateRule(ABC):
@@ -220,139 +254,51 @@ class UpdateRule(ABC):
     name: ClassVar[str]
     formula: ClassVar[str]
     """Shown by ``print(opt)``."""
-    needs_inputs: bool = False
-    """Whether layer inputs must be recorded."""
-    needs_outgrads: bool = False
-    """Whether output gradients must be recorded."""
-    solver: str = "auto"
-    """How inverses, roots and bases are found: see `layerwise.optim.cuda.monitor`."""
-    precision: str = "high"
-    """Of products on a GPU: "high", pairs of float16, or "half", one; see `Layerwise`."""
-    takes_rows: bool = False
-    """Whether it can observe rows in place of moments; see `Observation.inputs`."""
-    keeps_recorded: bool = False
-    """Whether it looks at examples, so that a batch's inputs and gradients are kept until the step."""
-    examples_over: int | None = 1
-    """Over how many steps it may look at them (`look_at_examples`); None: where nobody waits for the device, as many as
-    there are between statistics. Not inherited. See `layerwise.optim.cuda.deferred_examples`."""
-    sua: bool = False
-    """Whether inputs of convolutions are observed by channel alone (spatially uncorrelated activations)."""
-    averages: bool = True
-    """Whether moments are taken of what is recorded."""
-    refreshes: bool = False
-    """Whether there is anything to refresh."""
-    refreshed: tuple[str, ...] = ()
-    """State that a refresh renews: what its owner sends to the other processes."""
-    kronecker_only: bool = True
-    """Whether it is for layers with a Kronecker form; norm layers have none."""
-    matrix_only: bool = True
-    """Whether it is for matrices; other parameters get the fallback's update."""
-    treats_embeddings: bool = True
-    """Whether an embedding is a matrix to it, if it looks at inputs."""
-    needs_loss_scale: bool = False
-    """Whether it compares gradients with statistics, and must know by what the loss was multiplied."""
-    recordable: bool = False
-    """Whether steps may be recorded as CUDA graphs: statistics of the gradient and the direction then change state in
-    place, ask the device for nothing, and do the same whenever state has the same form. Not inherited."""
-    own_momentum: str | None = None
-    """The option, "momentum" or "betas", whose average the direction is already: as a fallback it gets no momentum on
-    top. The optimizer's own rule reads it from the parameter group, where schedulers change it (`Context.option`)."""
 
-    def statistics(self) -> dict[str, str]:
-        """What its factors P and Q are second moments of; another member's that say the same can be taken over."""
-        return {}
-
-    def accepts(self, shape: Shape) -> str | None:
-        """Why a stack of this shape cannot be treated, or None."""
-        return None
+    def requirements(self, shape: Shape | None = None) -> Requirements:
+        """What it needs to see, and which layers it is for; of a stack of this shape, where one is given."""
+        return Requirements()
 
     @abstractmethod
-    def init(self, shape: Shape) -> State:
+    def init(self, shape: Shape, backend: "Backend") -> State:
         """State before the first step."""
 
-    def observe(self, state: State, seen: Observation, decay: float, health: Health) -> None:
-        """Take statistics in; cheap. Nothing by default."""
+    def observe(self, state: State, seen: Observation, context: Context) -> None:
+        """Take in second moments, the gradient or, after a refresh, examples; whichever `seen` has. Nothing by
+        default."""
         return
 
-    def observe_gradient(self, state: State, grad: Float[Tensor, "K O I"], decay: float, health: Health) -> None:
-        """Take the gradient's own statistics in, before the direction is made. Nothing by default."""
+    def refresh(self, state: State, groups: slice, context: Context) -> None:
+        """Recompute decompositions of some groups. Nothing by default."""
         return
 
-    def factors_wait(self, state: State) -> bool:
-        """Whether `observe` may come later for some layers, just before their refresh: it works in place on any part of
-        the state, and nothing but a refresh reads what it changes. Not inherited. See `layerwise.optim.cuda.deferred_statistics`."""
-        return False
+    @abstractmethod
+    def direction(self, state: State, grad: Float[Tensor, "K O I"], context: Context) -> Float[Tensor, "K O I"]:
+        """What the step subtracts, before momentum and learning rate."""
 
-    def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:
-        """Recompute decompositions of some groups; dear. Nothing by default."""
-        return
+    def describe(self, shape: Shape) -> str:
+        """What a layer of this shape gets, in words."""
+        return self.formula
 
-    def pads(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether zeros may be added to a stack's rows and columns without a change of its step. No by default."""
-        return False
-
-    def use_solver(self, solver: str) -> None:
-        """Take a solver; a rule that cannot use it says so."""
-        self.solver = solver
-
-    def plan(self, state: State, groups: slice, context: Context, health: Health) -> Any:
-        """What the host decides about a refresh before the device begins. Nothing by default."""
-        return None
-
-    def report(self, groups: slice, context: Context) -> None:
-        """After a refresh, let the host know how it went. Nothing by default."""
-        return
-
-    def sides(self, shape: Shape) -> tuple[bool, bool]:
-        """Whether a stack has a left and a right factor. Both, as far as a refresh costs something, by default."""
-        return self.refreshes, self.refreshes
-
-    def moments(self, shape: Shape) -> tuple[bool, bool]:
-        """Which second moments of a stack are formed: of output gradients, and of inputs. All that are recorded, by
-        default; a rule that keeps no factor for a long side asks for no moment of it.
-        """
-        return self.needs_outgrads, self.needs_inputs
-
-    def parts(self, state: State, plan: Any) -> list[Any]:
-        """Plans that together make one: what is refreshed (and recorded) apart. The plan itself by default."""
-        return [plan]
-
-    def replayable(self, state: State, plan: Any) -> bool:
-        """Whether a refresh only works on the state, in place, and may be recorded. No by default."""
-        return False
-
-    def ready(self, state: State, groups: slice) -> bool:
-        """Whether there is anything to decompose: a factor that is still zero has no inverse."""
-        return True
-
-    def rescale(self, state: State, seen: Observation | None, grad: Tensor, context: Context) -> None:
-        """Statistics in a basis that was just refreshed. Nothing by default."""
-        return
-
-    def look_at_examples(self, state: State, seen: Observation, context: Context) -> None:
-        """The part of `rescale` that is about examples, for some layers of a stack. Nothing by default."""
-        return
+    # --- for those who ask -------------------------------------------------------------------------------
 
     def conditions(self, state: State, context: Context) -> tuple[Tensor, Tensor] | None:
         """Condition numbers and damping of every group, for the health report; None where there are none."""
         return None
 
-    @abstractmethod
-    def direction(
-        self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
-    ) -> Float[Tensor, "K O I"]:
-        """What the step subtracts, before momentum and learning rate."""
-
-    def scaled_direction(
-        self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
-    ) -> Float[Tensor, "K O I"] | Scaled:
-        """The same as `direction`, where whoever subtracts it can divide on the way."""
-        return self.direction(state, grad, context, health)
-
     def quadratic(self, state: State, D: Float[Tensor, "K O I"]) -> Tensor | None:
-        """``⟨D, F D⟩`` with the rule's own curvature, summed; None where it has none."""
+        """``⟨D, F D⟩`` with the rule's own curvature, summed, for adaptive damping; None where it has none."""
         return None
 
-    def describe(self, shape: Shape) -> str:
-        """What a layer of this shape gets, in words."""
-        return self.formula
+
+def kept(state: State) -> "list[Kept]":
+    """The objects of a state that own their tensors."""
+    return [entry for entry in state.values() if not isinstance(entry, Tensor)]
+
+
+def tensors(state: State) -> dict[str, Tensor]:
+    """All tensors of a state, as they are stored."""
+    found: dict[str, Tensor] = {}
+    for name, entry in state.items():
+        found |= {name: entry} if isinstance(entry, Tensor) else entry.tensors()
+    return found

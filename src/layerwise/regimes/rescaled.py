@@ -79,7 +79,7 @@ def rescaled_by(parameter: Tensor) -> float | None:
 def _refuse_adaptive(optimizer: Any) -> None:
     if type(optimizer) is torch.optim.SGD:
         return
-    from layerwise.optim.members.elementwise_members import SGD  # takes a while, and is seldom needed
+    from layerwise.optim.members.sgd import SGD  # takes a while, and is seldom needed
 
     name = f"{type(optimizer).__module__.split('.')[0]}'s {type(optimizer).__name__}"
     do = "take torch.optim.SGD or lw.optim.SGD"

@@ -8,9 +8,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.curvature.hessian import HessianProducts
+from layerwise.foundations.device import require
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.linalg import hutchinson_trace
-from layerwise.foundations.memory import require
 from layerwise.foundations.random import stream
 from layerwise.layers.capture.recorder import Batch
 from layerwise.layers.capture.source import Source

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from layerwise.curvature.approximation import Options
 from layerwise.curvature.kronecker import KroneckerApproximation
 from layerwise.foundations.arithmetic import OwnArithmetic
+from layerwise.foundations.device import require
 from layerwise.foundations.errors import InputError, UnsupportedError, describe
 from layerwise.foundations.kronecker import InputFactor, Kronecker
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.linalg import guarded_eigh
-from layerwise.foundations.memory import require
 from layerwise.layers.capture.model_call import in_own_arithmetic
 from layerwise.layers.capture.recorder import Recorded
 from layerwise.layers.io.layer_io import LayerIO, RecordedIO

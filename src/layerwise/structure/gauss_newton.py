@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from layerwise.foundations.device import require
 from layerwise.foundations.errors import InputError, describe
-from layerwise.foundations.memory import require
 from layerwise.structure.eigenpairs import Eigenpairs, dense_pairs
 from layerwise.structure.one_layer import OneLayer
 from layerwise.structure.operator import LayerOperator

@@ -15,18 +15,16 @@ from torch import Tensor, nn
 from layerwise.foundations.arithmetic import OwnArithmetic
 from layerwise.foundations.columns import to_flat
 from layerwise.foundations.cotangents import HessianRoot
+from layerwise.foundations.device import budget
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods import Likelihood, resolve
 from layerwise.foundations.linalg import gram, guarded_eigh
-from layerwise.foundations.memory import budget
 from layerwise.foundations.progress import Progress
-from layerwise.foundations.progress import resolve as resolve_progress
 from layerwise.foundations.random import seed_of
-from layerwise.foundations.vectors import trainable, unwrap
+from layerwise.foundations.types import trainable, unwrap
 from layerwise.layers.capture.model_call import in_own_arithmetic
 from layerwise.layers.capture.recorder import Recorder
-from layerwise.layers.capture.source import Source
-from layerwise.layers.capture.sweep import Sweep
+from layerwise.layers.capture.source import Source, Sweep
 from layerwise.layers.io.layer_io import LayerIO, RecordedIO
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.structure.eigenpairs import Eigenpairs, check_count
@@ -137,7 +135,7 @@ def full_network(
         )
     recorder = Recorder(model, whole.selected(names), example_axis, seed=seed_of(seed))
     allowed = budget(memory, next(iter(trainable(model).values())).device)
-    sweep = Sweep(recorder, Source(data, resolve_progress(progress), model), law, HessianRoot(law), allowed)
+    sweep = Sweep(recorder, Source(data, progress, model), law, HessianRoot(law), allowed)
     sums: dict[str, Tensor] = {}
     total: list[Tensor] = []
 

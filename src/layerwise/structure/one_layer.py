@@ -13,16 +13,14 @@ from torch import Tensor, nn
 
 from layerwise.foundations import likelihoods
 from layerwise.foundations.cotangents import Cotangent, HessianRoot
+from layerwise.foundations.device import budget
 from layerwise.foundations.errors import InputError, NameLookupError, UnsupportedError, describe, unknown
 from layerwise.foundations.likelihoods import Likelihood
-from layerwise.foundations.memory import budget
-from layerwise.foundations.progress import Progress, resolve
+from layerwise.foundations.progress import Progress
 from layerwise.foundations.random import seed_of
-from layerwise.foundations.types import statistics_dtype
-from layerwise.foundations.vectors import trainable, unwrap
+from layerwise.foundations.types import statistics_dtype, trainable, unwrap
 from layerwise.layers.capture.recorder import Check, Recorded, Recorder
-from layerwise.layers.capture.source import Source
-from layerwise.layers.capture.sweep import Sweep, Totals
+from layerwise.layers.capture.source import Source, Sweep, Totals
 from layerwise.layers.form import Part
 from layerwise.layers.io.layer_io import LayerIO
 from layerwise.layers.io.standard import Chunk, Standard
@@ -175,7 +173,7 @@ def one_layer(
     assert weight is not None
     recorder = Recorder(model, table, example_axis, seed=seed_of(seed), check=check)
     allowed = budget(memory, trainable(model)[weight.name].device)
-    sweep = Sweep(recorder, Source(data, resolve(progress), model), law, cotangent(law), allowed, normalize)
+    sweep = Sweep(recorder, Source(data, progress, model), law, cotangent(law), allowed, normalize)
     return OneLayer(sweep, weight, bias)
 
 

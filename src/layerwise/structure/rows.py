@@ -8,12 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.arithmetic import OwnArithmetic
+from layerwise.foundations.device import readable
 from layerwise.foundations.errors import MemoryBudgetError, describe
-from layerwise.foundations.memory import readable
 from layerwise.foundations.types import map_leaves
-from layerwise.layers.capture.batch import Batch
 from layerwise.layers.capture.model_call import in_own_arithmetic, take
-from layerwise.layers.capture.recorder import Recorded
+from layerwise.layers.capture.recorder import Batch, Recorded
 from layerwise.layers.io.layer_io import LayerIO, RecordedIO
 from layerwise.structure.one_layer import Observe, OneLayer
 from layerwise.structure.pieces import Piece, Product, joined, piece, stacked

@@ -20,7 +20,7 @@ from layerwise.curvature.build import fisher
 from layerwise.foundations.errors import UnsupportedError, describe
 from layerwise.foundations.kronecker import EigenKronecker, Kronecker
 from layerwise.foundations.linalg import guarded_eigh
-from layerwise.foundations.vectors import trainable
+from layerwise.foundations.types import trainable
 from layerwise.layers.form import Form
 from layerwise.layers.table import LayerTable
 

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.foundations.asked import Asked
+from layerwise.foundations.device import Readback, drawn
 from layerwise.foundations.errors import InputError, describe
-from layerwise.foundations.likelihoods.draws import basis, uniform
-from layerwise.foundations.likelihoods.likelihood import Likelihood, Terms
+from layerwise.foundations.likelihoods.likelihood import Likelihood, Terms, basis
 from layerwise.foundations.likelihoods.values import last_axis_terms
 
 
@@ -26,15 +25,15 @@ class Bernoulli(Likelihood):
         """Outputs and targets of one shape; targets lie in [0, 1]."""
         return self._standard(f, y, mask, arrange, self.ask(y, mask)).without_hints()
 
-    def ask(self, y: Any, mask: Tensor | None) -> Asked | None:
+    def ask(self, y: Any, mask: Tensor | None) -> Readback | None:
         """Whether all targets lie in [0, 1], and how many entries a mask keeps."""
         if not isinstance(y, Tensor) or y.is_complex() or not y.numel():
             return None
         fine = ((y >= 0) & (y <= 1)).all().long()
-        return Asked(torch.stack([fine] if mask is None else [fine, mask.bool().sum()]))
+        return Readback(torch.stack([fine] if mask is None else [fine, mask.bool().sum()]))
 
     def standardize_asked(
-        self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Asked | None
+        self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Readback | None
     ) -> Terms:
         """The same, without waiting for the model's output."""
         if type(self).standardize is not Bernoulli.standardize:  # a subclass reads outputs its own way
@@ -42,7 +41,7 @@ class Bernoulli(Likelihood):
         return self._standard(f, y, mask, arrange, asked)
 
     def _standard(
-        self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Asked | None
+        self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Readback | None
     ) -> Terms:
         fine, *kept = [True] if asked is None else asked.read()
         if not fine:
@@ -73,7 +72,7 @@ class Bernoulli(Likelihood):
     def sample(self, terms: Terms, generator: torch.Generator) -> Float[Tensor, "N S C"]:
         """``√m (q − t)``, t drawn from the model."""
         q = terms.f.detach().sigmoid()
-        t = (uniform(q, terms, generator) < q).to(q.dtype)
+        t = (drawn(torch.rand, q, generator, terms.part) < q).to(q.dtype)
         return terms.weight.sqrt().unsqueeze(-1) * (q - t)
 
     def hessian_product(self, terms: Terms, u: Float[Tensor, "*B N S C"]) -> Float[Tensor, "*B N S C"]:

@@ -6,13 +6,12 @@ from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from layerwise.foundations.asked import Asked, sent
+from layerwise.foundations.device import Readback, drawn, sent
 from layerwise.foundations.errors import InputError, describe
-from layerwise.foundations.likelihoods.draws import basis, inverse_cdf, uniform
-from layerwise.foundations.likelihoods.likelihood import Likelihood, Terms
+from layerwise.foundations.likelihoods.likelihood import Likelihood, Terms, basis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,7 @@ class Categorical(Likelihood):
         """Logits with the classes on their axis, labels without it."""
         return self._standard(f, y, mask, arrange, self.ask(y, mask)).without_hints()
 
-    def ask(self, y: Any, mask: Tensor | None) -> Asked | None:
+    def ask(self, y: Any, mask: Tensor | None) -> Readback | None:
         """The smallest and the largest label, how many are ignored, and how many positions count."""
         if not _are_labels(y) or not y.numel():
             return None
@@ -55,10 +54,10 @@ class Categorical(Likelihood):
         asked = [low.long(), high.long(), ignored.sum(), counts.sum()]
         if self.weight is not None and self.weight.device == y.device:
             asked.append(_are_weights(self.weight).long())
-        return Asked(torch.stack(asked))
+        return Readback(torch.stack(asked))
 
     def standardize_asked(
-        self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Asked | None
+        self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Readback | None
     ) -> Terms:
         """The same, without waiting for the model's output."""
         if type(self).standardize is not Categorical.standardize:  # a subclass reads outputs its own way
@@ -66,7 +65,7 @@ class Categorical(Likelihood):
         return self._standard(f, y, mask, arrange, asked)
 
     def _standard(
-        self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Asked | None
+        self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Readback | None
     ) -> Terms:
         axis = self._class_axis(f, y)
         logits = f.movedim(axis, -1)
@@ -127,7 +126,7 @@ class Categorical(Likelihood):
             )
         )
 
-    def _check_labels(self, y: Any, lead: torch.Size, classes: int, asked: Asked | None) -> tuple[int, int]:
+    def _check_labels(self, y: Any, lead: torch.Size, classes: int, asked: Readback | None) -> tuple[int, int]:
         """How many labels are ignored, and how many positions count; an error where a label is no class."""
         if not _are_labels(y):
             kind = f"dtype {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
@@ -229,8 +228,8 @@ class Categorical(Likelihood):
         """``√(m w) (p − e_ŷ)`` with ŷ drawn from the model."""
         p = terms.f.detach().softmax(-1)
         # Inverse-CDF: two draws from one generator give the same label whatever the batch's device or chunking.
-        drawn = inverse_cdf(p, uniform(p[..., :1], terms, generator))
-        v = p.scatter_add_(-1, drawn, -torch.ones_like(drawn, dtype=p.dtype))  # p is ours, and may be gigabytes
+        labels = inverse_cdf(p, drawn(torch.rand, p[..., :1], generator, terms.part))
+        v = p.scatter_add_(-1, labels, -torch.ones_like(labels, dtype=p.dtype))  # p is ours, and may be gigabytes
         return v if terms.unweighted else v.mul_(terms.weight.sqrt().unsqueeze(-1))
 
     def hessian_product(self, terms: Terms, u: Float[Tensor, "*B N S C"]) -> Float[Tensor, "*B N S C"]:
@@ -245,3 +244,34 @@ def _are_labels(y: Any) -> TypeGuard[Tensor]:
 
 def _are_weights(t: Tensor) -> Tensor:
     return (torch.isfinite(t) & (t >= 0)).all()
+
+
+BLOCK = 256
+"""Classes whose probabilities are added up together, where there are many."""
+
+
+def inverse_cdf(p: Float[Tensor, "*lead C"], u: Float[Tensor, "*lead 1"]) -> Int[Tensor, "*lead 1"]:
+    """The class in which ``Σ_{i ≤ c} p_i`` reaches u, the sums in float64.
+
+    Of many classes only the sums of blocks are made, and those within the one block that is met: one pass over p.
+
+    >>> inverse_cdf(torch.tensor([0.25, 0.5, 0.25]), torch.tensor([0.6])).tolist()
+    [1]
+    """
+    u, C = u.to(torch.float64), p.shape[-1]
+    if C <= 4 * BLOCK:
+        return _reached(p.to(torch.float64).cumsum(-1), u).clamp_max(C - 1)
+    whole = C - C % BLOCK
+    sums = p[..., :whole].unflatten(-1, (-1, BLOCK)).sum(-1, dtype=torch.float64)
+    if whole < C:
+        sums = torch.cat([sums, p[..., whole:].sum(-1, keepdim=True, dtype=torch.float64)], -1)
+    ends = sums.cumsum(-1)
+    block = _reached(ends, u).clamp_max(sums.shape[-1] - 1)
+    start = ends.gather(-1, block) - sums.gather(-1, block)
+    classes = block * BLOCK + torch.arange(BLOCK, device=p.device)
+    inside = p.gather(-1, classes.clamp_max(C - 1)).to(torch.float64) * (classes < C)
+    return (block * BLOCK + _reached(start + inside.cumsum(-1), u)).clamp_max(C - 1)
+
+
+def _reached(cdf: Tensor, u: Tensor) -> Tensor:
+    return (cdf < u).sum(-1, keepdim=True)

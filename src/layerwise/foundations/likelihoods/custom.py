@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from layerwise.foundations.device import drawn
 from layerwise.foundations.errors import InputError, UnsupportedError, describe
-from layerwise.foundations.likelihoods.draws import uniform
 from layerwise.foundations.likelihoods.likelihood import Likelihood, Terms
 
 
@@ -80,8 +80,8 @@ class Custom(Likelihood):
         if self.sample_gradient is not None:
             return self.sample_gradient(terms.f.detach()[:, 0], generator).unsqueeze(1)
         columns = self.root(terms, 0, self.columns(terms))
-        drawn = uniform(columns[..., 0].movedim(0, -1), terms, generator)  # N S R
-        signs = drawn.sub(0.5).sign().movedim(-1, 0)
+        uniform = drawn(torch.rand, columns[..., 0].movedim(0, -1), generator, terms.part)  # N S R
+        signs = uniform.sub(0.5).sign().movedim(-1, 0)
         return (columns * signs.unsqueeze(-1)).sum(0)
 
     def hessian_product(self, terms: Terms, u: Float[Tensor, "*B N S C"]) -> Float[Tensor, "*B N S C"]:

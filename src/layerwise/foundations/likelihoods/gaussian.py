@@ -8,10 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.foundations.asked import Asked
+from layerwise.foundations.device import Readback, drawn
 from layerwise.foundations.errors import InputError, describe
-from layerwise.foundations.likelihoods.draws import basis, normal
-from layerwise.foundations.likelihoods.likelihood import Likelihood, Terms
+from layerwise.foundations.likelihoods.likelihood import Likelihood, Terms, basis
 from layerwise.foundations.likelihoods.values import last_axis_terms
 
 
@@ -34,12 +33,12 @@ class Gaussian(Likelihood):
         """Outputs and targets of one shape; the last axis is C."""
         return self._standard(f, y, mask, arrange, self.ask(y, mask)).without_hints()
 
-    def ask(self, y: Any, mask: Tensor | None) -> Asked | None:
+    def ask(self, y: Any, mask: Tensor | None) -> Readback | None:
         """How many entries a mask keeps."""
-        return None if mask is None else Asked(mask.bool().sum().reshape(1))
+        return None if mask is None else Readback(mask.bool().sum().reshape(1))
 
     def standardize_asked(
-        self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Asked | None
+        self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Readback | None
     ) -> Terms:
         """The same, without waiting for the model's output."""
         if type(self).standardize is not Gaussian.standardize:  # a subclass reads outputs its own way
@@ -47,7 +46,7 @@ class Gaussian(Likelihood):
         return self._standard(f, y, mask, arrange, asked)
 
     def _standard(
-        self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Asked | None
+        self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Readback | None
     ) -> Terms:
         if isinstance(y, Tensor) and not y.is_floating_point():
             raise InputError(describe(f"a target of dtype {y.dtype}", "a floating-point target", "call y.float()"))
@@ -72,7 +71,7 @@ class Gaussian(Likelihood):
 
     def sample(self, terms: Terms, generator: torch.Generator) -> Float[Tensor, "N S C"]:
         """``√m ε / σ``, ε standard normal."""
-        return (terms.weight / self.variance).sqrt().unsqueeze(-1) * normal(terms.f, terms, generator)
+        return (terms.weight / self.variance).sqrt().unsqueeze(-1) * drawn(torch.randn, terms.f, generator, terms.part)
 
     def hessian_product(self, terms: Terms, u: Float[Tensor, "*B N S C"]) -> Float[Tensor, "*B N S C"]:
         """``m u / σ²``."""

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from layerwise.foundations.asked import Asked
+from layerwise.foundations.device import Readback
 from layerwise.foundations.errors import InputError, describe
 
 
@@ -66,12 +66,12 @@ class Reading(ABC):
     def standardize(self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor]) -> Terms:
         """Bring output and target to standard form; `arrange` moves the examples to the front."""
 
-    def ask(self, y: Any, mask: Tensor | None) -> Asked | None:
+    def ask(self, y: Any, mask: Tensor | None) -> Readback | None:
         """What `standardize` will have to know of the target's values, asked before the model runs; None: nothing."""
         return None
 
     def standardize_asked(
-        self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Asked | None
+        self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Readback | None
     ) -> Terms:
         """`standardize` with the answer to `ask`, so that it waits for nothing that was queued since."""
         return self.standardize(f, y, mask, arrange)
@@ -112,3 +112,11 @@ class Likelihood(Reading):
     @abstractmethod
     def hessian_product(self, terms: Terms, u: Float[Tensor, "*B N S C"]) -> Float[Tensor, "*B N S C"]:
         """``m w H(f) u``."""
+
+
+def basis(like: Tensor, start: int, stop: int) -> Tensor:
+    """Rows start … stop of the identity of size C."""
+    c = like.shape[-1]
+    rows = torch.zeros(stop - start, c, dtype=like.dtype, device=like.device)
+    rows[torch.arange(stop - start), torch.arange(start, stop)] = 1
+    return rows

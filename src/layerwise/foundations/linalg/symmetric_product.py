@@ -4,6 +4,8 @@ On a CPU the product of a wide matrix with itself is done by row panels of the u
 the arithmetic. Panels of 128 rows were as fast as any other width or a recursive halving, and panels pay
 above about 256 columns. A transposed X is copied first: panels of its columns, each packed anew by BLAS, took as long
 as the whole product. On CUDA one large product is faster than many small ones.
+
+K-FAC's factors are such products: second moments of rows, with what a bias adds to them.
 """
 
 import torch
@@ -109,3 +111,51 @@ def _add_product(total: Tensor, X: Tensor, alpha: float, beta: float) -> None:
 
 def _result_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+# --- second moments of rows ------------------------------------------------------------------------------------------
+
+
+def row_gram(x: Float[Tensor, "*lead P"]) -> Float[Tensor, "1 P P"]:
+    """``Σ x xᵀ`` over all leading axes, in whatever order they are."""
+    return gram(x.reshape(-1, x.shape[-1])).unsqueeze(0)
+
+
+def grouped_gram(rows: Float[Tensor, "M K P"]) -> Float[Tensor, "K P P"]:
+    """``Σ_m x xᵀ``, a group at a time."""
+    return row_gram(rows[:, 0]) if rows.shape[1] == 1 else gram(rows.movedim(1, 0))
+
+
+def linear_moment(x: Float[Tensor, "*lead I"], bias: bool) -> tuple[Float[Tensor, "1 J J"], int]:
+    """``Σ x xᵀ`` and the number of rows; with a bias, x has a one as its last entry.
+
+    >>> linear_moment(torch.tensor([[2.0], [3.0]]), True)
+    (tensor([[[13.,  5.],
+             [ 5.,  2.]]]), 2)
+    """
+    X = x.reshape(-1, x.shape[-1])
+    if not bias:
+        return gram(X).unsqueeze(0), len(X)
+    n, w = X.shape[1], X.shape[1] + 1
+    whole = torch.empty(1, w, w, dtype=_result_dtype(X.dtype), device=X.device)
+    inner = whole.as_strided((n, n), (w, 1))  # one view each: slices of slices cost the host more than the device
+    row = whole.as_strided((n,), (1,), n * w)
+    if X.device.type == "cpu":
+        mirror_(accumulate_gram(inner, X, beta=0.0))  # where it belongs at once: a copy is a tenth of the product
+    else:
+        inner.copy_(gram(X))
+    torch.sum(X, 0, dtype=whole.dtype, out=row)
+    whole.as_strided((n,), (w,), n).copy_(row)
+    whole.as_strided((1,), (1,), n * w + n).fill_(len(X))
+    return whole, len(X)
+
+
+def bordered(total: Float[Tensor, "K I I"], sums: Float[Tensor, "K I"], count: int) -> Float[Tensor, "K J J"]:
+    """The moment with the bias column: ``[[Σ aaᵀ, Σ a], [Σ aᵀ, n]]``."""
+    k, i = sums.shape
+    whole = total.new_empty(k, i + 1, i + 1)
+    whole[:, :i, :i] = total
+    whole[:, :i, i] = sums
+    whole[:, i, :i] = sums
+    whole[:, i, i] = count
+    return whole

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, InteractionError, describe
 from layerwise.foundations.random import stream
-from layerwise.foundations.types import Tree, leaves, map_leaves
-from layerwise.foundations.vectors import trainable
+from layerwise.foundations.types import Tree, leaves, map_leaves, trainable
 from layerwise.layers.capture.copies import Copies, Trial, find_copies
 from layerwise.layers.capture.graph import Graph
 from layerwise.layers.capture.model_call import (
@@ -32,7 +31,7 @@ from layerwise.layers.capture.tape import SiteKey, Tape, explained
 from layerwise.layers.capture.uses import Use, Used, Watch, propose
 from layerwise.layers.capture.vectorised import dense
 from layerwise.layers.capture.verify import NO_AXIS, noise, verify
-from layerwise.layers.io.layout import Layout, candidates
+from layerwise.layers.io.layer_io import Layout, candidates
 from layerwise.layers.table import LayerTable
 
 PROBE = 3

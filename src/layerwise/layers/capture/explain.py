@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.foundations.asked import Checks, sent
+from layerwise.foundations.device import Checks, sent
 from layerwise.foundations.errors import UnsupportedError, describe
 from layerwise.foundations.random import stream
-from layerwise.foundations.vectors import trainable
+from layerwise.foundations.types import trainable
 from layerwise.layers.capture.model_call import own_backward
 from layerwise.layers.capture.tape import Tape
 from layerwise.layers.capture.vectorised import dense, mixture_of, share_of_largest, tolerance

@@ -14,18 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from layerwise.foundations.asked import Asked, Checks
+from layerwise.foundations.device import Checks, Readback, not_finite
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods import Reading, Terms
 from layerwise.foundations.random import stream
-from layerwise.foundations.types import leaves
-from layerwise.foundations.vectors import unwrap
-from layerwise.layers.capture.batch import Batch, add_batch_checks, add_output_check
+from layerwise.foundations.types import Tree, leaves, unwrap
 from layerwise.layers.capture.copies import Copies
 from layerwise.layers.capture.examine import Notes, examine, likely_axes, specs_at
 from layerwise.layers.capture.explain import Explanation
 from layerwise.layers.capture.graph import Graph, parameter_names
 from layerwise.layers.capture.model_call import (
+    Snapshot,
     as_statistics,
     call,
     check_devices,
@@ -35,17 +34,83 @@ from layerwise.layers.capture.model_call import (
     substituted,
     undisturbed,
 )
-from layerwise.layers.capture.snapshot import Snapshot
 from layerwise.layers.capture.tape import Tape
 from layerwise.layers.capture.uses import Used
 from layerwise.layers.capture.vectorised import tolerance
 from layerwise.layers.capture.verify import NO_AXIS, Verdict, aligned_calls, noise, verify
-from layerwise.layers.io.layer_io import CHUNK_BYTES, GradientIO, LayerIO
-from layerwise.layers.io.layout import Layout
+from layerwise.layers.io.layer_io import CHUNK_BYTES, GradientIO, LayerIO, Layout
 from layerwise.layers.rules.generic import ExampleGradients
 from layerwise.layers.table import LayerSpec, LayerTable
 
 Check = Literal["always", "first", "never"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch of data, and its number."""
+
+    x: Tree
+    y: object
+    mask: Tensor | None
+    number: int
+    part: tuple[int, int] | None = None
+    """First example and number of examples of the whole, where this is a part of a batch."""
+    found_finite: tuple[int, ...] = ()
+    """Versions of its tensors at which all their values were found finite, such as those of what this was cut from."""
+
+    def versions(self) -> tuple[int, ...]:
+        """How often each tensor has been written to, if that is known; a view has the version of what it is of."""
+        tensors = list(leaves((self.x, self.y)))
+        return () if any(t.is_inference() for t in tensors) else tuple(t._version for t in tensors)
+
+
+def add_batch_checks(checks: Checks, batch: Batch) -> None:
+    """Finiteness of inputs and targets, and a mask of zeros and ones."""
+    mask, number = batch.mask, batch.number
+    if batch.found_finite and mask is None and batch.found_finite == batch.versions():
+        return
+    if mask is not None and mask.dtype != torch.bool:
+        checks.add(((mask != 0) & (mask != 1)).any(), lambda: _odd_mask(number))
+    target = batch.y if mask is None else None  # where a target is masked it may be anything
+    for tensor in leaves((batch.x, target)):
+        if tensor.is_floating_point():
+            checks.add(not_finite(tensor), lambda tensor=tensor: _odd_values(tensor, number))
+
+
+def add_output_check(checks: Checks, f: Tensor, number: int) -> None:
+    """Finiteness of the model's output."""
+    checks.add(not_finite(f), lambda: _odd_output(number))
+
+
+def _odd_mask(number: int) -> InputError:
+    return InputError(
+        describe(
+            f"batch {number} with a third entry whose values are not all 0 or 1",
+            "a mask (x, y, mask): which positions count",
+            "pass (x, y) alone, or a bool mask",
+        )
+    )
+
+
+def _odd_values(tensor: Tensor, number: int) -> InputError:
+    bad = int((~torch.isfinite(tensor)).sum())
+    return InputError(
+        describe(
+            f"batch {number} with {bad} values that are NaN or infinite",
+            "finite inputs and targets",
+            "clean the data or leave the batch out; nothing of this call was kept",
+        )
+    )
+
+
+def _odd_output(number: int) -> InputError:
+    return InputError(
+        describe(
+            f"batch {number}, on which the model's output is NaN or infinite",
+            "finite outputs",
+            "check the parameters and the inputs; nothing of this call was kept",
+        )
+    )
 
 
 class Recorder:
@@ -137,7 +202,7 @@ class Recorder:
         copied = {name: axes for name, axes in found.copies.axes.items() if name in bare and name not in self._uncopied}
         self.findings = replace(found, copies=Copies(copied))
         names = [name for name in bare if name not in copied]
-        self._generic = ExampleGradients(self.model, names, found.example_axis, found.shared)
+        self._generic = ExampleGradients(self.model, names, found.example_axis, found.shared) if names else None
 
     def _knows(self, batch: Batch) -> bool:
         return self._prepared is not None and self._prepared() is batch
@@ -207,7 +272,7 @@ class Recorder:
 
         return front
 
-    def terms(self, f: Tensor, batch: Batch, likelihood: Reading, n: int, asked: Asked | None = None) -> Terms:
+    def terms(self, f: Tensor, batch: Batch, likelihood: Reading, n: int, asked: Readback | None = None) -> Terms:
         """Output and target in standard form; `asked` is what the likelihood has asked before the forward."""
         asked = likelihood.ask(batch.y, batch.mask) if asked is None else asked
         standard = likelihood.standardize_asked(as_statistics(f), batch.y, batch.mask, self.arrange(n), asked)
@@ -221,7 +286,7 @@ class Recorder:
         """
         self.prepare(batch)
         asked = likelihood.ask(batch.y, batch.mask)
-        self.checks.ask()
+        self.checks.send()
         kernels = [SDPBackend.MATH] if batched else ANY_BACKEND
         explained = explained and self.check == "always"
         tape, f, copies, n = self._run_verified(batch, kernels, explained)
@@ -242,7 +307,7 @@ class Recorder:
         assert found is not None
         n = example_count(batch.x, found.example_axis, found.shared)
         refuse_empty(n)
-        copies = {} if plain else found.copies.make(self.model, n)
+        copies = {} if plain or not found.copies.axes else found.copies.make(self.model, n)
         tape = Tape(self.model, self.table, found.layouts, self.chunk_bytes, () if plain else found.broadcast, n)
         self.seed_forward(batch)
         with torch.enable_grad(), sdpa_kernel(kernels), substituted(self.model, copies), tape:
@@ -265,11 +330,11 @@ class Recorder:
                 self._again(batch, attempt, Verdict({}, mixed=tuple(self.findings.copies.axes)))
                 continue
             with sdpa_kernel(kernels):
-                verdict = self._verdict(batch, run, kernels, explained)
-            if verdict.right:
-                run.tape.keep_layouts(verdict.layouts)
+                layouts, failed = self._verified(batch, run, kernels, explained)
+            if failed is None:
+                run.tape.keep_layouts(layouts)
                 return run
-            self._again(batch, attempt, verdict)
+            self._again(batch, attempt, failed)
         raise AssertionError("unreachable: nothing is left that could fail")
 
     def _again(self, batch: Batch, attempt: int, verdict: Verdict) -> None:
@@ -283,12 +348,17 @@ class Recorder:
         notes = replace(self.findings, broadcast=frozenset()) if attempt > 1 else self.findings
         self._adopt(notes, {**self._fallen, **failed})
 
-    def _verdict(self, batch: Batch, run: "_Run", kernels: list[SDPBackend], explained: bool) -> Verdict:
-        """Of a forward, by its graph where that has been verified before."""
+    def _verified(
+        self, batch: Batch, run: "_Run", kernels: list[SDPBackend], explained: bool
+    ) -> tuple[Mapping[int, Layout], Verdict | None]:
+        """Where the examples are in every call of a forward, and what is wrong with it (None: nothing).
+
+        A graph that has been verified before is not verified again.
+        """
         found, (tape, f, copies, n) = self.findings, run
         assert found is not None
         if not f.requires_grad or self.check == "never":
-            return Verdict({})
+            return {}, None
         graph = Graph.of(f)
         tape.forget_unreached(graph.places)
         known = _VERIFIED.setdefault(self.model, {})
@@ -297,15 +367,15 @@ class Recorder:
         key = (graph.key(names), sizes, n, found.output, found.broadcast, self._recorded(tape))
         steady = graph.steady and (self.check == "first" or explained)
         if steady and key in known:
-            return known[key]
+            return known[key], None
         verdict = verify(tape, f, found.output, n, copies)
         if (copies or found.broadcast) and verdict.right:
             verdict = self._compared(batch, kernels, run, verdict)
         if steady and verdict.right and verdict.conclusive and self._covers(tape, graph, copies):
             if len(known) >= MOST_GRAPHS:
                 known.pop(next(iter(known)))
-            known[key] = replace(verdict, truth={})
-        return verdict
+            known[key] = verdict.layouts
+        return verdict.layouts, None if verdict.right else verdict
 
     def forget(self) -> None:
         """What has been verified of this model: every graph is a new one."""
@@ -376,9 +446,9 @@ class _Run(NamedTuple):
 
 ATTEMPTS = 6
 MOST_GRAPHS = 256
-"""Verdicts that are remembered of each model."""
+"""Verified graphs that are remembered of each model."""
 _ALIGNED: "weakref.WeakKeyDictionary[nn.Module, dict[object, frozenset[int]]]" = weakref.WeakKeyDictionary()
-_VERIFIED: "weakref.WeakKeyDictionary[nn.Module, dict[object, Verdict]]" = weakref.WeakKeyDictionary()
+_VERIFIED: "weakref.WeakKeyDictionary[nn.Module, dict[object, Mapping[int, Layout]]]" = weakref.WeakKeyDictionary()
 
 ANY_BACKEND = [
     SDPBackend.FLASH_ATTENTION,
@@ -418,8 +488,7 @@ class Recorded:
 
     def _each_layer(self, v: Tensor, consume: Callable[[LayerSpec, LayerIO], None], last: bool) -> None:
         generic = self.recorder._generic
-        assert generic is not None
-        if generic.names:
+        if generic is not None:
             self._each_generic(generic, v, consume)
         f, mask, leaves = self.terms.f, self.terms.mask, list(self.copies.values())
         self.tape.kept = self.terms.kept

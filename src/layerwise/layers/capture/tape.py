@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from layerwise.foundations.errors import InputError, UnsupportedError, describe
-from layerwise.foundations.vectors import unwrap
+from layerwise.foundations.types import unwrap
 from layerwise.layers.capture.model_call import backward_of_another, in_own_forward, own_backward, without_fast_path
 from layerwise.layers.capture.uses import Use, Watch, same_use
 from layerwise.layers.capture.vectorised import batched_grad
-from layerwise.layers.io.layer_io import CHUNK_BYTES, LayerCall, LayerIO, RecordedIO
-from layerwise.layers.io.layout import Layout
-from layerwise.layers.rule import RULES
+from layerwise.layers.form import RULES
+from layerwise.layers.io.layer_io import CHUNK_BYTES, LayerCall, LayerIO, Layout, RecordedIO
 from layerwise.layers.rules.products import Product
 from layerwise.layers.table import LayerSpec, LayerTable, Site, has_own_forward
 

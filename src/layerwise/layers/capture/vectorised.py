@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.foundations.asked import Asked, sent
+from layerwise.foundations.device import Readback, sent
 from layerwise.foundations.random import stream
 from layerwise.layers.capture.graph import Graph
 
@@ -137,5 +137,5 @@ def _adds_up(f: Tensor, inputs: Sequence[Any], v: Tensor, found: Sequence[Tensor
     own, largest = TOLERANCE.get(f.dtype, COARSE)[0], share_of_largest(f.dtype)
     close = (off <= own * sizes + largest * sizes.max()).all()
     finite, lively = (sizes.isfinite() & off.isfinite()).all(), (sizes > 0).all()
-    right, finite, lively = Asked(torch.stack([close, finite, lively])).read()
+    right, finite, lively = Readback(torch.stack([close, finite, lively])).read()
     return (bool(right), bool(lively)) if finite else (True, False)

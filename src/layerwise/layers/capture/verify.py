@@ -17,16 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerwise.foundations.asked import Asked
+from layerwise.foundations.device import Readback
 from layerwise.foundations.errors import InputError
 from layerwise.foundations.random import stream
-from layerwise.foundations.types import statistics_dtype
-from layerwise.foundations.vectors import trainable
+from layerwise.foundations.types import statistics_dtype, trainable
 from layerwise.layers.capture.graph import Graph, parameter_names
 from layerwise.layers.capture.tape import Event, Tape, explained
 from layerwise.layers.capture.vectorised import dense, tolerance
 from layerwise.layers.form import Part
-from layerwise.layers.io.layout import Layout, candidates
+from layerwise.layers.io.layer_io import Layout, candidates
 from layerwise.layers.table import LayerSpec
 
 NO_AXIS = "its input has no axis that holds the examples"
@@ -151,7 +150,7 @@ class Flags:
     def read(self) -> dict[tuple[Any, Any], bool]:
         """All answers."""
         if self._asked:
-            values = Asked(torch.stack([t.reshape(()) for t in self._asked.values()])).array()
+            values = Readback(torch.stack([t.reshape(()) for t in self._asked.values()])).array()
             self._told.update({what: bool(value) for what, value in zip(self._asked, values, strict=True)})
             self._asked = {}
         return self._told
@@ -274,7 +273,7 @@ def _unexplained(
         for event in tape.events:
             event.grad = None
     if squares:
-        read = Asked(torch.stack(list(squares.values()))).array()
+        read = Readback(torch.stack(list(squares.values()))).array()
         by_name = {spec.name: spec for spec in specs}
         for name, (gap, scale) in zip(squares, read, strict=True):
             calls = tape.calls_of(by_name[name])

@@ -7,15 +7,15 @@ unfolded convolution or per-example gradients never have to fit at once.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from layerwise.foundations.errors import UnsupportedError, describe
+from layerwise.foundations.linalg.symmetric_product import bordered, grouped_gram, linear_moment, row_gram
 from layerwise.foundations.types import statistics_dtype
-from layerwise.layers.io.layout import Layout
-from layerwise.layers.io.moments import bordered, grouped_gram, linear_moment, multiplied_in, row_gram, where_kept
 from layerwise.layers.io.one_hot import OneHot
 from layerwise.layers.io.standard import HALF, Chunk, Gradients, Standard
 from layerwise.layers.rules.linear import LinearRule
@@ -23,6 +23,69 @@ from layerwise.layers.table import LayerSpec, Site
 
 CHUNK_BYTES = 128 * 2**20
 """Scratch that one layer's standard form may take at a time."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The axis that holds the examples, and whether positions are merged into it: found, not assumed.
+
+    A layer sees leading axes (batch, time, …) before its own. The examples may be on any of them, or merged with
+    positions into one (``x.flatten(0, 1)``).
+    `merged` is "major" for (N·T) with the example index running slowest, "minor" for (T·N) with it fastest.
+    """
+
+    axis: int = 0
+    merged: Literal["major", "minor"] | None = None
+
+    def fits(self, lead: tuple[int, ...], examples: int) -> bool:
+        """Whether leading axes of these sizes can hold that many examples this way."""
+        if self.axis >= len(lead) or examples == 0:
+            return False
+        size = lead[self.axis]
+        return size == examples if self.merged is None else size % examples == 0 and size > examples
+
+    def front(self, t: Tensor, lead: int, examples: int, offset: int = 0) -> Tensor:
+        """Examples first: ``[*head, *lead, *rest] -> [*head, N, *positions, *rest]``, head of `offset` axes."""
+        axis = offset + self.axis
+        if self.merged == "major":
+            t = t.unflatten(axis, (examples, -1))
+        elif self.merged == "minor":
+            t = t.unflatten(axis, (-1, examples))
+            axis += 1
+        return t.movedim(axis, offset)
+
+    def narrow(self, t: Tensor, start: int, stop: int, examples: int, offset: int = 0) -> Tensor:
+        """Some examples of a tensor, which keeps its layout."""
+        axis = offset + self.axis
+        if self.merged is None:
+            return t.narrow(axis, start, stop - start)
+        if self.merged == "major":
+            size = t.shape[axis] // examples
+            return t.narrow(axis, start * size, (stop - start) * size)
+        rows = t.unflatten(axis, (-1, examples)).narrow(axis + 1, start, stop - start)
+        return rows.flatten(axis, axis + 1)
+
+    def join(self, parts: Sequence[Tensor], examples: Sequence[int], offset: int = 0) -> Tensor:
+        """The inverse of `narrow`: several sets of examples as one."""
+        if len(parts) == 1:
+            return parts[0]
+        axis = offset + self.axis
+        if self.merged != "minor":
+            return torch.cat(list(parts), dim=axis)
+        apart = [t.unflatten(axis, (-1, n)) for t, n in zip(parts, examples, strict=True)]
+        return torch.cat(apart, dim=axis + 1).flatten(axis, axis + 1)
+
+
+def candidates(lead: tuple[int, ...], examples: int, first: int = 0) -> Iterator[Layout]:
+    """Layouts that the sizes allow, likely ones first."""
+    order = sorted(range(len(lead)), key=lambda axis: (axis != first, axis))
+    for axis in order:
+        if Layout(axis).fits(lead, examples):
+            yield Layout(axis)
+    for axis in order:
+        for merged in ("major", "minor"):
+            if Layout(axis, merged).fits(lead, examples):
+                yield Layout(axis, merged)
 
 
 @dataclass(frozen=True)
@@ -371,3 +434,17 @@ class GradientIO(LayerIO):
     def rows(self) -> Float[Tensor, "V N K O I"]:
         """As given."""
         return self.gradients
+
+
+def multiplied_in(t: Tensor, statistics: torch.dtype) -> torch.dtype:
+    """The type that a moment's entries are multiplied in: tensor cores take half types as they are."""
+    return t.dtype if t.device.type == "cuda" and t.dtype in HALF else statistics
+
+
+def where_kept(t: Tensor, keep: Bool[Tensor, "N S"], offset: int = 0) -> Tensor:
+    """Rows ``[*offset, N, S, K, P]`` with zeros where positions do not count.
+
+    Picking those that do would ask the device how many they are.
+    """
+    shape = (*[1] * offset, *keep.shape, *[1] * (t.ndim - offset - 2))
+    return torch.where(keep.view(shape), t, 0)

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerwise.layers.form import Form, Part
-from layerwise.layers.rule import LayerRule, layer_rule
+from layerwise.layers.form import Form, LayerRule, Part, layer_rule
 
 _SITES = ("q", "k", "v")
 

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerwise.layers.form import Form, Part
-from layerwise.layers.rule import LayerRule, layer_rule
+from layerwise.layers.form import Form, LayerRule, Part, layer_rule
 
 MOST_PRODUCTS = 4096
 """Products of entries that are formed for one pair of inputs; beyond, the layer falls back."""

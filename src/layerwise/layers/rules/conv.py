@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerwise.foundations.types import statistics_dtype
-from layerwise.layers.form import Form, Part
+from layerwise.layers.form import Form, LayerRule, Moment, Part, layer_rule
 from layerwise.layers.io.patch_moment import patch_moment
-from layerwise.layers.rule import LayerRule, Moment, layer_rule
 from layerwise.layers.rules.windows import rows_of_patches, sliding_windows
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d

@@ -9,8 +9,7 @@ import math
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerwise.layers.form import Form, Part
-from layerwise.layers.rule import LayerRule, layer_rule
+from layerwise.layers.form import Form, LayerRule, Part, layer_rule
 from layerwise.layers.rules.windows import rows_of_patches, sliding_windows
 
 ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d

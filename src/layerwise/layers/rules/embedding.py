@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from layerwise.layers.form import Form, Part
+from layerwise.layers.form import Form, LayerRule, Part, layer_rule
 from layerwise.layers.io.one_hot import OneHot
-from layerwise.layers.rule import LayerRule, layer_rule
 
 Table = nn.Embedding | nn.EmbeddingBag
 """Modules that look rows up; their options have the same names."""

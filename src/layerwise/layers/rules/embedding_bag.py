@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, describe
-from layerwise.layers.rule import layer_rule
+from layerwise.layers.form import layer_rule
 from layerwise.layers.rules.embedding import EmbeddingRule, Table
 
 

@@ -2,8 +2,7 @@
 
 from torch import Tensor, nn
 
-from layerwise.layers.form import Form, Part
-from layerwise.layers.rule import LayerRule, layer_rule
+from layerwise.layers.form import Form, LayerRule, Part, layer_rule
 
 
 @layer_rule(nn.Linear)

@@ -6,8 +6,7 @@ The standard form sees x̂, the normalised input without γ and β, and K = feat
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerwise.layers.form import Form, Part
-from layerwise.layers.rule import LayerRule, layer_rule
+from layerwise.layers.form import Form, LayerRule, Part, layer_rule
 
 
 def _affine(parts: dict[str, Part]) -> dict[str, Form]:

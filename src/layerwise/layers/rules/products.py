@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerwise.layers.form import Form, Part
-from layerwise.layers.rule import LayerRule
+from layerwise.layers.form import Form, LayerRule, Part
 
 Move = Callable[[Tensor], Tensor]
 GROUPED_MM: Any = getattr(torch, "_grouped_mm", None)

@@ -1,13 +1,162 @@
 """EKFAC: K-FAC's eigenbasis with corrected eigenvalues."""
 
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, final
 
+import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from layerwise.foundations.likelihoods import Likelihood
-from layerwise.optim.eigenbasis import CorrectedEigenvalues
+from layerwise.optim.backend import Backend, Eigenbasis
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.options import LIKELIHOOD, LOSS_AVERAGE, Overrides, by_scale, clip_by_scale, statistics_options
+from layerwise.optim.kronecker import FactorPair, check_choice
+from layerwise.optim.options import (
+    LIKELIHOOD,
+    LOSS_AVERAGE,
+    Overrides,
+    by_scale,
+    clip_by_scale,
+    positive,
+    statistics_options,
+)
+from layerwise.optim.rule import Context, Observation, Requirements, Shape, State, UpdateRule
+
+
+@final
+@dataclass
+class CorrectedEigenvalues(UpdateRule):
+    """``U_P [(U_Pᵀ ∇L U_Q) / (s + λ)] U_Qᵀ`` with s the second moments of gradients in the basis.
+
+    scaling "batch": of the examples of the last observed batch; "running": an average over steps of the batch
+    gradient's squares times the batch size, begun anew with the factors' eigenvalues at each refresh; "none": these
+    eigenvalues themselves (K-FAC with exact damping).
+    """
+
+    left: str = "outgrads"
+    right: str = "inputs"
+    power: tuple[float, float] = (1.0, 1.0)
+    split: str = "exact"
+    max_factor: int = 8192
+    scaling: str = "batch"
+    scaling_decay: float = 0.75
+    sua: bool = field(default=False, kw_only=True)
+    examples_over: int | None = field(default=None, kw_only=True)
+    name = "ekfac"
+    formula = "U_P[(U_Pᵀ ∇L U_Q)/(s + λ)]U_Qᵀ"
+
+    def __post_init__(self) -> None:
+        self.pair = FactorPair(self.left, self.right, self.max_factor, self.sua)
+        check_choice("damping_split", self.split, ("trace", "equal", "exact"))
+        check_choice("scaling", self.scaling, ("batch", "running", "none"))
+        if self.examples_over is not None:
+            positive("examples_over", self.examples_over)
+
+    def requirements(self, shape: Shape | None = None) -> Requirements:
+        """Both factors; and examples, or the loss's scale, for s."""
+        large = f"a factor would be larger than max_factor={self.max_factor}"
+        return replace(
+            self.pair.requirements(shape, (0.0, 0.0)),
+            factors={"P": self.left, "Q": self.right, "power": "{:g}, {:g}".format(*self.power)},
+            examples=self.scaling == "batch",
+            loss_scale=self.scaling == "running",
+            renewed=("s",),
+            examples_over=self.examples_over,
+            capturable=True,
+            deferrable=True,
+            refused=None if shape is None or all(self.pair.sides(shape)) else large,
+        )
+
+    def init(self, shape: Shape, backend: Backend) -> State:
+        """Factors, their basis, and scalings."""
+        state = self.pair.init(shape, backend, (0.0, 0.0))
+        measured = self.scaling != "none"
+        state["basis"] = backend.eigenbasis(state.get("P"), state.get("Q"), shape, measured=measured)
+        state["s"] = backend.scalings(shape, self.scaling, self.scaling_decay)
+        return state
+
+    def observe(self, state: State, seen: Observation, context: Context) -> None:
+        """Factors; and scalings by examples, once the basis is refreshed."""
+        self.pair.observe(state, seen, context)
+        if self.scaling == "batch" and seen.recorded:
+            self._rescale_by_examples(state, seen, context)
+
+    def refresh(self, state: State, groups: slice, context: Context) -> None:
+        """Basis, and the factors' own eigenvalues as scalings until better ones come."""
+        basis: Eigenbasis = state["basis"]
+        basis.refresh_(state["P"], state["Q"], groups, context)
+        context.health.refreshes += 1
+        state["s"][groups] = basis.values_P[groups].unsqueeze(-1) * basis.values_Q[groups].unsqueeze(-2)
+
+    def _rescale_by_examples(self, state: State, seen: Observation, context: Context) -> None:
+        """Squares of per-example gradients in the basis, summed over examples (and processes)."""
+        basis, s, backend = state["basis"], state["s"], context.backend
+        dtype, start, totals = basis.values_P.dtype, 0, list[Tensor]()
+        together = backend.squares_of_examples(basis, seen, s)
+        if together is not None:
+            totals.append(together)
+        else:
+            for calls, k in zip(seen.recorded, seen.groups, strict=True):
+                groups = slice(start, start + k)
+                total = backend.squares_of_layer(basis, groups, calls, dtype)
+                totals.append(torch.zeros_like(s[groups], dtype=dtype) if total is None else total)
+                start += k
+        start = 0
+        for total in seen.add_up(totals):
+            groups = slice(start, start + len(total))
+            good = torch.isfinite(total.flatten(1).sum(1) / seen.examples)
+            good = good if seen.seen is None else good & seen.seen[groups]
+            backend.replace_scalings_(s[groups], total, seen.examples, good, context)
+            start += len(total)
+
+    def direction(self, state: State, grad: Float[Tensor, "K O I"], context: Context) -> Any:
+        """Into the basis, divided by the damped scalings, and back."""
+        basis, s, backend, average = state["basis"], state["s"], context.backend, None
+        R = basis.rotate(grad, context)
+        if self.scaling == "running":
+            own = context.gradient is None or grad is context.gradient
+            if own and not (self.split == "exact" and context.relative):  # nothing that is added depends on s
+                average = self.scaling_decay
+            else:
+                of_gradient = R if own else basis.rotate(context.gradient, context)
+                backend.average_squares_(s, of_gradient, self.scaling_decay, context)
+        Y = backend.damped_quotient(R, s, basis, self._added(state, context), grad, context, average)
+        return basis.unrotate(Y, context)
+
+    def _added(self, state: State, context: Context) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """(left, right, constant), one number a group: ``s_P·right + left·s_Q + constant`` is added to the scalings.
+
+        A relative damping of factors that are still zero adds 1.
+        """
+        basis, s, damping = state["basis"], state["s"], context.damping
+        O, I = s.shape[-2:] if context.shape is None else (context.shape.own_outputs, context.shape.own_inputs)
+        if self.split == "exact" and context.relative:
+            mean = s.sum((-2, -1), dtype=basis.values_P.dtype) / (O * I)
+            return None, None, torch.where(mean > 0, damping * mean, 1.0)
+        if self.split == "exact":
+            return None, None, torch.full_like(basis.values_P[:, 0], damping)
+        return context.backend.factored_damping(basis, damping, context.relative, self.split, (O, I))
+
+    def quadratic(self, state: State, D: Float[Tensor, "K O I"]) -> Tensor | None:
+        """``Σ s (U_Pᵀ D U_Q)²``."""
+        return (state["s"] * state["basis"].rotate(D).square()).sum()
+
+    def conditions(self, state: State, context: Context) -> tuple[Tensor, Tensor] | None:
+        """Of the damped scalings."""
+        basis = state["basis"]
+        s = state["s"].to(basis.values_P.dtype)
+        damped = context.backend.damped_scalings(s, basis, *self._added(state, context))
+        if context.shape is not None:
+            O, I = context.shape.own_outputs, context.shape.own_inputs
+            damped, s = damped[:, :O, :I], s[:, :O, :I]
+        damped, added = damped.flatten(1), (damped - s).flatten(1)
+        return damped.amax(1) / damped.amin(1), added.amax(1)
+
+    def describe(self, shape: Shape) -> str:
+        """The update, and of what its bases are."""
+        P, Q, missing = self.pair.words(shape)
+        bases = [f"{name} of {of}" for name, of in (("U_P", P), ("U_Q", Q)) if of is not None]
+        return f"{self.formula}  {', '.join(bases)}" + missing
 
 
 class EKFAC(Layerwise):

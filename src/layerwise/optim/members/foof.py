@@ -1,19 +1,12 @@
-"""FOOF and LocoProp: the input factor alone."""
+"""FOOF: the input factor alone, inverted."""
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from layerwise.optim.cuda import factor as symmetric
-from layerwise.optim.cuda import storage as stored
-from layerwise.optim.cuda.monitor import Plan
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.factors import Factors
+from layerwise.optim.kronecker import KroneckerRoots
 from layerwise.optim.options import LOSS_AVERAGE, Overrides, by_scale
-from layerwise.optim.roots import guarded_root
-from layerwise.optim.rule import Context, Health, State
 
 
 class FOOF(Layerwise):
@@ -57,7 +50,7 @@ class FOOF(Layerwise):
         overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
-        rule = Factors("identity", "inputs", (1.0, 1.0), max_factor=max_factor, sua=sua)
+        rule = KroneckerRoots("identity", "inputs", (1.0, 1.0), max_factor=max_factor, sua=sua)
         super().__init__(
             model,
             rule=rule,
@@ -67,71 +60,6 @@ class FOOF(Layerwise):
             momentum=momentum,
             weight_decay=weight_decay,
             refresh_every=refresh_every,
-            loss_average=loss_average,
-            overrides=overrides,
-            **options,
-        )
-
-
-@dataclass
-class LocalStep(Factors):
-    """``∇L (I + η Q)⁻¹``."""
-
-    left: str = "identity"
-    name = "locoprop"
-
-    def replayable(self, state: State, plan: Plan) -> bool:
-        """No: η is part of it."""
-        return False
-
-    def parts(self, state: State, plan: Plan) -> list[Plan]:
-        """All at once."""
-        return [plan]
-
-    formula = "∇L (I + ηQ)⁻¹"
-
-    def refresh(self, state: State, groups: slice, context: Context, health: Health) -> None:
-        """The inverse of ``I + η Q``; η may have changed since."""
-        for side in ("Q", "Q_bias"):
-            if side not in state:
-                continue
-            Q, root = symmetric.whole(state[side][groups]), stored.value(state, f"{side}_root", groups)
-            ones = torch.ones(Q.shape[0], dtype=Q.dtype, device=Q.device)
-            stored.write(state, f"{side}_root", groups, guarded_root(context.lr * Q, ones, 1.0, root, health))
-        health.refreshes += 1
-
-
-class LocoProp(Layerwise):
-    """Layers fitted to local targets: ``W ← W − η ∇L (I + η Q)⁻¹``, the minimiser of
-
-        ½ E‖W a − (h − ∂ℓ/∂h)‖² + ‖W − W_t‖² / (2η)
-
-    for the square loss; FOOF with a step of 1 and a damping of 1/η.
-
-    Reference: Amid, Anil and Warmuth 2022.
-
-    >>> import torch, layerwise as lw
-    >>> opt = lw.optim.LocoProp(torch.nn.Linear(4, 3), lr=1.0)
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        lr: float | Tensor = 1.0,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        *,
-        max_factor: int = 8192,
-        loss_average: str | None = LOSS_AVERAGE,
-        overrides: Overrides | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            model,
-            rule=LocalStep(max_factor=max_factor),
-            lr=lr,
-            momentum=momentum,
-            weight_decay=weight_decay,
             loss_average=loss_average,
             overrides=overrides,
             **options,

@@ -5,9 +5,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from layerwise.foundations.likelihoods import Likelihood
-from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.factors import Factors
+from layerwise.optim.kronecker import KroneckerRoots
+from layerwise.optim.members.ekfac import CorrectedEigenvalues
 from layerwise.optim.options import LIKELIHOOD, LOSS_AVERAGE, Overrides, by_scale, clip_by_scale, statistics_options
 
 
@@ -66,7 +66,7 @@ class KFAC(Layerwise):
         if damping_split == "exact":
             rule = CorrectedEigenvalues(scaling="none", max_factor=max_factor, sua=sua)
         else:
-            rule = Factors("outgrads", "inputs", (1.0, 1.0), damping_split, max_factor, sua=sua)
+            rule = KroneckerRoots("outgrads", "inputs", (1.0, 1.0), damping_split, max_factor, sua=sua)
         super().__init__(
             model,
             rule=rule,

@@ -1,15 +1,65 @@
-"""Muon, and steepest descent in an induced Mahalanobis norm."""
+"""Muon: the orthogonal factor of the momentum."""
 
-from typing import Any
+import math
+from dataclasses import dataclass
+from typing import Any, final
 
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from layerwise.foundations.errors import InputError, describe
-from layerwise.foundations.likelihoods import Likelihood
+from layerwise.optim.backend import Backend
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.options import LIKELIHOOD, LOSS_AVERAGE, Overrides, by_scale, clip_by_scale, statistics_options
-from layerwise.optim.spectral import COEFFICIENTS, InducedMahalanobis, Orthogonalized
+from layerwise.optim.kronecker import check_choice
+from layerwise.optim.newton_schulz import COEFFICIENTS, newton_schulz, polar
+from layerwise.optim.options import Overrides
+from layerwise.optim.rule import Context, Requirements, Shape, State, UpdateRule
+
+
+@final
+@dataclass
+class Orthogonalized(UpdateRule):
+    """``c · U Vᵀ`` with ``U S Vᵀ`` the momentum, c a number that depends on the matrix's shape."""
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    orthogonalize: str = "newton_schulz"
+    steps: int = 5
+    coefficients: tuple[float, float, float] = COEFFICIENTS
+    eps: float = 1e-7
+    adjust: str = "original"
+    name = "muon"
+    formula = "orth(momentum)"
+
+    def requirements(self, shape: Shape | None = None) -> Requirements:
+        """Gradients of matrices. Steps by singular values cannot be captured: the host waits for them."""
+        return Requirements(own_momentum="momentum", capturable=self.orthogonalize == "newton_schulz")
+
+    def init(self, shape: Shape, backend: Backend) -> State:
+        """The momentum."""
+        return {"M": shape.zeros(shape.outputs, shape.inputs)}
+
+    def direction(self, state: State, grad: Float[Tensor, "K O I"], context: Context) -> Any:
+        """``c · U Vᵀ``."""
+        O, I = grad.shape[-2:]
+        ratio = math.sqrt(max(1.0, O / I)) if self.adjust == "original" else 0.2 * math.sqrt(max(O, I))
+        eps, by_products = self.eps * context.unit, self.orthogonalize == "newton_schulz"
+
+        def orthogonal(X: Tensor, squares: Tensor | None = None) -> Tensor:
+            if not by_products:
+                return ratio * polar(X)
+            if squares is None:
+                return ratio * newton_schulz(X, self.steps, self.coefficients, eps)
+            return newton_schulz(X, self.steps, self.coefficients, eps, X.dtype, squares, ratio)
+
+        mu, nesterov = context.option("momentum", self.momentum), context.option("nesterov", self.nesterov)
+        return context.backend.orthogonalized_momentum_(
+            state["M"], grad, mu, nesterov, orthogonal, context, fused=by_products
+        )
+
+    def describe(self, shape: Shape) -> str:
+        """The method."""
+        return f"orth(momentum) by {self.orthogonalize}"
 
 
 class Muon(Layerwise):
@@ -55,8 +105,8 @@ class Muon(Layerwise):
         overrides: Overrides | None = None,
         **options: Any,
     ) -> None:
-        _check_known("orthogonalize", orthogonalize, ("newton_schulz", "polar"))
-        _check_known("adjust", adjust, ("original", "match_rms_adamw"))
+        check_choice("orthogonalize", orthogonalize, ("newton_schulz", "polar"))
+        check_choice("adjust", adjust, ("original", "match_rms_adamw"))
         rule = Orthogonalized(momentum, nesterov, orthogonalize, steps, coefficients, eps, adjust)
         super().__init__(
             model,
@@ -68,75 +118,3 @@ class Muon(Layerwise):
             overrides=overrides,
             **options,
         )
-
-
-class MahalanobisSpectral(Layerwise):
-    """Steepest descent in the norm induced by K-FAC's factors, ``‖P^½ M Q^½‖_op``.
-
-    ``W ← W − η tr(S) P^-½ U Vᵀ Q^-½`` with ``U S Vᵀ = P^-½ ∇L Q^-½``.
-
-    Args:
-        model: the module that is trained; or its parameters, where left and right are both "gradient".
-        lr: η; by default 1e-3, and 1e-2 for the bare formula.
-        damping: added to each factor; by default 1, and 1e-1 for the bare formula.
-        momentum: of the gradient, as an average; by default 0.9, and none for the bare formula.
-        scale: "adam": updates of AdamW's size, for AdamW's rate; "formula": the bare formula, momentum being a sum of
-            directions.
-        ideal: scale the step by ``tr S``.
-        orthogonalize: how ``U Vᵀ`` is found: "newton_schulz" (nearly, as Muon does) or "polar" (exactly, by singular
-            values, which a GPU is slow at). By default the first, and the second for the bare formula.
-        left: statistic of P.
-        right: statistic of Q.
-        clip: bound on the step's predicted change ``η²⟨D, ∇L⟩``, or None. "auto": none, and 1e-3 for the bare formula.
-        likelihood: that of the model's output, for labels drawn from it; see `Layerwise`.
-        loss_average: how the loss in your loop is reduced: over "examples", over "tokens", or None for a sum.
-        overrides: options for layers or parameters by pattern, ``{"*.bias": {"weight_decay": 0.0}}``.
-        options: all others of `Layerwise`.
-
-    >>> import torch, layerwise as lw
-    >>> opt = lw.optim.MahalanobisSpectral(torch.nn.Linear(4, 3), lr=1e-3)
-    """
-
-    def __init__(
-        self,
-        model: nn.Module | ParamsT,
-        lr: float | Tensor | None = None,
-        damping: Any = None,
-        momentum: float | None = None,
-        weight_decay: float = 0.0,
-        *,
-        scale: str = "adam",
-        clip: float | tuple[str, float] | str | None = "auto",
-        ideal: bool = True,
-        orthogonalize: str | None = None,
-        left: str = "outgrads",
-        right: str = "inputs",
-        refresh_every: int = 10,
-        max_factor: int = 8192,
-        likelihood: str | Likelihood | None = LIKELIHOOD,
-        loss_average: str | None = LOSS_AVERAGE,
-        overrides: Overrides | None = None,
-        **options: Any,
-    ) -> None:
-        way: str = by_scale(scale, orthogonalize, "newton_schulz", "polar")
-        _check_known("orthogonalize", way, ("newton_schulz", "polar"))
-        rule = InducedMahalanobis(left, right, max_factor=max_factor, ideal=ideal, orthogonalize=way)
-        super().__init__(
-            model,
-            rule=rule,
-            scale=scale,
-            lr=by_scale(scale, lr, 1e-3, 1e-2),
-            damping=by_scale(scale, damping, 1.0, 1e-1),
-            momentum=by_scale(scale, momentum, 0.9, 0.0),
-            weight_decay=weight_decay,
-            clip=clip_by_scale(scale, clip),
-            refresh_every=refresh_every,
-            loss_average=loss_average,
-            overrides=overrides,
-            **statistics_options(scale, likelihood, options),
-        )
-
-
-def _check_known(name: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise InputError(describe(f"{name}={value!r}", " or ".join(f'"{k}"' for k in known), "choose one of them"))

@@ -7,7 +7,7 @@ gradients.
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
@@ -20,9 +20,10 @@ from layerwise.foundations.linalg import conjugate_gradient, guarded_cholesky
 from layerwise.kernel.contraction import contract, rows_of
 from layerwise.layers.io.one_hot import OneHot
 from layerwise.layers.io.standard import Standard
+from layerwise.optim.backend import Backend
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.options import LIKELIHOOD, LOSS_AVERAGE, Overrides
-from layerwise.optim.rule import Context, Health, Recorded, Shape, State, UpdateRule
+from layerwise.optim.rule import Context, Recorded, Requirements, Shape, State, UpdateRule
 from layerwise.optim.statistics.accumulate import Sums
 from layerwise.optim.step.update import Part
 
@@ -31,31 +32,29 @@ FEW_ROWS = 4096
 """Up to this many rows "auto" takes Woodbury's identity, above conjugate gradients."""
 
 
+@final
 @dataclass
 class BatchRows(UpdateRule):
     """Keeps the batch; the direction is made for all layers together."""
 
     name = "ngd"
     formula = "(F + λI)⁻¹ ∇L, F of the batch over all layers"
-    needs_inputs = True
-    needs_outgrads = True
-    keeps_recorded = True
-    kronecker_only = False
-    averages = False
 
-    def init(self, shape: Shape) -> State:
+    def requirements(self, shape: Shape | None = None) -> Requirements:
+        """The batch's inputs and output gradients, example by example, of any layer."""
+        return Requirements(inputs=True, outgrads=True, examples=True, kronecker_only=False, moments=False)
+
+    def init(self, shape: Shape, backend: Backend) -> State:
         """Nothing."""
         return {}
 
-    def direction(
-        self, state: State, grad: Float[Tensor, "K O I"], context: Context, health: Health
-    ) -> Float[Tensor, "K O I"]:
+    def direction(self, state: State, grad: Float[Tensor, "K O I"], context: Context) -> Float[Tensor, "K O I"]:
         """As it is: `NGD` has solved for all layers already."""
         return grad
 
 
 @dataclass
-class Rows:
+class JacobianRows:
     """``R``, never formed: what was recorded of each layer, one block a forward and cotangent.
 
     A layer that some forwards did not call has zeros in their rows.
@@ -222,12 +221,12 @@ class NGD(Layerwise):
         if mine and known:
             grads = {}
             for part in mine:
-                for spec, groups in part.stack.slices():
+                for spec, groups in part.stack.layers:
                     if spec.name in known:
                         grads[spec.name] = part.grad[groups]
             answer = self._solve(grads, known)
             for part in mine:
-                pieces = [answer.get(spec.name, part.grad[groups]) for spec, groups in part.stack.slices()]
+                pieces = [answer.get(spec.name, part.grad[groups]) for spec, groups in part.stack.layers]
                 part.handed = torch.cat(pieces)
 
     def _solve(self, grads: dict[str, Tensor], known: dict[str, Sums]) -> dict[str, Tensor]:
@@ -235,7 +234,7 @@ class NGD(Layerwise):
         here = next(iter(grads.values()))
         total = torch.tensor(float(sum(counted.values())), dtype=torch.float64, device=here.device)
         examples = int(self.processes.add_up([total])[0])
-        R = Rows({name: known[name].recorded for name in grads}, examples, self.processes)
+        R = JacobianRows({name: known[name].recorded for name in grads}, examples, self.processes)
         rows = R.count
         size = sum(g.numel() for g in grads.values())
         method = self.method
@@ -256,7 +255,7 @@ class NGD(Layerwise):
         mean = float(trace) / size
         return max(damping * mean, torch.finfo(trace.dtype).tiny) if self._damping.relative else damping
 
-    def _woodbury(self, R: Rows, grads: dict[str, Tensor], damping: float, size: int) -> dict[str, Tensor]:
+    def _woodbury(self, R: JacobianRows, grads: dict[str, Tensor], damping: float, size: int) -> dict[str, Tensor]:
         """``(∇L − Rᵀ (R Rᵀ + λ I)⁻¹ R ∇L) / λ``."""
         K = R.gram(next(iter(grads.values())))
         lam = self._lambda(K.trace(), damping, size)
@@ -265,7 +264,7 @@ class NGD(Layerwise):
         pulled = R.pull(torch.cholesky_solve(inner.unsqueeze(1), root)[:, 0].to(K.dtype))
         return {name: (g - pulled[name]) / lam for name, g in grads.items()}
 
-    def _dense(self, R: Rows, grads: dict[str, Tensor], damping: float, size: int) -> dict[str, Tensor]:
+    def _dense(self, R: JacobianRows, grads: dict[str, Tensor], damping: float, size: int) -> dict[str, Tensor]:
         """Cholesky of ``F + λ I``."""
         flat = R.dense({name: g.numel() for name, g in grads.items()}, next(iter(grads.values())))
         F = flat.mT @ flat
@@ -275,7 +274,7 @@ class NGD(Layerwise):
         pieces = x.split([t.numel() for t in grads.values()])
         return {name: piece.view_as(t) for (name, t), piece in zip(grads.items(), pieces, strict=True)}
 
-    def _iterated(self, R: Rows, grads: dict[str, Tensor], damping: float, size: int) -> dict[str, Tensor]:
+    def _iterated(self, R: JacobianRows, grads: dict[str, Tensor], damping: float, size: int) -> dict[str, Tensor]:
         """Conjugate gradients on ``F + λ I``."""
         sizes = [t.numel() for t in grads.values()]
         trace = sum(

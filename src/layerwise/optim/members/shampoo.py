@@ -1,4 +1,4 @@
-"""Shampoo and SOAP: factors of the gradient itself."""
+"""Shampoo: factors of the gradient itself."""
 
 from typing import Any
 
@@ -6,9 +6,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.factors import Factors
+from layerwise.optim.kronecker import KroneckerRoots
 from layerwise.optim.options import Overrides, by_scale
-from layerwise.optim.rotated_adam import RotatedAdam
 
 
 class Shampoo(Layerwise):
@@ -60,7 +59,7 @@ class Shampoo(Layerwise):
     ) -> None:
         powers = by_scale(scale, power, 0.5, 0.25)
         p, q = powers if isinstance(powers, tuple) else (powers, powers)
-        rule = Factors(
+        rule = KroneckerRoots(
             "gradient" if p else "identity",
             "gradient" if q else "identity",
             (float(p), float(q)),
@@ -76,64 +75,6 @@ class Shampoo(Layerwise):
             momentum=momentum,
             weight_decay=weight_decay,
             factor_decay=factor_decay,
-            refresh_every=refresh_every,
-            separate_bias=True,
-            overrides=overrides,
-            **options,
-        )
-
-
-class SOAP(Layerwise):
-    """Adam in the eigenbasis of Shampoo's factors.
-
-    ``W ← W − η U_P [M′ / (√V + ε)] U_Qᵀ`` with ``M′ = U_Pᵀ M U_Q``; the basis is renewed every `refresh_every` steps by
-    one orthogonal iteration.
-
-    Args:
-        model: the module that is trained, or parameters (or groups of them) as torch's optimizers take them: among
-            these an embedding looks like a matrix; give it a group with ``"update": "fallback"``.
-        lr: η; by default 1e-3, and 3e-3 for the bare formula.
-        betas: of the momentum, and of V and the factors; by default (0.9, 0.99), and the paper's (0.95, 0.95) for the
-            bare formula.
-        eps: ε; with ``scale="adam"`` relative to how large gradients are at the start.
-        weight_decay: decoupled.
-        scale: "adam": updates of AdamW's size, for AdamW's rate, whatever the scale of the loss; "formula": as in
-            the paper.
-        skip_first: the first step only sets the basis, as in the authors' code.
-        overrides: options for layers or parameters by pattern, ``{"*.bias": {"weight_decay": 0.0}}``.
-        options: all others of `Layerwise`.
-
-    Reference: Vyas et al. 2024.
-
-    >>> import torch, layerwise as lw
-    >>> opt = lw.optim.SOAP(torch.nn.Linear(4, 3), lr=3e-3)
-    """
-
-    fixed = ("separate_bias",)
-
-    def __init__(
-        self,
-        model: nn.Module | ParamsT,
-        lr: float | Tensor | None = None,
-        betas: tuple[float, float] | None = None,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        scale: str = "adam",
-        skip_first: bool = True,
-        refresh_every: int = 10,
-        max_factor: int = 8192,
-        overrides: Overrides | None = None,
-        **options: Any,
-    ) -> None:
-        decays = by_scale(scale, betas, (0.9, 0.99), (0.95, 0.95))
-        rule = RotatedAdam(max_factor=max_factor, betas=decays, eps=eps, skip_first=skip_first)
-        super().__init__(
-            model,
-            rule=rule,
-            scale=scale,
-            lr=by_scale(scale, lr, 1e-3, 3e-3),
-            weight_decay=weight_decay,
             refresh_every=refresh_every,
             separate_bias=True,
             overrides=overrides,

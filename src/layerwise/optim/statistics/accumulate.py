@@ -1,8 +1,8 @@
-"""From recorded layers to the means that rules observe."""
+"""From recorded layers to the means that rules observe: sums over the forwards of a step, and over processes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -11,12 +11,13 @@ from torch import Tensor
 from layerwise.distributed.processes import Processes
 from layerwise.foundations.linalg import gram
 from layerwise.layers.form import Form
-from layerwise.layers.io.layer_io import LayerCall, RecordedIO
-from layerwise.layers.io.layout import Layout
-from layerwise.layers.table import LayerSpec, Site
-from layerwise.optim.cuda.rows import Rows, plain_linear, together, waits_for_step
-from layerwise.optim.rule import Observation, Recorded, UpdateRule
+from layerwise.layers.io.layer_io import RecordedIO
+from layerwise.layers.table import LayerSpec
+from layerwise.optim.rule import Observation, Recorded, Requirements, Shape
 from layerwise.optim.step.stack import Stack
+
+Moments = tuple[bool, bool]
+"""Which second moments of a layer are formed: of output gradients, and of inputs."""
 
 
 @dataclass(slots=True)
@@ -29,20 +30,19 @@ class Sums:
     G: Tensor | None = None
     examples: int = 0
     recorded: list[Recorded] = field(default_factory=list)
-    inputs: Rows | None = None
-    """What A is to be made of, where that waits for the step; likewise for G."""
-    outgrads: Rows | None = None
+    inputs: Any = None
+    """Rows that A is to be made of, where a GPU leaves that to the step (`cuda.rows`); likewise for G."""
+    outgrads: Any = None
 
     def rescale(self, factor: float) -> None:
         """As if every output gradient had been multiplied by a number."""
         self.G = None if self.G is None else self.G * factor**2
-        self.outgrads = (
-            None if self.outgrads is None else replace(self.outgrads, factor=self.outgrads.factor * factor**2)
-        )
+        if self.outgrads is not None:
+            self.outgrads = replace(self.outgrads, factor=self.outgrads.factor * factor**2)
         self.recorded = [call._replace(factor=call.factor * factor) for call in self.recorded]
 
     def settle(self) -> None:
-        """Make moments of what waits."""
+        """Make moments of rows that were left for the step."""
         for rows, name in ((self.inputs, "A"), (self.outgrads, "G")):
             if rows is not None:
                 moment, old = rows.moment(), getattr(self, name)
@@ -50,69 +50,46 @@ class Sums:
         self.inputs = self.outgrads = None
 
 
-class Kept(NamedTuple):
-    """How a layer looked whose rows were kept as they came, and what of its call is always the same."""
-
-    look: tuple[Any, ...]
-    site: Site
-    layout: Layout
-    chunk_bytes: int
-
-
-class Collector:
+class Accumulator:
     """Adds up what a step's forwards and backwards give."""
 
-    def __init__(self, rule: UpdateRule, sharing: str) -> None:
-        self.rule, self.sharing = rule, sharing
-        self.moments: Callable[[LayerSpec], tuple[bool, bool] | None] = lambda spec: self._recorded_moments
-        """Which second moments of a layer are formed, of output gradients and of inputs (`UpdateRule.moments`); None
-        for a layer that the rule does not treat, such as a head with the fallback's update."""
+    def __init__(self, requires: Requirements, sharing: str, processes: Processes) -> None:
+        self.requires, self.sharing, self.processes = requires, sharing, processes
+        self.moments: Callable[[LayerSpec], Moments | None] = lambda spec: (requires.outgrads, requires.inputs)
+        """Which moments of a layer the rule wants; None for a layer that it does not treat, such as a head with the
+        fallback's update."""
         self.ask_again: Callable[[], None] = lambda: None
         """To be called when that may have changed."""
+        self.rows: Any = None
+        """On a GPU, what keeps the rows of linear layers for the step in place of their moments (`cuda.rows`)."""
         self._sums: dict[str, Sums] = {}
-        self._kept: dict[str, Kept] = {}
-
-    @property
-    def _recorded_moments(self) -> tuple[bool, bool]:
-        return self.rule.needs_outgrads, self.rule.needs_inputs
 
     def forget(self) -> None:
         """The model or its groups may have changed."""
         self.ask_again()
-        self._kept.clear()
+        if self.rows is not None:
+            self.rows.forget()
+
+    # --- in the backward -----------------------------------------------------------------------------------
 
     def add_rows(
         self, spec: LayerSpec, x: Tensor, g: Tensor, examples: int, factor: float, batch: tuple[int, int]
     ) -> bool:
-        """The same as `add` for one call of a linear layer that looks as it did when its rows were last kept.
-
-        Returns whether it does. Most of what hooks cost is what they build and ask for, layer by layer: here little.
-        """
-        name = spec.name
-        kept = self._kept.get(name)
-        if kept is None or kept.look != (x.shape, x.dtype, g.shape, g.dtype, x.device, examples):
+        """The input and output gradient of one call of a layer, before anything is made of them; False: not taken."""
+        if self.rows is None or spec.name in self._sums:
             return False
-        moments = None if name in self._sums else self.moments(spec)
-        if moments is None:
-            return False
-        rule, half, recorded = self.rule, g.dtype, list[Recorded]()
-        if rule.keeps_recorded:
-            call = LayerCall(kept.site, x, g.unsqueeze(0), kept.layout)
-            recorded.append(Recorded(RecordedIO(spec, (call,), examples, chunk_bytes=kept.chunk_bytes), factor, batch))
-        inputs = Rows(x, half, 1.0, spec.form.bias is not None) if moments[1] else None
-        outgrads = Rows(g, half, factor**2) if moments[0] else None
-        rows = 0 if inputs is None else len(inputs)
-        self._sums[name] = Sums(None, rows, None, examples, recorded, inputs, outgrads)
-        return True
+        sums = self.rows.again(self, spec, x, g, examples, factor, batch)
+        if sums is not None:
+            self._sums[spec.name] = sums
+        return sums is not None
 
     def add(self, spec: LayerSpec, call: Recorded) -> bool:
         """One layer of one forward and cotangent; inputs and examples are counted with the first cotangent.
 
-        Returns whether the rule treats the layer at all. It is called in the backward, once a layer: where rows wait
-        for the step, nothing is computed here.
+        Returns whether the rule treats the layer at all.
         """
-        rule, form = self.rule, spec.form
-        if rule.kronecker_only and (not form.kronecker or form.weight is None):
+        requires, form = self.requires, spec.form
+        if requires.kronecker_only and (not form.kronecker or form.weight is None):
             return False
         moments = self.moments(spec)
         if moments is None:
@@ -124,70 +101,53 @@ class Collector:
         first = cotangent == 0
         if first:
             sums.examples += io.examples
-        if rule.keeps_recorded:
+        if requires.examples:
             sums.recorded.append(call._replace(io=io.owned()))
-        of_outgrads, of_inputs = moments[0], moments[1] and first
-        if rule.averages and not (first and self._defer(sums, io, factor, moments)):
-            self._add_moments(sums, io, factor, of_outgrads, of_inputs)
+        if requires.moments:
+            kept = first and self.rows is not None and self.sharing != "reduce"
+            if not (kept and self.rows.keep(sums, io, factor, moments)):
+                self._add_moments(sums, io, factor, moments[0], moments[1] and first)
         return True
 
     @torch.no_grad()
     def _add_moments(self, sums: Sums, io: RecordedIO, factor: float, of_outgrads: bool, of_inputs: bool) -> None:
+        by_channel = self.requires.by_channel and io.spec.form.taps > 1
         if self.sharing == "reduce" and not io.spec.form.one_hot:
-            self._add_reduced(sums, io, factor, of_outgrads, of_inputs)
+            self._add_reduced(sums, io, factor, of_outgrads, of_inputs, by_channel)
             return
         sums.settle()
         if of_inputs:
-            A, rows = io.channel_moment() if self._by_channel(io.spec) else io.input_moment()
+            A, rows = io.channel_moment() if by_channel else io.input_moment()
             sums.A, sums.rows = A if sums.A is None else sums.A + A, sums.rows + rows
         if of_outgrads:
             G = io.output_moment() * factor**2
             sums.G = G if sums.G is None else sums.G + G
 
-    def _defer(self, sums: Sums, io: RecordedIO, factor: float, moments: tuple[bool, bool]) -> bool:
-        """Keep the layer's rows for the step, where one kernel then averages the moments of a whole stack."""
-        rule = self.rule
-        if not rule.takes_rows or sums.rows or sums.G is not None or sums.outgrads is not None:
-            return False
-        if self.sharing == "reduce" or not waits_for_step(io):
-            return False
-        if moments[1]:
-            sums.inputs = Rows.of_inputs(io)
-            sums.rows += len(sums.inputs)
-        if moments[0]:
-            sums.outgrads = Rows.of_outgrads(io, factor)
-        call = io.calls[0]
-        if plain_linear(call) and call.dy is not None:
-            x, g = call.x, call.dy[0]
-            look = (x.shape, x.dtype, g.shape, g.dtype, x.device, io.examples)
-            self._kept[io.spec.name] = Kept(look, call.site, call.layout, io.chunk_bytes)
-        return True
-
-    def _add_reduced(self, sums: Sums, io: RecordedIO, factor: float, of_outgrads: bool, of_inputs: bool) -> None:
+    @staticmethod
+    def _add_reduced(
+        sums: Sums, io: RecordedIO, factor: float, of_outgrads: bool, of_inputs: bool, by_channel: bool
+    ) -> None:
         """Mean of inputs and sum of gradients over positions, then as for single positions."""
         if not (of_outgrads or of_inputs):
             return
         for a, g in io.reduced_chunks():  # [N, K, I], [V, N, K, O]
             if of_inputs:
-                A = offset_mean(a, io.spec.form) if self._by_channel(io.spec) else gram(a.movedim(1, 0))
+                A = offset_mean(a, io.spec.form) if by_channel else gram(a.movedim(1, 0))
                 sums.A, sums.rows = A if sums.A is None else sums.A + A, sums.rows + a.shape[0]
             if of_outgrads:
                 G = gram(g.flatten(0, 1).movedim(1, 0)) * factor**2
                 sums.G = G if sums.G is None else sums.G + G
 
-    def _by_channel(self, spec: LayerSpec) -> bool:
-        return self.rule.sua and spec.form.taps > 1
+    # --- in the step ---------------------------------------------------------------------------------------
 
     def take(self) -> dict[str, Sums]:
         """What came since the last call."""
         sums, self._sums = self._sums, {}
         return sums
 
-    def take_all(self, specs: Sequence[LayerSpec], processes: Processes, device: torch.device) -> dict[str, Sums]:
+    def take_all(self, specs: Sequence[LayerSpec], device: torch.device) -> dict[str, Sums]:
         """The same over all processes: one reduction, in the order of the layers."""
-        own = self.take()
-        if processes.count == 1:
-            return own
+        own, processes = self.take(), self.processes
         for sums in own.values():
             sums.settle()
         present = torch.tensor([float(spec.name in own) for spec in specs], dtype=torch.float64)
@@ -197,58 +157,55 @@ class Collector:
         moments = processes.add_up([t for spec in known for t in self._tensors(spec, filled[spec.name], device)])
         places = iter(moments)
         for spec in known:
-            sums = filled[spec.name]
+            sums, (of_outgrads, of_inputs) = filled[spec.name], self._wanted(spec)
             counts = next(places)
             sums.rows, sums.examples = int(counts[0]), int(counts[1])
-            if self._wants(spec, "A"):
+            if of_inputs:
                 sums.A = next(places)
-            if self._wants(spec, "G"):
+            if of_outgrads:
                 sums.G = next(places)
         return filled
 
-    def _wants(self, spec: LayerSpec, factor: str) -> bool:
-        moments = self.moments(spec)
-        return self.rule.averages and moments is not None and moments[1 if factor == "A" else 0]
+    def _wanted(self, spec: LayerSpec) -> Moments:
+        return (self.moments(spec) or (False, False)) if self.requires.moments else (False, False)
 
     def _tensors(self, spec: LayerSpec, sums: Sums, device: torch.device) -> list[Tensor]:
         """Counts and moments, zero where this process has none."""
-        form = spec.form
+        form, (of_outgrads, of_inputs) = spec.form, self._wanted(spec)
         found = [torch.tensor([sums.rows, sums.examples], dtype=torch.float64, device=device)]
-        size = form.weight_inputs // form.taps if self._by_channel(spec) else form.inputs
+        size = form.weight_inputs // form.taps if self.requires.by_channel and form.taps > 1 else form.inputs
         square = (form.groups, size) if form.one_hot else (form.groups, size, size)
-        for factor, shape in (("A", square), ("G", (form.groups, form.outputs, form.outputs))):
-            if self._wants(spec, factor):
-                value = getattr(sums, factor)
-                like = next(t for t in (sums.A, sums.G, torch.zeros((), device=device)) if t is not None)
-                found.append(like.new_zeros(shape) if value is None else value)
+        like = next(t for t in (sums.A, sums.G, torch.zeros((), device=device)) if t is not None)
+        if of_inputs:
+            found.append(like.new_zeros(square) if sums.A is None else sums.A)
+        if of_outgrads:
+            found.append(like.new_zeros(form.groups, form.outputs, form.outputs) if sums.G is None else sums.G)
         return found
 
-    @staticmethod
-    def observation(stack: Stack, sums: dict[str, Sums], processes: Processes) -> Observation | None:
+    def observation(self, stack: Stack, sums: dict[str, Sums]) -> Observation | None:
         """The means of a stack's layers; None where none was seen."""
-        known = [sums.get(spec.name) for spec in stack.specs]
-        if not any(s is not None for s in known):
+        known, seen, examples = list[Sums | None](), list[bool](), 0
+        for spec in stack.specs:
+            s = sums.get(spec.name)
+            known.append(s)
+            seen += [s is not None] * spec.form.groups
+            examples = examples if s is None else max(examples, s.examples)
+        if True not in seen:
             return None
-        seen = [s is not None for s, spec in zip(known, stack.specs, strict=True) for _ in range(spec.form.groups)]
-        inputs = together([None if s is None else s.inputs for s in known], [s.rows if s else 0 for s in known])
-        outgrads = together([None if s is None else s.outgrads for s in known], [s.examples if s else 0 for s in known])
-        for s in known:
-            if s is not None:
-                s.inputs = None if inputs is not None else s.inputs
-                s.outgrads = None if outgrads is not None else s.outgrads
-                s.settle()
-        return Observation(
-            _means(stack, known, "A", "rows"),
-            _means(stack, known, "G", "examples"),
-            None if all(seen) else torch.tensor(seen, device=stack.shape.device),
-            [[] if s is None else s.recorded for s in known],
-            [spec.form.groups for spec in stack.specs],
-            seen,
-            max(s.examples for s in known if s is not None),
-            processes.add_up,
-            inputs,
-            outgrads,
-        )
+        inputs = outgrads = None
+        if self.rows is not None:
+            inputs, outgrads = self.rows.together(known)
+            for s in known:
+                if s is not None:
+                    s.settle()
+        A, G = _means(stack, known) if self.requires.moments else (None, None)
+        found = Observation(A if inputs is None else inputs, G if outgrads is None else outgrads)
+        found.seen = None if False not in seen else torch.tensor(seen, device=stack.shape.device)
+        found.known, found.examples, found.add_up = seen, examples, self.processes.add_up
+        if self.requires.examples:
+            found.recorded = [[] if s is None else s.recorded for s in known]
+        found.groups = [spec.form.groups for spec in stack.specs]
+        return found
 
 
 def offset_mean(a: Float[Tensor, "N K I"], form: Form) -> Float[Tensor, "K c c"]:
@@ -257,17 +214,21 @@ def offset_mean(a: Float[Tensor, "N K I"], form: Form) -> Float[Tensor, "K c c"]
     return torch.einsum("nkco,nkdo->kcd", by_offset, by_offset) / form.taps
 
 
-def _means(stack: Stack, known: Sequence[Sums | None], factor: str, count: str) -> Tensor | None:
-    """One factor of all layers, each sum divided by its count; zero for a layer that was not seen, and in padding."""
-    shape = stack.shape
-    example = next((t for s in known if s is not None and (t := getattr(s, factor)) is not None), None)
-    if example is None:
-        return None
-    own, padding = example.shape[1:], shape.padding[0 if factor == "G" else 1]
-    means = shape.zeros(*(size + padding for size in own))
-    for (_, groups), s in zip(stack.slices(), known, strict=True):
-        value = None if s is None else getattr(s, factor)
-        if value is not None:
-            place = means[(groups, *(slice(size) for size in own))]
-            torch.div(value.to(shape.dtype), max(getattr(s, count), 1), out=place)
-    return means
+def _means(stack: Stack, known: Sequence[Sums | None]) -> tuple[Tensor | None, Tensor | None]:
+    """A and G of all layers, each sum divided by its count; zero for a layer that was not seen, and in padding."""
+    shape: Shape = stack.shape
+    A = G = None
+    for (_, groups), s in zip(stack.layers, known, strict=True):
+        if s is None:
+            continue
+        if s.A is not None:
+            own = tuple(s.A.shape[1:])
+            A = shape.zeros(*(size + shape.padding[1] for size in own)) if A is None else A
+            place = A[(groups, *map(slice, own))]
+            torch.div(s.A.to(shape.dtype), max(s.rows, 1), out=place)
+        if s.G is not None:
+            own = tuple(s.G.shape[1:])
+            G = shape.zeros(*(size + shape.padding[0] for size in own)) if G is None else G
+            place = G[(groups, *map(slice, own))]
+            torch.div(s.G.to(shape.dtype), max(s.examples, 1), out=place)
+    return A, G

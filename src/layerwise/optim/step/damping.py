@@ -70,14 +70,14 @@ class Damping:
         self,
         stacks: list[Stack],
         directions: list[Tensor],
-        plans: list[tuple[Tensor, list[bool]]],
+        grads: list[Tensor],
         lrs: list[float],
     ) -> None:
         """What the quadratic model expects of the step: ``−η⟨∇L, D⟩ + ½ η² ⟨D, F D⟩``."""
         if not self.adaptive:
             return
         change = 0.0
-        for stack, D, (grad, _), eta in zip(stacks, directions, plans, lrs, strict=True):
+        for stack, D, grad, eta in zip(stacks, directions, grads, lrs, strict=True):
             curvature = stack.rule.quadratic(stack.state, D)
             change -= eta * float((grad * D).sum())
             change += 0.5 * eta**2 * (0.0 if curvature is None else float(curvature))

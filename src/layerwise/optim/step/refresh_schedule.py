@@ -1,133 +1,43 @@
-"""When and how decompositions are renewed: whose turn it is, who owns it, and how it is run."""
+"""When decompositions are renewed, layer by layer, and by which of several processes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 
 from layerwise.distributed.processes import Processes
-from layerwise.optim.cuda.graphs import Graphs
-from layerwise.optim.cuda.stagger import LAUNCHES, MORE_ROUNDS, Work, balanced, decomposition_cost, one_by_one
-from layerwise.optim.rule import Context, Health
-from layerwise.optim.step.damping import Damping
+from layerwise.optim.rule import Context
 from layerwise.optim.step.stack import Stack
 
 
-@dataclass
-class Refreshes:
-    """Of one optimizer's stacks."""
+@dataclass(frozen=True)
+class Turn:
+    """Groups of a stack that are refreshed together, at every step that leaves this remainder."""
 
-    every: int
-    damping: Damping
-    processes: Processes
-    health: Health
-    graphs: Graphs = field(default_factory=Graphs)
-
-    def give_turns(self, stacks: Sequence[Stack], waits: bool, labels: bool = False) -> None:
-        """When each part of a stack is refreshed; where nobody waits for the device, in few batches of equal work.
-
-        With `labels` of the model's own, factors of output gradients may be hard to follow (`refined`).
-        """
-        layers = [[groups for _, groups in stack.slices()] for stack in stacks]
-        if waits:
-            # A stack without decompositions takes no turn from others: a parameter added later changes nobody's.
-            before = [0, *accumulate(not stack.fallback for stack in stacks)]
-            turns = [one_by_one(number, of_stack, self.every) for number, of_stack in zip(before, layers, strict=False)]
-        else:
-            sides = [stack.rule.sides(stack.shape) for stack in stacks]
-            works = [
-                Work(
-                    of_stack,
-                    decomposition_cost(stack.shape, *has),
-                    MORE_ROUNDS * decomposition_cost(stack.shape, has[0], False) if labels else 0.0,
-                )
-                for stack, of_stack, has in zip(stacks, layers, sides, strict=True)
-            ]
-            turns = balanced(works, self.every, LAUNCHES)
-        for stack, found in zip(stacks, turns, strict=True):
-            stack.memory["turns"] = found
-
-    def run(self, stack: Stack, context: Context, waits: bool) -> None:
-        """All groups at the first step and, while statistics are young, at its doublings; then each in its turn."""
-        step, turns, fresh = context.step, stack.memory["turns"], freshness(stack)
-        due = [
-            groups
-            for t in turns
-            for groups in ([t.groups] if waits else known_runs(stack, t.groups))
-            if self.is_due(step, t.slot) or not all(fresh[groups])
-        ]
-        regular = {
-            groups.start for t in turns if self.is_due(step, t.slot) for groups in due if _within(groups, t.groups)
-        }
-        owners = self.processes.owners([float(groups.stop - groups.start) for groups in due])
-        for groups, owner in zip(due, owners, strict=True):
-            for part in self._ready_parts(stack, groups, waits):
-                if groups.start not in regular and part != groups and all(fresh[part]):
-                    continue  # only its neighbours are new
-                if owner == self.processes.rank:
-                    self._refresh(stack, part, context)
-                if not all(fresh[part]):
-                    stack.state["fresh"][part] = 1
-                    fresh[part] = [True] * (part.stop - part.start)
-        if self.processes.count > 1:
-            self.processes.share(
-                [
-                    (owner, stack.state[name][groups])
-                    for groups, owner in zip(due, owners, strict=True)
-                    for name in stack.rule.refreshed
-                    if name in stack.state
-                ]
-            )
-
-    def is_due(self, step: int, slot: int) -> bool:
-        """Whether a step renews what has this slot."""
-        young = step < self.every and step & (step - 1) == 0  # 1, 2, 4, 8, …
-        return young or (step - 1 - slot) % self.every == 0
-
-    def _refresh(self, stack: Stack, groups: slice, context: Context) -> None:
-        rule, state, health = stack.rule, stack.state, self.health
-        counted, replayed = health.refreshes, False
-        for part in rule.parts(state, rule.plan(state, groups, context, health)):
-            call = partial(rule.refresh, state, groups, replace(context, plan=part), health)
-            if part is not None and self._repeats(stack, part):
-                key = (id(stack), groups.start, groups.stop, context.damping, part)
-                kind = "exact" if part.exact else "refined"
-                replayed = self.graphs.run(key, call, stack.shape.device, kind=kind) or replayed
-            else:
-                call()
-        # Once, whatever the number of parts; a rule that had nothing to do counts nothing.
-        health.refreshes = counted + (replayed or health.refreshes > counted)
-        rule.report(groups, context)
-
-    def _repeats(self, stack: Stack, plan: Any) -> bool:
-        """Whether a refresh can be recorded: one process, a damping that stays as it is, and state alone."""
-        steady = self.damping.schedule is None and not self.damping.adaptive
-        on_gpu = stack.shape.device.type == "cuda"
-        return on_gpu and steady and self.processes.count == 1 and stack.rule.replayable(stack.state, plan)
-
-    def _ready_parts(self, stack: Stack, groups: slice, waits: bool) -> list[slice]:
-        """All groups, or those that have something to decompose: an expert without tokens stops no other."""
-        if self._ready(stack, groups, waits):
-            return [groups]
-        if not waits:
-            return []
-        single = [slice(k, k + 1) for k in range(groups.start, groups.stop)]
-        return [one for one in single if stack.rule.ready(stack.state, one)] if len(single) > 1 else []
-
-    def _ready(self, stack: Stack, groups: slice, waits: bool) -> bool:
-        """Whether there is anything to decompose; where nobody waits, as far as the host knows."""
-        if waits:
-            return stack.rule.ready(stack.state, groups)
-        if all(freshness(stack)[groups]):
-            return True
-        return self.health.gate is None or bool(self.health.gate)  # asked at the first steps alone
+    groups: slice
+    slot: int
 
 
-def _within(groups: slice, others: slice) -> bool:
-    return others.start <= groups.start and groups.stop <= others.stop
+def is_due(step: int, slot: int, every: int) -> bool:
+    """Whether a step renews what has this slot: all at the first steps' doublings (1, 2, 4, …), then each in turn."""
+    return (step < every and step & (step - 1) == 0) or (step - 1 - slot) % every == 0
+
+
+def one_by_one(number: int, layers: Sequence[slice], every: int) -> list[Turn]:
+    """A layer a step; stacks begin one after the other.
+
+    >>> [turn.slot for turn in one_by_one(1, [slice(0, 1), slice(1, 2)], 2)]
+    [1, 0]
+    """
+    return [Turn(groups, (number + place) % every) for place, groups in enumerate(layers)]
+
+
+def give_turns(stacks: Sequence[Stack], every: int) -> None:
+    """A stack without decompositions takes no turn from others: a parameter added later changes nobody's."""
+    before = [0, *accumulate(not stack.fallback for stack in stacks)]
+    for number, stack in zip(before, stacks, strict=False):
+        stack.memory["turns"] = one_by_one(number, [groups for _, groups in stack.layers], every)
 
 
 def freshness(stack: Stack) -> list[bool]:
@@ -139,17 +49,51 @@ def freshness(stack: Stack) -> list[bool]:
     return stack.memory["fresh"]
 
 
-def known_runs(stack: Stack, groups: slice) -> list[slice]:
-    """Neighbours that have statistics, as far as the host knows: one layer that is never called stops no other."""
-    seen, fresh, runs = stack.memory.get("observed", [False] * stack.groups), freshness(stack), list[slice]()
-    for place in range(groups.start, groups.stop):
-        if seen[place] or fresh[place]:
-            start = runs.pop().start if runs and runs[-1].stop == place else place
-            runs.append(slice(start, place + 1))
-    return runs
+@dataclass
+class RefreshSchedule:
+    """Of one optimizer's stacks; groups that are not fresh are refreshed as soon as they have statistics."""
 
+    every: int
+    processes: Processes | None = None
+    """Those that train together, if there are several: each decomposition is made by one of them."""
 
-def remember(stack: Stack, known: Sequence[bool]) -> None:
-    """Which groups have statistics, as far as the host can know."""
-    before = stack.memory.setdefault("observed", [False] * stack.groups)
-    stack.memory["observed"] = [old or new for old, new in zip(before, known, strict=True)]
+    def run(self, stack: Stack, context: Context) -> None:
+        """Renew what is due at this step."""
+        step, every, fresh = context.step, self.every, freshness(stack)
+        due, regular = list[slice](), list[bool]()
+        for turn in stack.memory["turns"]:
+            groups, slot = turn.groups, turn.slot
+            on = (step < every and step & (step - 1) == 0) or (step - 1 - slot) % every == 0
+            if on or False in fresh[groups]:
+                due.append(groups)
+                regular.append(on)
+        if not due:
+            return
+        owners, rank = [0] * len(due), 0
+        if self.processes is not None:
+            owners = self.processes.owners([float(groups.stop - groups.start) for groups in due])
+            rank = self.processes.rank
+        for groups, in_turn, owner in zip(due, regular, owners, strict=True):
+            for part in self._ready_parts(stack, groups):
+                if not in_turn and part != groups and all(fresh[part]):
+                    continue  # only its neighbours are new
+                if owner == rank:
+                    stack.rule.refresh(stack.state, part, context)
+                if False in fresh[part]:
+                    stack.state["fresh"][part] = 1
+                    fresh[part] = [True] * (part.stop - part.start)
+        if self.processes is not None:
+            pairs = zip(due, owners, strict=True)
+            self.processes.share([(owner, X) for groups, owner in pairs for X in stack.renewed(groups)])
+
+    @staticmethod
+    def _ready_parts(stack: Stack, groups: slice) -> list[slice]:
+        """All groups, or those that have something to decompose: an expert without tokens stops no other."""
+        factors, ready = stack.factors(), []
+        known = [factor.trace(groups) > 0 for factor in factors]
+        if all(bool(on.all()) for on in known):
+            return [groups]
+        for place, k in enumerate(range(groups.start, groups.stop)):
+            if all(bool(on[place]) for on in known):
+                ready.append(slice(k, k + 1))
+        return ready if groups.stop - groups.start > 1 else []

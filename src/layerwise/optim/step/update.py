@@ -1,38 +1,27 @@
-"""One step over all stacks: gradients are gathered, rules learn from them, and what they say is subtracted."""
+"""One step over all stacks: statistics are observed, decompositions refreshed, directions made and subtracted.
+
+`Executor` is how that is carried out. `EagerExecutor`, below, is the order in which a step happens: the host looks at
+values whenever it wants to know. On a GPU `cuda.executor.AsynchronousExecutor` takes the same steps without waiting
+for the device.
+"""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerwise.optim.cuda.deferred_examples import Spread
-from layerwise.optim.cuda.deferred_statistics import Statistics, take_all_in, take_due
-from layerwise.optim.cuda.elementwise import finish_
-from layerwise.optim.cuda.found_inf import bounds, sizes_of
-from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.unscaled import unscaled
-from layerwise.optim.rule import Context, Health, Observation, State, UpdateRule
-from layerwise.optim.statistics.accumulate import Collector, Sums
+from layerwise.optim.rule import Context, Health, Observation, UpdateRule
+from layerwise.optim.statistics.accumulate import Accumulator, Sums
+from layerwise.optim.step.clip import Clip
 from layerwise.optim.step.damping import Damping
-from layerwise.optim.step.graft import Clip, Graft
-from layerwise.optim.step.refresh_schedule import Refreshes, remember
+from layerwise.optim.step.graft import Graft
+from layerwise.optim.step.refresh_schedule import RefreshSchedule, give_turns
 from layerwise.optim.step.stack import Stack
-from layerwise.optim.step.update_scale import UpdateScale
-
-
-@dataclass
-class Gathered:
-    """What a step begins with, stack by stack."""
-
-    gates: dict[torch.device, Tensor]
-    """Whether the step is taken, as each device knows; none where the host may ask."""
-    grads: list[Tensor]
-    active: list[list[bool]]
-    """Which layers have a gradient."""
-    largest: list[Tensor | None]
-    """What no entry of each group exceeds, for stacks that split their gradient into halves."""
+from layerwise.optim.step.update_size import UpdateSize
 
 
 @dataclass
@@ -43,22 +32,19 @@ class Part:
     context: Context
     grad: Tensor
     active: list[bool]
+    """Which layers have a gradient."""
     handed: Tensor
     """What the rule gets in the gradient's place; the gradient, mostly."""
-    observed: Observation | None = None
-    before: State | None = None
+    before: dict[str, Tensor] | None = None
     """The state as it was, where some layers have no gradient and keep theirs."""
-    rates: Tensor | None = None
-    """``(1 − η·decay, η)`` on the device, where a recorded step reads them; None: the host's are taken."""
 
-    @property
-    def lr(self) -> float | Tensor:
-        """η, wherever it is."""
-        return self.context.lr if self.rates is None else self.rates[1]
+
+SolveTogether = Callable[[list[Part], dict[str, Sums]], None]
+"""For members that look at all layers at once: replaces `Part.handed`."""
 
 
 @dataclass
-class Descent:
+class Executor(ABC):
     """Of one optimizer's stacks."""
 
     stacks: list[Stack]
@@ -68,197 +54,127 @@ class Descent:
     damping: Damping
     clip: Clip
     graft: Graft
-    collector: Collector
-    refreshes: Refreshes
-    spread: Spread = field(default_factory=Spread)
-    statistics: Statistics = field(default_factory=Statistics)
-    scale: UpdateScale = field(default_factory=UpdateScale)
-    _places: dict[torch.device, dict] = field(default_factory=dict)
+    size: UpdateSize
+    accumulator: Accumulator
+    every: int
+    """Steps between decompositions."""
 
-    # --- gradients -----------------------------------------------------------------------------------------
+    @abstractmethod
+    def run(
+        self, contexts: Sequence[Context], seen: dict[str, Sums], scale: float, together: SolveTogether | None
+    ) -> None:
+        """Take a step with all gradients times `scale`, and what was seen of each layer."""
 
-    def gather(self, scale: float, waits: bool, places: dict[torch.device, dict] | None = None) -> Gathered:
-        """All gradients times a number, and where nobody waits whether they are finite and how large they are.
+    def settle(self) -> None:
+        """Take in all that was put off, before anybody looks at the state. Nothing, where nothing is."""
+        return
 
-        `places` remembers on the devices which sizes belong together, in place of the memory of other steps.
-        """
-        places = self._places if places is None else places
-        sizes = {} if waits else sizes_of(p for stack in self.stacks for p in stack.params.values())
-        gates = self._find_gates(scale, sizes)
-        grads, active, largest = [], [], dict[int, Tensor]()
-        for stack in self.stacks:
-            grad, on = stack.gradient(scale, gates.get(stack.shape.device))
-            grads.append(grad)
-            active.append(on)
-        for device, gate in gates.items():
-            split = [stack for stack in self.stacks if stack.splits_gradient and stack.shape.device == device]
-            if split and device in sizes:
-                largest |= bounds(split, sizes[device], gate, scale, places.setdefault(device, {}))
-        return Gathered(gates, grads, active, [largest.get(id(stack)) for stack in self.stacks])
+    def pending(self, step: int) -> dict[str, dict[str, Tensor]]:
+        """What a checkpoint has beside the state, layer by layer."""
+        return {}
 
-    def _find_gates(self, scale: float, sizes: dict) -> dict[torch.device, Tensor]:
-        """Whether this step is taken, as each device sees it; behind a gate that is shut, gradients are zero.
+    def resume(self, saved: dict[str, dict[str, Tensor]]) -> None:
+        """Take that up again."""
+        return
 
-        A gradient that overflows when it is scaled is not finite.
-        """
-        if not sizes:
-            return {}
-        grows = abs(scale) > 1
-        flags = [(s.largest * abs(scale) < torch.inf).all() if grows else s.finite for s in sizes.values()]
-        gate = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
-        self.health.gate = gate
-        self.health.count("skipped_steps", (~gate).to(torch.int64))
-        return {device: gate.to(device) for device in sizes}
-
-    def parts(self, contexts: Sequence[Context], gathered: Gathered) -> list[Part]:
-        """Everything a step knows of each stack."""
-        found = []
-        for stack, context, grad, active, largest in zip(
-            self.stacks, contexts, gathered.grads, gathered.active, gathered.largest, strict=True
-        ):
-            context.gate, context.largest = gathered.gates.get(stack.shape.device), largest
-            context.gradient = grad if stack.splits_gradient and context.gate is not None else None
-            found.append(Part(stack, context, grad, active, grad))
-        return found
-
-    @staticmethod
-    def finite(parts: Sequence[Part]) -> bool:
-        """Whether all gradients are; the host waits."""
-        grads = [part.grad for part in parts]
-        sums = [grad.sum() for grad in grads]
-        return all(math.isfinite(float(s)) for s in sums) or all(bool(torch.isfinite(g).all()) for g in grads)
-
-    # --- what rules learn ----------------------------------------------------------------------------------
-
-    def learn(self, parts: Sequence[Part], seen: dict[str, Sums], waits: bool, by_gradient: bool = True) -> None:
-        """Statistics, and decompositions whose turn it is."""
-        for part in parts:
-            stack, rule, context = part.stack, part.stack.rule, part.context
-            self.health.gate = context.gate
-            if rule.refreshes and not (rule.needs_inputs or rule.needs_outgrads):
-                remember(stack, stack.by_group(part.active))
-            if rule is self.rule:
-                part.observed = self.collector.observation(stack, seen, self.refreshes.processes)
-            self._take_waiting(part)
-            part.before = None if all(part.active) else {k: v.clone() for k, v in stack.state.items()}
-            if part.observed is not None:
-                self.statistics.take(stack, part.observed, context, self.health, whole=part.before is None)
-                take_due(stack, context.step, self.refreshes.is_due, self.health)
-                remember(stack, part.observed.known)
-            if by_gradient:
-                self.learn_gradient(part)
-            if rule.refreshes:
-                self.refreshes.run(stack, context, waits)
-            if rule.keeps_recorded:
-                part.observed = self.spread.run(stack, part.observed, context, stack.by_group(part.active))
-
-    def _take_waiting(self, part: Part) -> None:
-        """Statistics of an earlier batch: no part of this step, so that layers without a gradient keep them too."""
-        if part.observed is not None:
-            take_all_in(part.stack, self.health)
-        else:
-            take_due(part.stack, part.context.step, self.refreshes.is_due, self.health)
-
-    def learn_gradient(self, part: Part) -> None:
-        """The gradient's own statistics, where this step takes some."""
-        if part.context.observes:
-            stack, self.health.gate = part.stack, part.context.gate
-            stack.rule.observe_gradient(stack.state, part.handed, stack.group["factor_decay"], self.health)
-
-    # --- the step ------------------------------------------------------------------------------------------
-
-    def descend(self, parts: Sequence[Part], waits: bool) -> None:
-        """Directions, and what is made of them."""
-        directions = [self._direction(part, waits) for part in parts]
-        # Before momentum: an average of former directions may have any sign beside the present gradient.
-        factor = self.clip.factor(self.stacks, directions, [p.grad for p in parts], [p.lr for p in parts], waits)
-        self.health.count("clipped_steps", (factor < 1).to(torch.int64) if isinstance(factor, Tensor) else factor < 1)
-        if not waits and not self.damping.adaptive:
-            for part, D in zip(parts, directions, strict=True):
-                self._finish(part, D, factor)
-            return
-        updates = []
-        for part, D in zip(parts, directions, strict=True):
-            updates.append(self._momentum(part, unscaled(D), factor))
-            self._subtract(part, updates[-1])
-        self.damping.predict(self.stacks, updates, [(p.grad, p.active) for p in parts], [p.context.lr for p in parts])
-
-    def _direction(self, part: Part, waits: bool) -> Tensor | Scaled:
-        """What a stack subtracts, before the learning rate; layers without a gradient keep their state."""
-        stack, rule, context = part.stack, part.stack.rule, part.context
-        self.health.gate = context.gate
-        looked_at = waits or self.damping.adaptive or self.graft.method or self.clip.kind == "norm"
-        context.asks_along = self.clip.kind == "kl" and not looked_at
-        rule.rescale(stack.state, part.observed, part.handed, context)
-        if self.scale.sets(rule):
-            D = self._sized(part)
-        else:
-            direction = rule.direction if looked_at else rule.scaled_direction
-            D = direction(stack.state, part.handed, context, self.health)
-        D = self.graft.apply(stack, part.handed, D, self.health)
-        if part.before is not None:
-            made = {k: torch.zeros_like(v) for k, v in stack.state.items() if k not in part.before}
-            stack.restore({**made, **part.before}, part.active)
-        return D
-
-    def _sized(self, part: Part) -> Tensor:
-        """The direction of an averaged gradient, of AdamW's size."""
-        stack, context = part.stack, part.context
-        averaged, wanted = self.scale.average(stack, part.handed, context, self.health)
-        D = stack.rule.direction(stack.state, averaged, context, self.health)
-        return self.scale.apply(stack, D.to(stack.shape.dtype), wanted, part.lr)
-
-    def _factor(self, part: Part, factor: float | Tensor) -> float | Tensor:
-        """A clip is for matrices alone, where the others are to have AdamW's own step."""
-        return factor if self.scale.method == "formula" or part.stack.rule is self.rule else 1.0
-
-    def _finish(self, part: Part, D: Tensor | Scaled, factor: float | Tensor) -> None:
-        """Momentum, decay and descent in one pass, where the stack's layers allow it."""
-        stack, context, listed = part.stack, part.context, part.stack.listed
-        factor = self._factor(part, factor)
-        factor = factor.to(stack.shape.device) if isinstance(factor, Tensor) else factor
-        layers = listed.parameters() if listed is not None and all(part.active) else None
-        if listed is None or layers is None:
-            self._subtract(part, self._momentum(part, unscaled(D).to(stack.shape.dtype), factor))
-            return
-        mu = self._mu(part)
-        finish_(
-            *layers,
-            listed.directions(D),
-            listed.matrices(stack.momentum()) if mu else None,
-            lr=context.lr,
-            decay=stack.group["weight_decay"],
-            rates=part.rates,
-            mu=mu,
-            nesterov=stack.group["nesterov"],
-            factor=factor,
-            gate=context.gate,
-        )
-
-    @staticmethod
-    def _subtract(part: Part, update: Tensor) -> None:
-        lr = part.context.lr
-        part.stack.subtract(update, lr, part.active, lr * part.stack.group["weight_decay"], part.context.gate)
-
-    def _mu(self, part: Part) -> float:
+    def _momentum(self, part: Part) -> float:
         """Momentum of the direction: none where the gradient was averaged before, where the rule takes the option
         itself, or is a fallback with its own."""
-        rule, own = part.stack.rule, part.stack.rule.own_momentum
-        averaged = self.scale.sets(rule) or own == "momentum" or (own and rule is not self.rule)
-        return 0.0 if averaged else part.stack.group["momentum"]
+        stack = part.stack
+        own = stack.requires.own_momentum
+        averaged = self.size.sets(stack) or own == "momentum" or (own and stack.rule is not self.rule)
+        return 0.0 if averaged else stack.group["momentum"]
 
-    def _momentum(self, part: Part, D: Tensor, factor: float | Tensor) -> Tensor:
+    def _factor(self, part: Part, factor: Any) -> Any:
+        """A clip is for matrices alone, where the others are to have AdamW's own step."""
+        return factor if self.size.method == "formula" or part.stack.rule is self.rule else 1.0
+
+
+@dataclass
+class EagerExecutor(Executor):
+    """The host may look at values."""
+
+    def __post_init__(self) -> None:
+        give_turns(self.stacks, self.every)
+        processes = self.accumulator.processes
+        self.schedule = RefreshSchedule(self.every, processes if processes.count > 1 else None)
+
+    def run(
+        self, contexts: Sequence[Context], seen: dict[str, Sums], scale: float, together: SolveTogether | None
+    ) -> None:
+        """Gradients, what is learnt of them, and the update; nothing, if a gradient is not finite."""
+        parts = []
+        for stack, context in zip(self.stacks, contexts, strict=True):
+            grad = stack.gradient(scale)
+            parts.append(Part(stack, context, grad, stack.active(), grad))
+        for part in parts:
+            if not math.isfinite(float(part.grad.sum())) and not bool(torch.isfinite(part.grad).all()):
+                self.health.skipped_steps += 1
+                return
+        if together is not None:
+            together(parts, seen)
+        for part in parts:
+            self._learn(part, seen)
+        self._descend(parts)
+
+    def _learn(self, part: Part, seen: dict[str, Sums]) -> None:
+        """Statistics, and decompositions that are due."""
+        stack, rule, context = part.stack, part.stack.rule, part.context
+        observed = self.accumulator.observation(stack, seen) if seen and rule is self.rule else None
+        part.before = stack.copied() if False in part.active else None
+        if observed is not None:
+            rule.observe(stack.state, replace(observed, recorded=[]) if observed.recorded else observed, context)
+        if context.observes:
+            rule.observe(stack.state, Observation(gradient=part.handed), context)
+        if stack.requires.refreshes:
+            self.schedule.run(stack, context)
+        if observed is not None and observed.recorded:  # in the basis as it is now
+            rule.observe(stack.state, replace(observed, A=None, G=None), context)
+
+    def _descend(self, parts: Sequence[Part]) -> None:
+        """Directions, and what is made of them: W ← (1 − η·decay) W − η · momentum(clip(graft(direction)))."""
+        directions, factor = [self._direction(part) for part in parts], 1.0
+        if self.clip.kind is not None:
+            # Before momentum: an average of former directions may have any sign beside the present gradient.
+            grads, lrs = [part.grad for part in parts], [part.context.lr for part in parts]
+            factor = self.clip.factor(self.stacks, directions, grads, lrs)
+            self.health.clipped_steps += factor < 1
+        updates = []
+        for part, D in zip(parts, directions, strict=True):
+            update = self._with_momentum(part, D, factor)
+            updates.append(update)
+            for target, piece, lr, decay in part.stack.pieces(update, part.context.lr, part.active):
+                if decay:
+                    target.mul_(1 - lr * decay)
+                target.add_(piece.to(target.dtype), alpha=-lr)
+        if self.damping.adaptive:
+            lrs = [part.context.lr for part in parts]
+            self.damping.predict(self.stacks, updates, [part.grad for part in parts], lrs)
+
+    def _direction(self, part: Part) -> Tensor:
+        """What a stack subtracts, before the learning rate; layers without a gradient keep their state."""
+        stack, context = part.stack, part.context
+        context.gradient = part.handed
+        if self.size.method == "adam" and stack.requires.matrices_only:
+            D = self.size.direction(stack, part.handed, context, context.lr)
+        else:
+            D = stack.rule.direction(stack.state, part.handed, context)
+        if self.graft.method is not None:
+            D = self.graft.apply(stack, part.handed, D, context)
+        if part.before is not None:
+            stack.restore(part.before, part.active)
+        return D
+
+    def _with_momentum(self, part: Part, D: Tensor, factor: float) -> Tensor:
         """``μ · buffer + factor · D``, kept; with Nesterov's, one step ahead of it."""
-        stack, gate = part.stack, part.context.gate
-        mu, factor = self._mu(part), self._factor(part, factor)
-        D = D if isinstance(factor, float) and factor == 1.0 else D * factor
+        stack, mu, factor = part.stack, self._momentum(part), self._factor(part, factor)
+        D = D if factor == 1.0 else D * factor
         if not mu:
             return D
         old = stack.state.get("momentum")
-        buffer = D.clone() if old is None else D + mu * old
-        if gate is not None:  # what it was, where the step is left out
-            buffer = torch.where(gate.to(D.device), buffer, 0.0 if old is None else old)
-        stack.state["momentum"] = buffer
-        if not all(part.active):
-            stack.restore({"momentum": torch.zeros_like(D) if old is None else old}, part.active)
+        buffer = stack.state["momentum"] = D.clone() if old is None else D + mu * old
+        if False in part.active:
+            for (_, groups), on in zip(stack.layers, part.active, strict=True):
+                if not on:
+                    buffer[groups] = 0.0 if old is None else old[groups]
         return D + mu * buffer if stack.group["nesterov"] else buffer

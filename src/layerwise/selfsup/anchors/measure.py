@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from layerwise.foundations import memory as bytes_of
+from layerwise.foundations import device as bytes_of
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.modes import evaluating
 from layerwise.foundations.progress import Progress, resolve

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
-from layerwise.foundations.asked import sent
+from layerwise.foundations.device import sent
 from layerwise.studies.feature_learning.problem import Task
 
 

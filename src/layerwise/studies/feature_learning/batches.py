@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from layerwise.foundations.asked import sent
+from layerwise.foundations.device import sent
 from layerwise.studies.feature_learning.batch import Batch, Numbers, Samples, label_noise, signs_of
 from layerwise.studies.feature_learning.problem import Task
 

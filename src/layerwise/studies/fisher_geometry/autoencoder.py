@@ -13,10 +13,11 @@ from torch import nn
 from layerwise import data
 from layerwise.foundations.errors import NameLookupError, unknown
 from layerwise.optim.members.ekfac import EKFAC
-from layerwise.optim.members.elementwise_members import SGD
+from layerwise.optim.members.sgd import SGD
 from layerwise.optim.members.kfac import KFAC
 from layerwise.optim.members.muon import Muon
-from layerwise.optim.members.shampoo import SOAP, Shampoo
+from layerwise.optim.members.shampoo import Shampoo
+from layerwise.optim.members.soap import SOAP
 from layerwise.training import Budget, Method, Problem, tensor_batches
 
 WIDTHS = {"digits": (64, 48, 24, 12), "mnist": (784, 1000, 500, 250, 30)}

@@ -13,9 +13,8 @@ from layerwise.foundations.types import Tree, leaves, map_leaves
 from layerwise.layers.capture.model_call import call, output_tensor, take
 from layerwise.layers.capture.recorder import Batch, Recorder
 from layerwise.layers.capture.tape import Event, Tape
-from layerwise.layers.form import Form, Part
+from layerwise.layers.form import RULES, Form, LayerRule, Part
 from layerwise.layers.io.one_hot import OneHot
-from layerwise.layers.rule import RULES, LayerRule
 from layerwise.layers.table import LayerTable
 from layerwise.testing.contracts.agreement import Agreement
 

@@ -1,14 +1,14 @@
-"""Numbers that are read later than they are asked for, and checks that are settled together."""
+"""Values that are read back later than they are sent, and checks that are settled together."""
 
 import pytest
 import torch
 
-from layerwise.foundations.asked import Asked, Checks, not_finite
+from layerwise.foundations.device import Checks, Readback, not_finite
 
 
-def test_what_was_asked_is_what_was_there():
-    assert Asked(torch.tensor([1, -2])).read() == [1, -2]
-    twice = Asked(torch.tensor([0.5]))
+def test_what_is_read_back_is_what_was_there():
+    assert Readback(torch.tensor([1, -2])).read() == [1, -2]
+    twice = Readback(torch.tensor([0.5]))
     assert twice.read() == twice.read() == [0.5]
 
 
@@ -31,17 +31,17 @@ def test_the_first_that_is_bad_is_raised():
 
     for name, bad in (("a", False), ("b", True), ("c", True)):
         checks.add(torch.tensor(bad), lambda name=name: error(name))
-    checks.read()  # nothing has been asked yet
+    checks.read()  # nothing has been sent yet
     with pytest.raises(ValueError, match="b"):
         checks.settle()
     assert called == ["b"]
     checks.settle()  # what was not read is forgotten with the call that made it
 
 
-def test_what_was_asked_before_comes_first():
+def test_what_was_sent_before_comes_first():
     checks = Checks()
     checks.add(torch.tensor(True), lambda: ValueError("first"))
-    checks.ask()
+    checks.send()
     checks.add(torch.tensor(True), lambda: ValueError("second"))
     with pytest.raises(ValueError, match="first"):
         checks.read()

@@ -11,28 +11,27 @@ linear in m, relative damping makes P and Q free of units, and ε is relative to
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, describe
-from layerwise.optim.elementwise import AdamRule
-from layerwise.optim.rule import Context, Health, UpdateRule
+from layerwise.optim.rule import Context, UpdateRule
 from layerwise.optim.step.stack import Stack
 
 BETAS = (0.9, 0.999)
 """AdamW's; the first is the group's momentum, where it has one."""
+EPS = 1e-8
 MOST_CHANGE = 0.2
-"""Of its norm that a step may change a matrix by, weight decay aside; see `UpdateScale.bounded`."""
+"""Of its norm that a step may change a matrix by, weight decay aside; see `UpdateSize.bounded`."""
 USUAL_GRADIENT = 1e-3
 """The root mean square of a gradient beside which AdamW's ε = 1e-8 is usual."""
-NAMES = ("m", "v", "steps")
 
 
 @dataclass(frozen=True)
-class UpdateScale:
+class UpdateSize:
     """ "formula": the direction is what the rule says. "adam": of the size of AdamW's update."""
 
     method: str = "formula"
@@ -69,7 +68,7 @@ class UpdateScale:
                     "leave graft out",
                 )
             )
-        if not rule.matrix_only:
+        if not rule.requirements().matrices_only:
             raise InputError(
                 describe(
                     f'scale="adam" for {rule.name}, whose formula says how large its update is',
@@ -78,31 +77,32 @@ class UpdateScale:
                 )
             )
 
-    def sets(self, rule: UpdateRule) -> bool:
-        """Whether the updates of a rule's matrices are AdamW's in size."""
-        return self.method == "adam" and rule.matrix_only
+    def sets(self, stack: Stack) -> bool:
+        """Whether the updates of a stack are AdamW's in size."""
+        return self.method == "adam" and stack.requires.matrices_only
 
-    def average(self, stack: Stack, grad: Tensor, context: Context, health: Health) -> tuple[Tensor, Tensor]:
-        """What the rule gets in the gradient's place, and the norm of AdamW's update, ``[K]``."""
-        mu = 0.0 if stack.rule.own_momentum else stack.group["momentum"]
-        b1, b2 = self.betas or BETAS
-        adam, plain = AdamRule((mu or b1, b2)), replace(context, options={})  # betas may be the rule's own
-        if "graft_m" not in stack.state:
-            stack.state |= {f"graft_{name}": value for name, value in adam.init(stack.shape).items()}
-        state = {name: stack.state[f"graft_{name}"] for name in NAMES}
-        wanted = norms(adam.direction(state, grad, plain, health))
-        stack.state |= {f"graft_{name}": value for name, value in state.items()}  # it may lay them out anew
-        if not mu:  # none is wanted, or the rule has its own
-            return grad, wanted
-        m = state["m"]
-        return (grad.lerp(m, mu) if stack.group["nesterov"] else m), wanted
-
-    def apply(self, stack: Stack, D: Float[Tensor, "K O I"], wanted: Tensor, lr: float | Tensor) -> Tensor:
-        """The direction, of the wanted norm and within bounds."""
+    def direction(self, stack: Stack, grad: Float[Tensor, "K O I"], context: Context, lr: float | Tensor) -> Tensor:
+        """That of the averaged gradient, of the norm of AdamW's update and within bounds."""
+        averaged, wanted = self._averaged(stack, grad, context)
+        D = context.backend.tensor(stack.rule.direction(stack.state, averaged, context)).to(stack.shape.dtype)
         size = norms(D)
         limits = torch.finfo(size.dtype)
         ratio = (self.bounded(stack, wanted, lr) / size.clamp_min(limits.tiny)).clamp(max=limits.max)
         return D * ratio.to(D.dtype).view(-1, 1, 1)  # a direction of zeros stays so
+
+    def _averaged(self, stack: Stack, grad: Tensor, context: Context) -> tuple[Tensor, Float[Tensor, "K"]]:
+        """What the rule gets in the gradient's place, and the norm of AdamW's update."""
+        mu, (b1, b2) = 0.0 if stack.requires.own_momentum else stack.group["momentum"], self.betas or BETAS
+        state, shape = stack.state, stack.shape
+        if "graft_m" not in state:
+            state |= {f"graft_{name}": shape.zeros(shape.outputs, shape.inputs) for name in ("m", "v")}
+            state["graft_steps"] = shape.zeros()
+        moments = {"m": state["graft_m"], "v": state["graft_v"], "steps": state["graft_steps"]}
+        wanted = norms(context.backend.adam_(moments, grad, (mu or b1, b2), EPS * context.unit, context))
+        state["graft_m"], state["graft_v"] = m, _ = moments["m"], moments["v"]  # a backend may lay them out anew
+        if not mu:  # none is wanted, or the rule has its own
+            return grad, wanted
+        return (grad.lerp(m, mu) if stack.group["nesterov"] else m), wanted
 
     @staticmethod
     def bounded(stack: Stack, wanted: Float[Tensor, "K"], lr: float | Tensor) -> Float[Tensor, "K"]:
@@ -124,10 +124,13 @@ def norms(X: Float[Tensor, "K O I"]) -> Float[Tensor, "K"]:
 
 def weight_norms(stack: Stack) -> Float[Tensor, "K"]:
     """Of each matrix of weights, without a copy where every parameter is one."""
-    if all(spec.form.groups == 1 and len(spec.form.parts) == 1 for spec in stack.specs):
-        owned = [spec.form.parts[0].of(stack.params) for spec in stack.specs]
-        return torch.stack([torch.linalg.vector_norm(p.detach(), dtype=stack.shape.dtype) for p in owned])
-    return norms(stack.weight())
+    found = []
+    for spec in stack.specs:
+        if spec.form.groups != 1 or len(spec.form.parts) != 1:
+            return norms(stack.weight())
+        p = spec.form.parts[0].of(stack.params).detach()
+        found.append(torch.linalg.vector_norm(p, dtype=stack.shape.dtype))
+    return torch.stack(found)
 
 
 def unit_of(params: Iterable[nn.Parameter]) -> float | None:

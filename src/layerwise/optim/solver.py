@@ -1,0 +1,47 @@
+"""How inverses, roots and eigenbases of factors are found.
+
+| `solver` | inverse (power 1) | other powers, EKFAC's and SOAP's bases |
+|---|---|---|
+| "eigh" | through the eigenbasis | `torch.linalg.eigh` |
+| "cholesky" | by Cholesky | an error |
+| "newton" | the last inverse, refined by products | the last basis, refined by products |
+| "auto" | "newton" in float32 on a GPU, else "cholesky" | "newton" in float32 on a GPU, else "eigh" (SOAP: QR) |
+
+"newton" begins with an exact solution. A refined inverse is tested on the device. One that does not converge is left as
+it was, and solved exactly at its next turn: by then the host has heard of it, without waiting.
+"""
+
+import torch
+
+from layerwise.foundations.errors import InputError, describe
+
+SOLVERS = ("auto", "eigh", "cholesky", "newton")
+
+
+def method(solver: str, power: float, dtype: torch.dtype, device: torch.device) -> str:
+    """ "eigh", "cholesky" or "newton" for one factor that is raised to a power; 0 is for a basis.
+
+    >>> cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    >>> method("auto", 1.0, torch.float32, cpu), method("auto", 0.25, torch.float32, gpu)
+    ('cholesky', 'newton')
+    """
+    if solver == "cholesky" and power != 1:
+        raise InputError(
+            describe(
+                f'solver="cholesky" for a power of {power:g} or an eigenbasis',
+                'solver="auto", "eigh" or "newton"; Cholesky gives inverses alone',
+                "choose one of them",
+            )
+        )
+    if solver != "auto":
+        return solver
+    if device.type == "cuda" and dtype == torch.float32:
+        return "newton"
+    return "cholesky" if power == 1 else "eigh"
+
+
+def check_solver(solver: str, powers: tuple[float | None, float | None] | None) -> None:
+    """Cholesky is for inverses alone."""
+    for power in powers or ():
+        if power is not None:
+            method(solver, power, torch.float32, torch.device("cpu"))
