@@ -704,7 +704,7 @@ def test_a_save_that_fails_loses_nothing(saved: Path, monkeypatch: pytest.Monkey
         Path(path).write_bytes(b"half of it")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("layerwise.curvature.storage.save_file", full)
+    monkeypatch.setattr("layerwise.curvature.description.save_file", full)
     model = _linear()
     with _refused(model, FileFormatError, "No space left", str(saved)):
         lw.fisher(model, (_x(), _y())).save(saved)

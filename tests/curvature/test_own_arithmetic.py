@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import layerwise as lw
-from layerwise.curvature.dense import DenseMatrix
 from layerwise.curvature.implicit import Implicit
-from layerwise.curvature.matrix import ParamMatrix
+from layerwise.curvature.matrix import DenseMatrix, ParamMatrix
 
 SEEN: list[bool] = []
 """Whether autocast was on, whenever the model was run."""
@@ -134,7 +133,7 @@ def test_merging_is_the_same_under_autocast(kind: str):
 
 def test_a_large_matrix_without_closed_form(monkeypatch: pytest.MonkeyPatch, untyped: None):
     """Conjugate gradients, Lanczos and random probes."""
-    for module in ("matrix", "lazy"):
+    for module in ("matrix", "restricted"):
         monkeypatch.setattr(f"layerwise.curvature.{module}.SMALL", 1)
     M = 0.01 * MATRICES["kfac"]() + 0.5 * MATRICES["dense"]()
     asked = {k: OPERATIONS[k] for k in ("power", "trace", "frobenius", "diagonal", "logdet", "eigh", "sample")}

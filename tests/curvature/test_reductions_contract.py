@@ -14,7 +14,7 @@ import layerwise as lw
 from layerwise.curvature import build
 from layerwise.foundations.errors import InputError, MemoryBudgetError
 from layerwise.layers.capture import source
-from layerwise.layers.capture.recorder import Recorder
+from layerwise.layers.capture.recorder import ModelRecorder
 
 STRUCTURES = ("dense", "block", "diag", "quasidiag", "kfac", "ekfac", "lowrank", "implicit", "mixed")
 N = 11
@@ -174,7 +174,7 @@ def test_examples_one_at_a_time_contract(monkeypatch: pytest.MonkeyPatch, kind: 
     model, x, y = _make(kind)
     options = [{"sharing": "expand"}, {"sharing": "reduce"}, {"conv": "sua"}]
     expected = [{s: _fisher(model, (x, y), s, **o) for s in STRUCTURES} for o in options]
-    monkeypatch.setattr(build, "Recorder", functools.partial(Recorder, chunk_bytes=1))
+    monkeypatch.setattr(build, "ModelRecorder", functools.partial(ModelRecorder, chunk_bytes=1))
     for chosen, matrices in zip(options, expected, strict=True):
         for structure, F_ in matrices.items():
             found = _fisher(model, (x, y), structure, **chosen)

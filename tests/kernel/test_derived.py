@@ -7,8 +7,7 @@ from torch import Tensor
 
 import layerwise as lw
 from layerwise.foundations.errors import UnsupportedError
-from layerwise.kernel.derived import center
-from layerwise.kernel.kernel import MatrixKernel
+from layerwise.kernel.kernel import MatrixKernel, center
 from layerwise.testing import case
 
 N, M, P = 6, 4, 3

@@ -13,7 +13,7 @@ import layerwise as lw
 from counting import Operations
 from layerwise.foundations.errors import InputError
 from layerwise.kernel.contraction import ORDERS, _by_place, _by_token, rows
-from layerwise.kernel.cost import Sizes, cost
+from layerwise.kernel.cost import LayerSizes, cost
 from layerwise.kernel.plan import with_positions
 from layerwise.layers.capture.copies import Copies
 from layerwise.layers.capture.model_call import substituted
@@ -162,11 +162,11 @@ def test_inputs_that_are_written_to_are_checked_again():
 
 
 def test_a_small_square_is_one_tile_where_starting_one_is_dear():
-    sizes, n = Sizes(1, 1, 512, 513, 10, raw=1), 256
+    sizes, n = LayerSizes(1, 1, 512, 513, 10, raw=1), 256
     pairs = n * (n + 1) / 2
     tiles = [cost("gram", sizes, n, n, pairs, 10**9, 32.0, False, start).tile for start in (0.0, 4e9)]
     assert tiles == [64, 256]
-    long = Sizes(64, 1, 256, 2305, 10, raw=1)
+    long = LayerSizes(64, 1, 256, 2305, 10, raw=1)
     assert cost("chain", long, 100, 100, 5050, 10**9, 32.0, False, 4e9).tile < 50
 
 

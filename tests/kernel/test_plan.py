@@ -12,7 +12,7 @@ from torch import nn
 import layerwise as lw
 from layerwise.foundations.errors import InputError, MemoryBudgetError, NameLookupError
 from layerwise.kernel.contraction import ORDERS
-from layerwise.kernel.cost import Sizes, cost
+from layerwise.kernel.cost import LayerSizes, cost
 from layerwise.kernel.plan import Plan, Request, make_plan
 from layerwise.layers.table import LayerTable
 
@@ -34,12 +34,12 @@ LAYERS, FUNCTIONS, EXAMPLES = st.lists(LAYER, min_size=1, max_size=4), st.intege
 MEMORY = st.integers(10**4, 10**8)
 
 
-def _sizes(kind: str, S: int, K: int, O: int, I: int, P: int) -> Sizes:
+def _sizes(kind: str, S: int, K: int, O: int, I: int, P: int) -> LayerSizes:
     if kind == "bare":
-        return Sizes(1, K, O, I, P, raw=P * K * O * I, bare=True)
+        return LayerSizes(1, K, O, I, P, raw=P * K * O * I, bare=True)
     if kind == "tokens":
-        return Sizes(S, 1, O, 1, P, raw=S + P * S * O, tokens=17 * I)
-    return Sizes(S, K, O, I, P, raw=S * K * (I + P * O))
+        return LayerSizes(S, 1, O, 1, P, raw=S + P * S * O, tokens=17 * I)
+    return LayerSizes(S, K, O, I, P, raw=S * K * (I + P * O))
 
 
 def _request(layers: list[dict], P: int, n: int, m: int | None, memory: int) -> Request:
@@ -49,7 +49,7 @@ def _request(layers: list[dict], P: int, n: int, m: int | None, memory: int) -> 
     return Request(chosen, n, m, P, float(graph), graph // P, torch.float32, CPU, memory)
 
 
-def _scratch(order: str, sizes: Sizes, b: int, V: int) -> int:
+def _scratch(order: str, sizes: LayerSizes, b: int, V: int) -> int:
     """Numbers of the largest tensor that a tile of b × b examples and V × V cotangents makes."""
     S, K, O = sizes.positions, sizes.groups, sizes.outputs
     if order == "gram":
@@ -126,7 +126,7 @@ def test_tiles_cover_all_pairs(layers: list[dict], P: int, n: int, m: int | None
 def test_multiply_adds_are_those_of_the_contraction():
     """The formulas of the table in `contraction`, without traffic: per pair and group."""
     S, K, O, I, V, n = 6, 2, 5, 7, 3, 4
-    sizes, pairs = Sizes(S, K, O, I, V, raw=1), n * (n + 1) / 2
+    sizes, pairs = LayerSizes(S, K, O, I, V, raw=1), n * (n + 1) / 2
     counts = {order: cost(order, sizes, n, n, pairs, 10**9, 0.0, False).multiply_adds for order in ORDERS}
     making = V * S * K * O * I
     assert counts["gram"] == pairs * K * S * S * (I + V * V * O)

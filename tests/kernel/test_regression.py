@@ -43,7 +43,7 @@ def test_conjugate_gradients_need_no_matrix_that_fits(J: Tensor):
 
 
 def test_large_kernels_are_solved_by_products(monkeypatch: pytest.MonkeyPatch, J: Tensor):
-    monkeypatch.setattr("layerwise.kernel.regression.DENSE_EIGH", 10)
+    monkeypatch.setattr("layerwise.kernel.kernel.DENSE_EIGH", 10)
     K = lw.ntk(MODEL, X)
     close(K.solve(Y, RIDGE).flatten(), _inverse(J) @ Y.flatten(), 1e-9)
     assert not K.has_matrix()

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from layerwise.foundations.cotangents import LossGradient
 from layerwise.foundations.likelihoods import resolve
 from layerwise.layers.capture.copies import spread
-from layerwise.layers.capture.recorder import Batch, Recorder
+from layerwise.layers.capture.recorder import Batch, ModelRecorder
 from layerwise.layers.table import LayerTable
 from layerwise.testing import oracles
 
@@ -43,7 +43,7 @@ def test_gradients_are_right_and_copies_are_found_where_they_can_be(use: str, ax
     model = Bare(use).double()
     x, y = torch.randn(N, T, D, dtype=torch.float64), torch.randint(2, (N,))
     law = resolve("categorical")
-    recorder = Recorder(model, LayerTable.from_model(model))
+    recorder = ModelRecorder(model, LayerTable.from_model(model))
     with recorder.session():
         recorded = recorder.record(Batch(x, y, None, 0), law)
         v = LossGradient(law).slice(recorded.terms, 0, 1, 0)

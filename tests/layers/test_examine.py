@@ -14,7 +14,7 @@ from layerwise.foundations.cotangents import LossGradient
 from layerwise.foundations.errors import InputError, InteractionError
 from layerwise.foundations.likelihoods import Categorical
 from layerwise.layers.capture.examine import _KEPT
-from layerwise.layers.capture.recorder import Batch, Recorder
+from layerwise.layers.capture.recorder import Batch, ModelRecorder
 from layerwise.layers.io.layer_io import Layout
 from layerwise.layers.table import LayerTable
 
@@ -46,9 +46,9 @@ def _y() -> Tensor:
     return torch.randint(C, (N, T), generator=torch.Generator().manual_seed(2))
 
 
-def _rows(model: nn.Module, x: Tensor, y: Tensor, **options) -> tuple[Recorder, dict[str, Tensor]]:
+def _rows(model: nn.Module, x: Tensor, y: Tensor, **options) -> tuple[ModelRecorder, dict[str, Tensor]]:
     """Per-example gradients of the cross-entropy, {parameter: [N, *shape]}."""
-    recorder = Recorder(model, LayerTable.from_model(model), **options)
+    recorder = ModelRecorder(model, LayerTable.from_model(model), **options)
     law = Categorical()
     with recorder.session():
         recorded = recorder.record(Batch(x, y, None, 0), law)
@@ -243,7 +243,7 @@ def test_one_example_first_and_more_later():
     """The first batch of one example tells nothing of the layout; the next one is examined again."""
     before, after, _ = LAYOUTS["flattened_time_major"]
     model = Apply(_mlp(), before, after)
-    recorder, law = Recorder(model, LayerTable.from_model(model)), Categorical()
+    recorder, law = ModelRecorder(model, LayerTable.from_model(model)), Categorical()
     expected = _expected(model.net, _x(), _y())
     found = []
     with recorder.session():

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from layerwise.foundations.cotangents import LossGradient
 from layerwise.foundations.likelihoods import resolve
 from layerwise.foundations.random import stream
-from layerwise.layers.capture.recorder import Batch, Recorder
+from layerwise.layers.capture.recorder import Batch, ModelRecorder
 from layerwise.layers.capture.vectorised import mixture_of
 from layerwise.layers.rules.generic import WAYS, ExampleGradients, is_random
 from layerwise.layers.table import LayerTable
@@ -115,7 +115,7 @@ def test_dropout_in_train_mode_uses_the_batchs_own_draws():
     model = Dropping().double().train()
     x, y = torch.randn(5, 4, dtype=torch.float64), torch.randint(3, (5,))
     law = resolve("categorical")
-    recorder = Recorder(model, LayerTable.from_model(model), seed=3)
+    recorder = ModelRecorder(model, LayerTable.from_model(model), seed=3)
     with torch.random.fork_rng():
         torch.manual_seed(stream(3, "forward", 0).initial_seed())
         losses = F.cross_entropy(model(x), y, reduction="none")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from layerwise.foundations.likelihoods import Gaussian
-from layerwise.layers.capture.recorder import Batch, Recorder
+from layerwise.layers.capture.recorder import Batch, ModelRecorder
 from layerwise.layers.io.half_precision import half_chunks, was_half
 from layerwise.layers.io.layer_io import RecordedIO
 from layerwise.layers.io.one_hot import OneHot
@@ -21,7 +21,7 @@ NAMES = ["mlp", "sequence_linear", "conv2d_grouped", "embedding", "layer_norm", 
 def _ios(name: str, chunk_bytes: int | None = None, mask: Tensor | None = None) -> dict[str, RecordedIO]:
     model, x, _ = case(name).make()
     options = {} if chunk_bytes is None else {"chunk_bytes": chunk_bytes}
-    recorder = Recorder(model, LayerTable.from_model(model), **options)
+    recorder = ModelRecorder(model, LayerTable.from_model(model), **options)
     with recorder.session():
         recorded = recorder.record(Batch(x, None, mask, 0), Gaussian(), batched=True)
         drawn = torch.randn(2, *recorded.terms.f.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""`Recorder` and what calls a model: everything is as it was afterwards, also when it fails."""
+"""`ModelRecorder` and what calls a model: everything is as it was afterwards, also when it fails."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.curvature.matrix import ParamMatrix, merge_weights
+from layerwise.curvature.matrix import DenseMatrix, ParamMatrix, merge_weights
 from layerwise.foundations.columns import Params, as_rows, check_dtype
 from layerwise.foundations.errors import InputError, LayerwiseError
 from layerwise.foundations.kronecker import InputFactor, Kronecker
@@ -193,14 +194,31 @@ class BlockDiagonal(ParamMatrix):
         A = InputFactor(share * op.A.values + (1 - share) * theirs.A.values, op.A.taps)
         return Kronecker(A, a * op.G + b * theirs.G, op.solve_split)
 
+    def _stored(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, layers = {}, []
+        for spec in self.table.layers:
+            operator = self.operators[spec.name]
+            for key, tensor in operator.tensors().items():
+                tensors[f"{spec.name}/{key}"] = tensor
+            layers.append(
+                {
+                    "name": spec.name,
+                    "kind": spec.kind,
+                    "reason": spec.reason,
+                    "form": spec.form.to_json(),
+                    "operator": operator.kind,
+                    "tensors": list(operator.tensors()),
+                    "options": operator.options(),
+                }
+            )
+        return tensors, {"structure": self.structure, "layers": layers, "positions": dict(self.positions or {})}
+
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "BlockDiagonal":
         """Another device or dtype."""
         check_dtype(dtype)
         return replace(self, operators={k: op.to(device, dtype) for k, op in self.operators.items()})
 
-    def _dense(self) -> "object":
-        from layerwise.curvature.dense import DenseMatrix
-
+    def _dense(self) -> DenseMatrix:
         eye = torch.eye(self.numel(), dtype=self.dtype, device=self.device)
         layers = layers_of(self.table)
         return DenseMatrix(self._columns(eye), self.shapes, self.is_psd, self.examples, layers, self.memory)
@@ -208,7 +226,7 @@ class BlockDiagonal(ParamMatrix):
     def to_dense(self) -> Float[Tensor, "d d"]:
         """The matrix itself, in flat order."""
         self._require_dense()
-        return self._dense().matrix  # type: ignore[attr-defined]
+        return self._dense().matrix
 
 
 @contextmanager

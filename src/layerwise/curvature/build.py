@@ -30,7 +30,7 @@ from layerwise.foundations.progress import Progress
 from layerwise.foundations.random import seed_of
 from layerwise.foundations.types import unwrap
 from layerwise.layers.capture.model_call import in_own_arithmetic
-from layerwise.layers.capture.recorder import Check, Recorder
+from layerwise.layers.capture.recorder import Check, ModelRecorder
 from layerwise.layers.capture.source import Source, Sweep
 from layerwise.layers.matrices import Matrices
 from layerwise.layers.table import LayerTable, OnUnsupported
@@ -206,7 +206,7 @@ def hessian(
     table = LayerTable.from_model(model, select)
     source = Source(data, progress, model)
     source.require_passes(2, "the Hessian")
-    recorder = Recorder(model, table, example_axis, seed=seed_of(seed))
+    recorder = ModelRecorder(model, table, example_axis, seed=seed_of(seed))
     per_batch = batch_loss(_loss(loss, likelihood, likelihood_options), recorder)
     allowed = budget(memory, _device(model))
     implicit = ImplicitHessian(HessianProducts(model, recorder, source, per_batch), table, allowed)
@@ -381,7 +381,7 @@ def _sweep(
     # SUA makes kernel offsets independent; the bias has no offset, so it is a block of its own.
     separate = (nn.Conv1d, nn.Conv2d, nn.Conv3d) if conv == "sua" else ()
     table = LayerTable.from_model(model, select, on_unsupported, separate, matrices)
-    recorder = Recorder(model, table, example_axis, seed=seed, check=check)
+    recorder = ModelRecorder(model, table, example_axis, seed=seed, check=check)
     allowed = budget(memory, _device(model))
     return Sweep(recorder, Source(data, progress, model), law, cotangent, allowed, normalize)
 

@@ -1,20 +1,62 @@
-"""What a saved file says of its matrix, checked against its tensors before anything is built of them.
+"""A saved file: writing one, and checking what it says of its matrix before anything is built of its tensors.
 
 A description that does not fit would otherwise show when the matrix is used, as a wrong number or a `KeyError`.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
+from layerwise.foundations.errors import FileFormatError, describe
 from layerwise.foundations.operators import BlockOperator
 from layerwise.layers.form import Form, Part
 from layerwise.layers.parts import from_json
 
 NUMBER = (int, float)
+FORMAT, VERSION = "layerwise-matrix", 1
+CHECKSUM = "sha256"
+"""Of the description and all tensors; files that were written before there was one have none."""
+
+
+def write(path: str | Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+    """Write a matrix to a safetensors file: its tensors, and the rest as JSON in the header."""
+    kept = {k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}
+    target = Path(path)
+    partial = target.with_name(target.name + ".partial")
+    try:
+        text = json.dumps({"version": VERSION, **meta})
+        save_file(kept, partial, metadata={"format": FORMAT, "description": text, CHECKSUM: checksum(text, kept)})
+        partial.replace(target)  # a save that is cut short leaves the earlier file as it was
+    except (SafetensorError, OSError) as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise FileFormatError(
+            describe(
+                f"{target}, which cannot be written ({error})",
+                "a file in a folder that exists and may be written to, with room for it",
+                "choose another path; an earlier file there is as it was",
+            )
+        ) from error
+
+
+def checksum(description: str, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the description, and of every tensor's name, type, shape and bytes."""
+    found = hashlib.sha256(description.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        found.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # strides of single entries may be anything
+        found.update(flat.view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 class Inconsistent(ValueError):

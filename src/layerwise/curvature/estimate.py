@@ -10,9 +10,8 @@ from torch import Tensor
 
 from layerwise.curvature.approximation import Approximation, Options
 from layerwise.curvature.block_diagonal import BlockDiagonal
-from layerwise.curvature.dense import DenseMatrix
 from layerwise.curvature.low_rank import LowRank
-from layerwise.curvature.matrix import ParamMatrix
+from layerwise.curvature.matrix import DenseMatrix, ParamMatrix
 from layerwise.foundations.device import Checks, require
 from layerwise.foundations.errors import InputError, NameLookupError, NumericalError, describe, unknown
 from layerwise.foundations.linalg.checks import require_finite

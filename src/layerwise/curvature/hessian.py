@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.curvature.block_diagonal import BlockDiagonal
-from layerwise.curvature.dense import DenseMatrix
-from layerwise.curvature.lazy import Restricted
-from layerwise.curvature.matrix import SMALL, ParamMatrix
+from layerwise.curvature.matrix import SMALL, DenseMatrix, ParamMatrix
+from layerwise.curvature.restricted import Restricted
 from layerwise.foundations.columns import Params, Shapes, as_rows, from_flat, to_flat
 from layerwise.foundations.device import require
 from layerwise.foundations.errors import InputError, describe
@@ -22,7 +21,7 @@ from layerwise.foundations.types import statistics_dtype
 from layerwise.foundations.vectors import ParamVector, trainable
 from layerwise.layers.capture.linearize import forward, twice_differentiable
 from layerwise.layers.capture.model_call import in_own_arithmetic, refuse_empty
-from layerwise.layers.capture.recorder import Batch, Recorder
+from layerwise.layers.capture.recorder import Batch, ModelRecorder
 from layerwise.layers.capture.source import Source
 from layerwise.layers.capture.tape import explained
 from layerwise.layers.capture.vectorised import batched_grad
@@ -41,7 +40,7 @@ class HessianProducts:
     """Goes over the data and multiplies by the Hessian of ``1/N Σ ℓ_n``."""
 
     model: nn.Module
-    recorder: Recorder
+    recorder: ModelRecorder
     source: Source
     loss: BatchLoss
 
@@ -123,7 +122,7 @@ class ImplicitHessian(ParamMatrix):
     def _mv(self, params: Params) -> Params:
         return self.products.product({k: params[k] for k in self.shapes})
 
-    def _dense(self) -> Any:
+    def _dense(self) -> DenseMatrix:
         return dense(self)
 
     def trace(self, samples: int = 64, seed: int = 0) -> Tensor:

@@ -1,15 +1,14 @@
 """Nothing is kept: every product goes over the data by autodiff, ``M v = 1/N Σ_n J_nᵀ H_n J_n v``."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerwise.curvature.approximation import Options
 from layerwise.curvature.estimate import by_layer, dense, low_rank
-from layerwise.curvature.lazy import Restricted
-from layerwise.curvature.matrix import SMALL, ParamMatrix
+from layerwise.curvature.matrix import SMALL, DenseMatrix, ParamMatrix
+from layerwise.curvature.restricted import Restricted
 from layerwise.foundations.columns import Params, Shapes, as_rows
 from layerwise.foundations.cotangents import HessianRoot
 from layerwise.foundations.errors import InputError, describe
@@ -130,7 +129,7 @@ class Implicit(ParamMatrix):
         return self._by_layer("diag").diagonal()
 
     @in_own_arithmetic
-    def _dense(self) -> Any:
+    def _dense(self) -> DenseMatrix:
         return dense(self.sweep, self.centered)
 
     @in_own_arithmetic

@@ -3,19 +3,20 @@
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.curvature.matrix import ParamMatrix, merge_weights
+from layerwise.curvature.matrix import DenseMatrix, ParamMatrix, merge_weights
 from layerwise.foundations.columns import Params, Shapes, check_dtype, from_flat, to_flat
 from layerwise.foundations.errors import NumericalError, describe
 from layerwise.foundations.linalg import guarded_eigh
 from layerwise.foundations.linalg.checks import require_finite
 from layerwise.foundations.operators import check_damping
 from layerwise.foundations.vectors import ParamVector
-from layerwise.layers.parts import Layers, alone, find_layer, own_shapes, places
+from layerwise.layers.parts import Layers, alone, find_layer, own_shapes, places, to_json
 
 PART = 2**22
 """Entries of the rows that are in float64 at a time: 32 MiB."""
@@ -178,9 +179,7 @@ class LowRank(ParamMatrix):
         first = 0 if k is None else -k
         return self.eigenvalues(k), torch.cat([null.to(self.dtype), V.to(self.dtype)], dim=1)[:, first:]
 
-    def _dense(self) -> "object":
-        from layerwise.curvature.dense import DenseMatrix
-
+    def _dense(self) -> DenseMatrix:
         matrix = _wide_gram(self.R.mT).to(self.dtype)
         return DenseMatrix(matrix, self.shapes, True, self.examples, self.layers, self.memory)
 
@@ -206,6 +205,9 @@ class LowRank(ParamMatrix):
         a, b = merge_weights(self, other)
         rows = torch.cat([self.R * a**0.5, other.R * b**0.5])
         return replace(self, R=rows, examples=(self.examples or 0) + (other.examples or 0))
+
+    def _stored(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {"R": self.R}, {"layers": to_json(self.layers)}
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LowRank":
         """Another device or dtype."""

@@ -1,11 +1,15 @@
 """`ParamMatrix`: a symmetric matrix on parameter space that answers every operation.
 
 A structure must say how it multiplies; everything else then has a matrix-free answer here (conjugate gradients,
-Lanczos, random probes with their standard error), and structures override it where a closed form exists.
+Lanczos, random probes with their standard error), and structures override it where a closed form exists. Two
+structures stand here because all others need them: small matrices answer as a `DenseMatrix`, and a sum of matrices
+that have no common structure is a `WeightedSum`.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +17,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from layerwise.curvature.description import write
 from layerwise.foundations.arithmetic import OwnArithmetic
-from layerwise.foundations.columns import Params, Shapes, as_rows, from_flat, numel, read, to_flat
+from layerwise.foundations.columns import Params, Shapes, as_rows, check_dtype, from_flat, numel, read, to_flat
 from layerwise.foundations.device import budget, require
-from layerwise.foundations.errors import InputError, NumericalError, describe
+from layerwise.foundations.errors import InputError, NumericalError, UnsupportedError, describe
 from layerwise.foundations.linalg import (
+    Estimate,
     conjugate_gradient,
     frobenius_squared,
     guarded_eigh,
@@ -25,12 +31,14 @@ from layerwise.foundations.linalg import (
     hutchinson_trace,
     lanczos_function,
     lanczos_top,
+    norm,
     slq_logdet,
 )
-from layerwise.foundations.operators import check_damping, damped_spectrum
+from layerwise.foundations.operators import Block, check_damping, damped_spectrum
 from layerwise.foundations.random import seed_of, stream
 from layerwise.foundations.vectors import ParamVector
 from layerwise.layers.capture.model_call import in_own_arithmetic
+from layerwise.layers.parts import Layers, alone, find_layer, own_shapes, places, to_json
 
 SMALL = 2048
 """Up to this many parameters, an operation without a closed form is done on the dense matrix."""
@@ -253,11 +261,14 @@ class ParamMatrix(OwnArithmetic, ABC, guard=in_own_arithmetic):
         """The block of one layer, as a matrix of its own."""
 
     def __add__(self, other: "ParamMatrix") -> "ParamMatrix":
-        from layerwise.curvature.lazy import add
-
         if not isinstance(other, ParamMatrix):
             return NotImplemented
-        return add(self, other)
+        same_space((self, other))
+        return self.plus(other) or WeightedSum((*self._terms(), *other._terms()))
+
+    def _terms(self) -> "tuple[tuple[float, ParamMatrix], ...]":
+        """Of a weighted sum that this matrix is to be part of."""
+        return ((1.0, self),)
 
     def __sub__(self, other: "ParamMatrix") -> "ParamMatrix":
         return self + (-1.0) * other
@@ -271,8 +282,6 @@ class ParamMatrix(OwnArithmetic, ABC, guard=in_own_arithmetic):
         return self._scaled(1 / float(factor))
 
     def _scaled(self, factor: float) -> "ParamMatrix":
-        from layerwise.curvature.lazy import WeightedSum
-
         return WeightedSum(((factor, self),))
 
     def plus(self, other: "ParamMatrix") -> "ParamMatrix | None":
@@ -285,9 +294,20 @@ class ParamMatrix(OwnArithmetic, ABC, guard=in_own_arithmetic):
 
     def save(self, path: str | Path) -> None:
         """Write to a safetensors file; read it back with `lw.load`."""
-        from layerwise.curvature.storage import save
+        tensors, meta = self._stored()
+        shapes = {k: list(v) for k, v in self.shapes.items()}
+        examples = getattr(self, "examples", None)
+        write(path, tensors, {"class": type(self).__name__, "shapes": shapes, "examples": examples, **meta})
 
-        save(self, path)
+    def _stored(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What a file holds of it: tensors, and the rest as JSON."""
+        raise UnsupportedError(
+            describe(
+                f"a {self.structure!r} matrix, which keeps nothing of its own",
+                "dense, block, diag, quasidiag, kfac, ekfac or lowrank",
+                "save its parts, or estimate it in one of these structures",
+            )
+        )
 
     def to_scipy(self) -> Any:
         """A `scipy.sparse.linalg.LinearOperator` over flat vectors."""
@@ -316,9 +336,7 @@ class ParamMatrix(OwnArithmetic, ABC, guard=in_own_arithmetic):
     def _probe(self, samples: int, seed: int) -> tuple[int, int, torch.Generator, torch.dtype, torch.device]:
         return self.numel(), samples, stream(seed, "probe"), self.dtype, self.device
 
-    def _dense(self) -> Any:
-        from layerwise.curvature.dense import DenseMatrix
-
+    def _dense(self) -> "DenseMatrix":
         eye = torch.eye(self.numel(), dtype=self.dtype, device=self.device)
         return DenseMatrix(self._columns(eye), self.shapes, self.is_psd)
 
@@ -344,6 +362,225 @@ class ParamMatrix(OwnArithmetic, ABC, guard=in_own_arithmetic):
                     "leave it out",
                 )
             )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DenseMatrix(ParamMatrix):
+    """A matrix kept entry by entry, in flat order."""
+
+    matrix: Float[Tensor, "d d"]
+    shapes: Shapes
+    psd: bool = True
+    examples: int | float | None = None
+    """What sums were divided by; None where two estimates cannot be merged."""
+    layers: Layers | None = None
+    memory: int | None = None
+    structure = "dense"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the entries."""
+        return self.matrix.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the entries."""
+        return self.matrix.device
+
+    @property
+    def is_psd(self) -> bool:
+        """As built."""
+        return self.psd
+
+    @cached_property
+    def operator(self) -> Block:
+        """The same as one block."""
+        return Block(self.matrix.unsqueeze(0), (1, 1, self.matrix.shape[0]), self.psd)
+
+    def _block(self, params: Params) -> Tensor:
+        return to_flat(params, self.shapes)[:, None, None]
+
+    def _params(self, X: Tensor) -> Params:
+        return from_flat(X.flatten(1), self.shapes)
+
+    def _mv(self, params: Params) -> Params:
+        return from_flat(to_flat(params, self.shapes) @ self.matrix, self.shapes)
+
+    def _solve(self, params: Params, damping: float, split: str | None, tol: float, max_iterations: int) -> Params:
+        self._refuse_split(split)
+        return self._params(self.operator.power(self._block(params), -1.0, damping))
+
+    def _power(self, params: Params, exponent: float, damping: float, split: str | None) -> Params:
+        self._refuse_split(split)
+        return self._params(self.operator.power(self._block(params), exponent, damping))
+
+    def _sample(self, n: int, damping: float, generator: torch.Generator) -> Params:
+        return self._params(self.operator.sample(n, damping, generator))
+
+    def trace(self, samples: int = 0, seed: int = 0) -> Tensor:
+        """Sum of the diagonal."""
+        return self.matrix.trace()
+
+    def frobenius(self, samples: int = 0, seed: int = 0) -> Tensor:
+        """``‖M‖_F``."""
+        return norm(self.matrix)
+
+    def diagonal(self, samples: int = 0, seed: int = 0) -> ParamVector:
+        """The diagonal."""
+        return self._vector(self.matrix.diagonal())
+
+    def logdet(
+        self, damping: int | float = 0.0, *, damping_split: str | None = None, samples: int = 0, seed: int = 0
+    ) -> Tensor:
+        """``log det(M + λI)``."""
+        self._refuse_split(damping_split)
+        return self.operator.logdet(check_damping(damping))
+
+    def eigenvalues(self, k: int | None = None) -> Tensor:
+        """All eigenvalues, or the k largest, ascending."""
+        if k is not None:
+            self._check_k(k)
+        return self.operator.spectrum[0][-(k or self.numel()) :]
+
+    def eigh(self, k: int | None = None) -> tuple[Tensor, Tensor]:
+        """Eigenvalues and eigenvectors, ascending."""
+        if k is not None:
+            self._check_k(k)
+        values, vectors = self.operator._eigh
+        kept = slice(-(k or self.numel()), None)
+        return values[0][kept], vectors[0][:, kept]
+
+    def to_dense(self) -> Float[Tensor, "d d"]:
+        """Itself."""
+        return self.matrix
+
+    def _dense(self) -> "DenseMatrix":
+        return self
+
+    def layer(self, name: str) -> "DenseMatrix":
+        """The diagonal block of one layer."""
+        parts = find_layer(self.layers, self.shapes, name)
+        keep = places(parts, self.shapes).to(self.device)
+        block = self.matrix[keep][:, keep]
+        return DenseMatrix(block, own_shapes(parts), self.psd, self.examples, {name: alone(parts)}, self.memory)
+
+    def _scaled(self, factor: float) -> "DenseMatrix":
+        return DenseMatrix(
+            self.matrix * factor,
+            self.shapes,
+            self.psd and factor >= 0,
+            self.examples,
+            self.layers,
+            self.memory,
+        )
+
+    def plus(self, other: ParamMatrix) -> "DenseMatrix | None":
+        """Entries add up."""
+        if not isinstance(other, DenseMatrix):
+            return None
+        psd = self.psd and other.psd
+        return DenseMatrix(self.matrix + other.matrix, self.shapes, psd, None, self.layers, self.memory)
+
+    def merge(self, other: "DenseMatrix") -> "DenseMatrix":
+        """The estimate from both data sets together."""
+        a, b = merge_weights(self, other)
+        merged = a * self.matrix + b * other.matrix
+        total = (self.examples or 0) + (other.examples or 0)
+        return DenseMatrix(merged, self.shapes, self.psd and other.psd, total, self.layers, self.memory)
+
+    def _stored(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {"matrix": self.matrix}, {"psd": self.psd, "layers": to_json(self.layers)}
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "DenseMatrix":
+        """Another device or dtype."""
+        check_dtype(dtype)
+        moved = self.matrix.to(device=device, dtype=dtype)
+        return DenseMatrix(moved, self.shapes, self.psd, self.examples, self.layers, self.memory)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class WeightedSum(ParamMatrix):
+    """``Σ c_i M_i``, not formed: every product goes to the parts."""
+
+    terms: tuple[tuple[float, ParamMatrix], ...]
+
+    @property
+    def structure(self) -> str:  # type: ignore[override]
+        """The parts' names."""
+        return " + ".join(m.structure if c == 1 else f"{c:g} {m.structure}" for c, m in self.terms)
+
+    @property
+    def shapes(self) -> Shapes:  # type: ignore[override]
+        """Of the parts."""
+        return self.terms[0][1].shapes
+
+    @property
+    def memory(self) -> int | None:  # type: ignore[override]
+        """Of the first part."""
+        return self.terms[0][1].memory
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the first part."""
+        return self.terms[0][1].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first part."""
+        return self.terms[0][1].device
+
+    @property
+    def is_psd(self) -> bool:
+        """Whether it follows from the parts."""
+        return all(c >= 0 and m.is_psd for c, m in self.terms)
+
+    def _terms(self) -> tuple[tuple[float, ParamMatrix], ...]:
+        return self.terms
+
+    def _mv(self, params: Params) -> Params:
+        total: Params = {}
+        for c, m in self.terms:
+            for name, t in m._mv(params).items():
+                total[name] = c * t if name not in total else total[name] + c * t
+        return total
+
+    def trace(self, samples: int = 64, seed: int = 0) -> Tensor:
+        """Sum of the parts'; standard errors add in squares."""
+        parts = [(c, m.trace(samples, seed)) for c, m in self.terms]
+        total = torch.stack([c * torch.as_tensor(t) for c, t in parts]).sum()
+        errors = [c * t.standard_error for c, t in parts if isinstance(t, Estimate)]
+        if not errors:
+            return total
+        return Estimate(total, standard_error=sum(e * e for e in errors) ** 0.5, samples=samples)
+
+    def diagonal(self, samples: int = 64, seed: int = 0) -> ParamVector:
+        """Sum of the parts'."""
+        parts = [(c, m.diagonal(samples, seed)) for c, m in self.terms]
+        total = parts[0][0] * parts[0][1]
+        for c, part in parts[1:]:
+            total = total + c * part
+        errors = [(c * e) * (c * e) for c, p in parts if (e := p.standard_error) is not None]
+        if not errors:
+            return total
+        squared = errors[0]
+        for e in errors[1:]:
+            squared = squared + e
+        return ParamVector(total.dict(), ParamVector({k: t.sqrt() for k, t in squared.items()}))
+
+    def _dense(self) -> DenseMatrix:
+        matrix = torch.stack([c * m._dense().matrix for c, m in self.terms]).sum(0)
+        return DenseMatrix(matrix, self.shapes, self.is_psd, memory=self.memory)
+
+    def layer(self, name: str) -> "WeightedSum":
+        """The parts' blocks."""
+        return WeightedSum(tuple((c, m.layer(name)) for c, m in self.terms))
+
+    def _scaled(self, factor: float) -> "WeightedSum":
+        return WeightedSum(tuple((factor * c, m) for c, m in self.terms))
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "WeightedSum":
+        """Another device or dtype."""
+        return WeightedSum(tuple((c, m.to(device, dtype)) for c, m in self.terms))
 
 
 def merge_weights(first: ParamMatrix, second: ParamMatrix) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from torch.func import grad, vmap
 from layerwise.curvature.hessian import BatchLoss
 from layerwise.foundations.errors import InputError, UnsupportedError, describe
 from layerwise.foundations.likelihoods import Likelihood, Terms
-from layerwise.layers.capture.recorder import Batch, Recorder
+from layerwise.layers.capture.recorder import Batch, ModelRecorder
 
 Loss = Callable[[Tensor, Any], Tensor]
 
@@ -30,7 +30,7 @@ def scalar(value: Tensor) -> Tensor:
     return value.reshape(())
 
 
-def batch_loss(given: Likelihood | Loss, recorder: Recorder) -> BatchLoss:
+def batch_loss(given: Likelihood | Loss, recorder: ModelRecorder) -> BatchLoss:
     """The sum over a batch's examples, from a likelihood or from a mean- or sum-reduced loss."""
     if isinstance(given, Likelihood):
         law = given

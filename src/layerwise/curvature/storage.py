@@ -1,26 +1,25 @@
-"""Save and load as safetensors: tensors and a JSON description, no pickle."""
+"""Load what ``F.save(path)`` has written: tensors and a JSON description as safetensors, no pickle."""
 
-import hashlib
 import json
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from layerwise.curvature.block_diagonal import BlockDiagonal
-from layerwise.curvature.dense import DenseMatrix
 from layerwise.curvature.description import (
+    CHECKSUM,
+    FORMAT,
+    VERSION,
     Inconsistent,
     check_names,
     check_operator,
     check_tensor,
     check_whole,
+    checksum,
     read,
     read_examples,
     read_form,
@@ -29,87 +28,11 @@ from layerwise.curvature.description import (
     require,
 )
 from layerwise.curvature.low_rank import LowRank
-from layerwise.curvature.matrix import ParamMatrix
+from layerwise.curvature.matrix import DenseMatrix, ParamMatrix
 from layerwise.foundations import kronecker, quasi_diagonal  # noqa: F401 - register their operators
-from layerwise.foundations.errors import FileFormatError, UnsupportedError, describe
+from layerwise.foundations.errors import FileFormatError, describe
 from layerwise.foundations.operators import OPERATORS, BlockOperator
-from layerwise.layers.parts import to_json
 from layerwise.layers.table import LayerSpec, LayerTable
-
-FORMAT, VERSION = "layerwise-matrix", 1
-CHECKSUM = "sha256"
-"""Of the description and all tensors; files that were written before there was one have none."""
-
-
-@dataclass(frozen=True)
-class _Described:
-    tensors: dict[str, Tensor]
-    meta: dict[str, Any]
-
-
-def save(matrix: ParamMatrix, path: str | Path) -> None:
-    """Write a matrix; structures that keep nothing cannot be written."""
-    if isinstance(matrix, BlockDiagonal):
-        described = _describe_blocks(matrix)
-    elif isinstance(matrix, DenseMatrix):
-        described = _Described({"matrix": matrix.matrix}, {"psd": matrix.psd, "layers": to_json(matrix.layers)})
-    elif isinstance(matrix, LowRank):
-        described = _Described({"R": matrix.R}, {"layers": to_json(matrix.layers)})
-    else:
-        raise UnsupportedError(
-            describe(
-                f"a {matrix.structure!r} matrix, which keeps nothing of its own",
-                "dense, block, diag, quasidiag, kfac, ekfac or lowrank",
-                "save its parts, or estimate it in one of these structures",
-            )
-        )
-    meta = {
-        "version": VERSION,
-        "class": type(matrix).__name__,
-        "shapes": {k: list(v) for k, v in matrix.shapes.items()},
-        "examples": getattr(matrix, "examples", None),
-        **described.meta,
-    }
-    tensors = {k: t.detach().cpu().contiguous().clone() for k, t in described.tensors.items()}
-    target = Path(path)
-    partial = target.with_name(target.name + ".partial")
-    try:
-        text = json.dumps(meta)
-        save_file(
-            tensors, partial, metadata={"format": FORMAT, "description": text, CHECKSUM: _checksum(text, tensors)}
-        )
-        partial.replace(target)  # a save that is cut short leaves the earlier file as it was
-    except (SafetensorError, OSError) as error:
-        with suppress(OSError):
-            partial.unlink()
-        raise FileFormatError(
-            describe(
-                f"{target}, which cannot be written ({error})",
-                "a file in a folder that exists and may be written to, with room for it",
-                "choose another path; an earlier file there is as it was",
-            )
-        ) from error
-
-
-def _describe_blocks(matrix: BlockDiagonal) -> _Described:
-    tensors, layers = {}, []
-    for spec in matrix.table.layers:
-        operator = matrix.operators[spec.name]
-        for key, tensor in operator.tensors().items():
-            tensors[f"{spec.name}/{key}"] = tensor
-        layers.append(
-            {
-                "name": spec.name,
-                "kind": spec.kind,
-                "reason": spec.reason,
-                "form": spec.form.to_json(),
-                "operator": operator.kind,
-                "tensors": list(operator.tensors()),
-                "options": operator.options(),
-            }
-        )
-    meta = {"structure": matrix.structure, "layers": layers, "positions": dict(matrix.positions or {})}
-    return _Described(tensors, meta)
 
 
 def load(path: str | Path, device: torch.device | str = "cpu") -> ParamMatrix:
@@ -173,21 +96,10 @@ _UNREADABLE = (
 """What reading a description that means nothing may end in."""
 
 
-def _checksum(description: str, tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of the description, and of every tensor's name, type, shape and bytes."""
-    found = hashlib.sha256(description.encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        found.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # strides of single entries may be anything
-        found.update(flat.view(torch.uint8).numpy().data)
-    return found.hexdigest()
-
-
 def _check_sum(path: Path, header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
     """Refuse a file of which a bit has changed; another name beside the three would be a changed one of theirs."""
     odd = sorted(header.keys() - {"format", "description", CHECKSUM})
-    if odd or header.get(CHECKSUM, None) not in (None, _checksum(header["description"], tensors)):
+    if odd or header.get(CHECKSUM, None) not in (None, checksum(header["description"], tensors)):
         raise FileFormatError(
             describe(
                 f"{path}, whose bytes are not those that were written"

@@ -111,7 +111,7 @@ def comparable(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorded:
+class RecordFile:
     """What a file holds."""
 
     path: Path
@@ -139,7 +139,7 @@ def files(out: Path, experiment: str | None = None) -> list[Path]:
     return sorted(path for path in Path(out).glob(f"{experiment or '*'}/*-*{SUFFIX}") if path.is_file())
 
 
-def read(path: Path) -> Recorded:
+def read(path: Path) -> RecordFile:
     """Read a file of records; a missing one is empty, a damaged line is left out and named in the notes."""
     path = Path(path)
     try:
@@ -165,7 +165,7 @@ def read(path: Path) -> Recorded:
             notes.append(f"{path}, line {number}: no record, since {wrong}; left out, and what it held is run again")
         else:
             records.setdefault((entry["cell"], entry["seed"]), {"values": {}, "series": {}} | entry)
-    return Recorded(
+    return RecordFile(
         path=path,
         manifests=tuple(manifests),
         records=tuple(records.values()),

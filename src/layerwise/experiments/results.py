@@ -15,7 +15,7 @@ from typing import Any
 from layerwise.experiments import catalog
 from layerwise.experiments.claims import NOT_ENOUGH, Claim, Verdict, judge
 from layerwise.experiments.experiment import PRESETS, Experiment, Record, restore
-from layerwise.experiments.records import Recorded, files, read
+from layerwise.experiments.records import RecordFile, files, read
 from layerwise.foundations.errors import InputError, LayerwiseError, describe, unknown
 
 OURS = "layerwise.experiments."
@@ -43,7 +43,7 @@ class Result:
     experiment: Experiment
     config: Any
     preset: str
-    recorded: Recorded
+    recorded: RecordFile
     judged: tuple[Judged, ...]
     """Every claim that is made, in order."""
     repeats: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class Found:
     """Files of experiments that are not part of layerwise and that were not asked for, in words."""
 
 
-def judge_all(experiment: Experiment, config: Any, preset: str, recorded: Recorded) -> Result:
+def judge_all(experiment: Experiment, config: Any, preset: str, recorded: RecordFile) -> Result:
     """Judge every claim that an experiment makes of a configuration."""
     return Result(
         experiment=experiment,
@@ -107,7 +107,7 @@ def judge_all(experiment: Experiment, config: Any, preset: str, recorded: Record
     )
 
 
-def _judged(claim: Claim, recorded: Recorded) -> Judged:
+def _judged(claim: Claim, recorded: RecordFile) -> Judged:
     try:
         return Judged(claim=claim, verdict=judge(claim, recorded.records))
     except LayerwiseError as error:

@@ -13,7 +13,7 @@ from layerwise.experiments.experiment import Cell, Experiment, digest, seeds_of
 from layerwise.experiments.manifest import code_version, manifest
 from layerwise.experiments.progress import shown_within
 from layerwise.experiments.records import OUT as OUT
-from layerwise.experiments.records import Journal, Recorded, path_of, read
+from layerwise.experiments.records import Journal, RecordFile, path_of, read
 from layerwise.experiments.scratch import folder_of
 from layerwise.experiments.tasks import Finished, Task
 from layerwise.foundations.progress import Progress, resolve
@@ -23,7 +23,7 @@ from layerwise.foundations.progress import Progress, resolve
 class Outcome:
     """What a call of `run` did."""
 
-    recorded: Recorded
+    recorded: RecordFile
     """All that the file holds now."""
     new: int
     """Cells and seeds that were run and recorded by this call."""
@@ -104,12 +104,12 @@ def run(
     )
 
 
-def _asked_for(recorded: Recorded) -> list[int]:
+def _asked_for(recorded: RecordFile) -> list[int]:
     """Seeds of all sessions: what one of them left unfinished another may go on with."""
     return sorted({seed for session in recorded.manifests for seed in session["seeds"]})
 
 
-def missing_tasks(cells: Sequence[Cell], seeds: Sequence[int], recorded: Recorded) -> list[Task]:
+def missing_tasks(cells: Sequence[Cell], seeds: Sequence[int], recorded: RecordFile) -> list[Task]:
     """Cells with the seeds that no record has."""
     finished = recorded.finished()
     lacking = [(cell, [seed for seed in seeds if (cell.key, seed) not in finished]) for cell in cells]
@@ -133,7 +133,7 @@ def _record(finished: Finished, preset: str, path: Path) -> dict[str, Any]:
     }
 
 
-def _other_versions(recorded: Recorded) -> list[str]:
+def _other_versions(recorded: RecordFile) -> list[str]:
     now = code_version()
     others = {
         f"{then.get('version')}{' at ' + str(then['commit'])[:10] if then.get('commit') else ''}"

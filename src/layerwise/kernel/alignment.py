@@ -13,8 +13,7 @@ from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.linalg import guarded_eigh
-from layerwise.kernel.derived import center, check_centering
-from layerwise.kernel.kernel import Kernel, MatrixKernel
+from layerwise.kernel.kernel import Kernel, MatrixKernel, center, check_centering
 
 EIGEN_FLOOR = 1e-12
 """Eigenvalues up to this part of the largest count as zero; of a float32 kernel, up to its precision."""

@@ -12,8 +12,8 @@ from layerwise.kernel.contraction import contract
 from layerwise.kernel.examples import Block, Examples
 from layerwise.kernel.outputs import Outputs
 from layerwise.kernel.plan import LayerPlan, Plan, with_positions
-from layerwise.kernel.sides import Calls, Kept, Side, record_side
-from layerwise.layers.capture.recorder import Recorder
+from layerwise.kernel.sides import Calls, LayerSide, Side, record_side
+from layerwise.layers.capture.recorder import ModelRecorder
 from layerwise.layers.io.standard import Standard
 
 COLUMNS = 8192
@@ -26,7 +26,7 @@ WHOLE = ""
 
 
 def assemble(
-    recorder: Recorder,
+    recorder: ModelRecorder,
     first: Examples,
     second: Examples | None,
     outputs: Outputs,
@@ -90,7 +90,7 @@ def _add_pair(totals: Mapping[str, Tensor], left: Side, right: Side, plan: Plan)
         add_layer(part, layer, first, second, same)
 
 
-def add_layer(total: Float[Tensor, "NP MP"], layer: LayerPlan, left: Kept, right: Kept, same: bool) -> None:
+def add_layer(total: Float[Tensor, "NP MP"], layer: LayerPlan, left: LayerSide, right: LayerSide, same: bool) -> None:
     """Add one layer's kernel; where both sides are the `same`, its upper half alone."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         _add_rows(total, left.flatten(1), right.flatten(1), same)
@@ -109,7 +109,7 @@ def add_layer(total: Float[Tensor, "NP MP"], layer: LayerPlan, left: Kept, right
             _add_tile(part, layer, first, second)
 
 
-def _as_rows(side: Kept) -> Float[Tensor, "D N V"]:
+def _as_rows(side: LayerSide) -> Float[Tensor, "D N V"]:
     if isinstance(side, Tensor):
         return side
     grads = side.standard(0, side.io.examples).per_example_grads().flatten(2)

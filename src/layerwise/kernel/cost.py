@@ -17,7 +17,7 @@ examples are few."""
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LayerSizes:
     """One layer in standard form, for one example."""
 
     positions: int
@@ -68,7 +68,7 @@ class Cost:
 
 def cost(
     order: str,
-    sizes: Sizes,
+    sizes: LayerSizes,
     n: int,
     m: int,
     pairs: int | float,
@@ -91,7 +91,7 @@ def cost(
     return Cost(total, kept, 0 if keep_rows else tile, vectors, _numbers(order, sizes, tile, vectors))
 
 
-def _each(order: str, sizes: Sizes, tile: int, traffic: float, keep_rows: bool) -> float:
+def _each(order: str, sizes: LayerSizes, tile: int, traffic: float, keep_rows: bool) -> float:
     """For one pair of examples, in tiles of so many."""
     S, K, O, I, V = sizes.positions, sizes.groups, sizes.outputs, sizes.inputs, sizes.vectors
     row = _row(sizes, tile)
@@ -105,7 +105,7 @@ def _each(order: str, sizes: Sizes, tile: int, traffic: float, keep_rows: bool) 
     return float(V * V * row) + (0.0 if keep_rows else 2 * making / tile)
 
 
-def _row(sizes: Sizes, tile: int) -> int:
+def _row(sizes: LayerSizes, tile: int) -> int:
     """Entries of one per-example gradient, of the tokens that occur in two tiles."""
     return sizes.groups * sizes.outputs * min(sizes.tokens, 2 * tile * sizes.positions) if sizes.tokens else sizes.row
 
@@ -119,7 +119,7 @@ def _rows_of_tiles(work: float, start: float) -> int:
     return min(range(HALVES, 0, -1), key=lambda h: work * (h + 1) / (2 * h) + start * h * (h + 1) / 2)
 
 
-def _tile(order: str, sizes: Sizes, scratch: int, n: int) -> tuple[int, int]:
+def _tile(order: str, sizes: LayerSizes, scratch: int, n: int) -> tuple[int, int]:
     """The most examples whose contraction fits in the scratch, and how many cotangents at a time."""
     vectors = sizes.vectors
     while True:
@@ -139,7 +139,7 @@ def _fewer(n: int) -> tuple[int, ...]:
     return tuple(sorted({-(-n // parts) for parts in range(1, n + 1)}, reverse=True))
 
 
-def _numbers(order: str, sizes: Sizes, b: int, V: int) -> int:
+def _numbers(order: str, sizes: LayerSizes, b: int, V: int) -> int:
     """Scratch of a tile of b × b examples, with V of the cotangents on each side."""
     S, K, O, I = sizes.positions, sizes.groups, sizes.outputs, sizes.inputs
     standard = 2 * b * S * K * (I + V * O)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.types import map_leaves
 from layerwise.layers.capture.model_call import refuse_empty, take
-from layerwise.layers.capture.recorder import Batch, Recorder
+from layerwise.layers.capture.recorder import Batch, ModelRecorder
 from layerwise.layers.capture.source import GRAPH_FACTOR, as_batch, usable
 
 RECORDING = {"cpu": 256 * 2**20, "cuda": 16 * 2**30}
@@ -62,7 +62,7 @@ def read_inputs(x: Any, model: nn.Module | None = None) -> list[Batch]:
 class Examples:
     """All inputs; blocks of at most `size` examples once that is known."""
 
-    def __init__(self, x: Any, recorder: Recorder) -> None:
+    def __init__(self, x: Any, recorder: ModelRecorder) -> None:
         self.recorder = recorder
         self.batches = [self._checked(batch) for batch in read_inputs(x, recorder.model)]
         self.counts = [recorder.examples(batch) for batch in self.batches]

@@ -24,11 +24,11 @@ from layerwise.foundations.types import statistics_dtype
 from layerwise.foundations.vectors import ParamVector, unwrap
 from layerwise.kernel.examples import Block, Examples, recording_sizes
 from layerwise.kernel.fingerprint import Fingerprint, first_changed, held_by
-from layerwise.kernel.look import recorded_as_seen
 from layerwise.kernel.outputs import Outputs, Selection
+from layerwise.kernel.probe import record_as_probed
 from layerwise.layers.capture.linearize import Linearization
 from layerwise.layers.capture.model_call import in_own_arithmetic, refuse_train_mode_batch_norm
-from layerwise.layers.capture.recorder import Check, Recorder
+from layerwise.layers.capture.recorder import Check, ModelRecorder
 from layerwise.layers.capture.source import COTANGENT_BYTES
 from layerwise.layers.form import Part
 from layerwise.layers.io.flat_rows import flat_rows
@@ -44,7 +44,7 @@ CHUNK = {"cpu": 64 * 2**20, "cuda": 2**30}
 class Jacobian(OwnArithmetic, guard=in_own_arithmetic):
     """``J = ∂f/∂θ``, of shape (N·P, d): N examples, P functions of each, d parameters."""
 
-    recorder: Recorder
+    recorder: ModelRecorder
     examples: Examples
     outputs: Outputs
     out_shape: tuple[int, ...]
@@ -242,7 +242,7 @@ class Jacobian(OwnArithmetic, guard=in_own_arithmetic):
         like, P = torch.zeros((), dtype=self.dtype, device=self.device), self.functions
         pieces = []
         with self.session():
-            recorded = recorded_as_seen(self.recorder, block.batch, self.outputs, P)
+            recorded = record_as_probed(self.recorder, block.batch, self.outputs, P)
             table = self.recorder.table
             step = self.cotangents_at_once(recorded.output_bytes())
             for first in range(0, P, step):
@@ -389,9 +389,9 @@ def jacobian(
     start = prepare(model, outputs, select, on_unsupported, example_axis, seed, memory, check)
     recorder, reading, device, allowed = start
     examples = Examples(x, recorder)
-    look = look_at(recorder, examples, reading)
-    examples.cut(recording_sizes(allowed // 2, device, look.graph_bytes, 0, 1)[0])
-    return Jacobian(recorder, examples, reading, look.out_shape, allowed, resolve_progress(progress))
+    probe = probe_outputs(recorder, examples, reading)
+    examples.cut(recording_sizes(allowed // 2, device, probe.graph_bytes, 0, 1)[0])
+    return Jacobian(recorder, examples, reading, probe.out_shape, allowed, resolve_progress(progress))
 
 
 def prepare(
@@ -403,7 +403,7 @@ def prepare(
     seed: int | torch.Generator,
     memory: int | float | None,
     check: Check = "first",
-) -> tuple[Recorder, Outputs, torch.device, int]:
+) -> tuple[ModelRecorder, Outputs, torch.device, int]:
     """What every function-space object starts from; the device, and the bytes allowed."""
     model, reading = unwrap(model), Outputs(outputs)
     refuse_train_mode_batch_norm(model.named_modules())
@@ -411,11 +411,11 @@ def prepare(
     device = next(p.device for p in model.parameters() if p.requires_grad)
     allowed = budget(memory, device)
     chunk = min(CHUNK.get(device.type, CHUNK["cpu"]), max(allowed // 16, 2**20))
-    return Recorder(model, table, example_axis, chunk, seed_of(seed), check), reading, device, allowed
+    return ModelRecorder(model, table, example_axis, chunk, seed_of(seed), check), reading, device, allowed
 
 
 @dataclass(frozen=True)
-class Look:
+class OutputProbe:
     """What a first run on one or two examples tells."""
 
     out_shape: tuple[int, ...]
@@ -423,7 +423,7 @@ class Look:
     """Recorded inputs and outputs of one example."""
 
 
-def look_at(recorder: Recorder, examples: Examples, outputs: Outputs) -> Look:
+def probe_outputs(recorder: ModelRecorder, examples: Examples, outputs: Outputs) -> OutputProbe:
     """The shape of the functions, and what an example takes."""
     batch = examples.first(2)
     with recorder.session():
@@ -437,4 +437,4 @@ def look_at(recorder: Recorder, examples: Examples, outputs: Outputs) -> Look:
             outputs.check(f, recorder.arrange, n)
             shape = outputs.functions(f, recorder.arrange(n)).shape[1:]
     assert recorder.findings is not None
-    return Look(tuple(shape), recorder.findings.bytes_per_example)
+    return OutputProbe(tuple(shape), recorder.findings.bytes_per_example)

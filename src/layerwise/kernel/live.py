@@ -1,7 +1,7 @@
 """Positions at which the functions have a gradient, such as the last one of a next-token model.
 
 Where few are live, the others are left out of a contraction. Which they are decides the shapes of all that follows, so
-the host has to know; it looks at all layers at once, and waits for the device once.
+the host has to know; it reads all layers back at once, with one synchronization.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ Live = Bool[np.ndarray, "N S"]
 
 
 def live_positions(ios: Mapping[str, RecordedIO]) -> dict[str, Live]:
-    """Of every layer, in one look."""
+    """Of every layer, in one readback."""
     if not ios:
         return {}
     masks = {name: _mask(io) for name, io in ios.items()}

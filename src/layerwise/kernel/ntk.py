@@ -16,13 +16,13 @@ from layerwise.foundations.linalg.checks import require_finite
 from layerwise.foundations.progress import Progress
 from layerwise.foundations.progress import resolve as resolve_progress
 from layerwise.kernel.assemble import WHOLE, assemble
-from layerwise.kernel.cost import Sizes
+from layerwise.kernel.cost import LayerSizes
 from layerwise.kernel.examples import Examples, recording_sizes
 from layerwise.kernel.jacobian import Jacobian, prepare
 from layerwise.kernel.kernel import Kernel, MatrixKernel
-from layerwise.kernel.look import first_look, recorded_as_seen
 from layerwise.kernel.outputs import Selection
 from layerwise.kernel.plan import Algorithm, Plan, Request, check_algorithm, make_plan
+from layerwise.kernel.probe import probe_model, record_as_probed
 from layerwise.layers.capture.model_call import in_own_arithmetic
 from layerwise.layers.capture.recorder import Check
 from layerwise.layers.io.layer_io import LayerIO
@@ -108,11 +108,11 @@ class TangentKernel(Kernel):
                 plan = make_plan(replace(plan.request, layers=self._layers_anew()))
 
     @in_own_arithmetic
-    def _layers_anew(self) -> tuple[tuple[LayerSpec, Sizes], ...]:
+    def _layers_anew(self) -> tuple[tuple[LayerSpec, LayerSizes], ...]:
         """The layers as they are now that a batch has shown which of them fall back."""
         J = self.first
         J.recorder.prepare(J.examples.first(2)).more.clear()
-        return first_look(J.recorder, J.examples, J.outputs).layers(J.recorder.table)
+        return probe_model(J.recorder, J.examples, J.outputs).layers(J.recorder.table)
 
     @in_own_arithmetic
     def _assembled(self, plan: Plan) -> dict[str, Tensor]:
@@ -124,7 +124,7 @@ class TangentKernel(Kernel):
             found = assemble(
                 J.recorder, J.examples, None if second is None else second.examples, J.outputs, plan, J.progress
             )
-        bad = Readback(torch.stack([not_finite(K) for K in found.values()])).read()  # all layers in one look
+        bad = Readback(torch.stack([not_finite(K) for K in found.values()])).read()  # one readback for all layers
         for (name, K), odd in zip(found.items(), bad, strict=True):
             if odd:
                 require_finite(K, f"tangent kernel of layer {name!r}" if name else "tangent kernel")
@@ -173,7 +173,7 @@ def squared_norms(J: Jacobian) -> Float[Tensor, "NP"]:
     total = torch.zeros(J.examples.count, J.functions, dtype=J.dtype, device=J.device)
     with J.session():
         for block in J._blocks("diagonal of the tangent kernel"):
-            recorded = recorded_as_seen(J.recorder, block.batch, J.outputs, J.functions)
+            recorded = record_as_probed(J.recorder, block.batch, J.outputs, J.functions)
             step = J.cotangents_at_once(recorded.output_bytes())
             for first in range(0, J.functions, step):
                 last = min(first + step, J.functions)
@@ -247,9 +247,9 @@ def ntk(
     recorder, reading, device, allowed = start
     examples = Examples(x, recorder)
     second = None if x2 is None else Examples(x2, recorder)
-    look = first_look(recorder, examples, reading)
-    first = Jacobian(recorder, examples, reading, look.out_shape, allowed, resolve_progress(progress))
-    layers, findings = look.layers(recorder.table), recorder.findings
+    probe = probe_model(recorder, examples, reading)
+    first = Jacobian(recorder, examples, reading, probe.out_shape, allowed, resolve_progress(progress))
+    layers, findings = probe.layers(recorder.table), recorder.findings
     assert findings is not None
     request = Request(
         layers,
@@ -257,7 +257,7 @@ def ntk(
         None if second is None else second.count,
         first.functions,
         findings.bytes_per_example,
-        look.gradient_bytes,
+        probe.gradient_bytes,
         first.dtype,
         device,
         allowed,

@@ -9,7 +9,7 @@ import torch
 from layerwise.foundations.device import readable, require
 from layerwise.foundations.errors import InputError, MemoryBudgetError, NameLookupError, describe, nearest, unknown
 from layerwise.kernel.contraction import ORDERS
-from layerwise.kernel.cost import START, TRAFFIC, Cost, Sizes, cost
+from layerwise.kernel.cost import START, TRAFFIC, Cost, LayerSizes, cost
 from layerwise.kernel.examples import RECORDING, recording_sizes
 from layerwise.layers.table import LayerSpec
 
@@ -23,7 +23,7 @@ Algorithm = str | Mapping[str, str]
 class Request:
     """What a kernel is asked for, in numbers."""
 
-    layers: tuple[tuple[LayerSpec, Sizes], ...]
+    layers: tuple[tuple[LayerSpec, LayerSizes], ...]
     n: int
     m: int | None
     """Examples of the second set; None: the kernel is square, and one half of it is computed."""
@@ -57,7 +57,7 @@ class LayerPlan:
     """One layer's order of contraction."""
 
     spec: LayerSpec
-    sizes: Sizes
+    sizes: LayerSizes
     order: str
     keeps_rows: bool
     cost: Cost
@@ -219,7 +219,7 @@ def _room(request: Request) -> _Room:
 
 
 def _choices(
-    spec: LayerSpec, sizes: Sizes, request: Request, room: _Room, keep_rows: Sequence[bool] = (False, True)
+    spec: LayerSpec, sizes: LayerSizes, request: Request, room: _Room, keep_rows: Sequence[bool] = (False, True)
 ) -> list[LayerPlan]:
     """Everything that can be done with a layer, cheapest first; `keep_rows` says what may be kept of it."""
     asked = _asked(spec.name, request.algorithm)

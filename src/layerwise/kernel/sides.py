@@ -11,10 +11,10 @@ from torch import Tensor
 from layerwise.foundations.cotangents import OutputBasis
 from layerwise.kernel.examples import Block
 from layerwise.kernel.live import Live, at_live, live_positions
-from layerwise.kernel.look import recorded_as_seen
 from layerwise.kernel.outputs import Outputs
 from layerwise.kernel.plan import LayerPlan, Plan
-from layerwise.layers.capture.recorder import Recorded, Recorder
+from layerwise.kernel.probe import record_as_probed
+from layerwise.layers.capture.recorder import ModelRecorder, RecordedBatch
 from layerwise.layers.io.layer_io import GradientIO, LayerIO, RecordedIO
 from layerwise.layers.io.standard import Standard
 from layerwise.layers.table import LayerSpec, TableChanged
@@ -38,7 +38,7 @@ class Calls:
         return standard if self.live is None else at_live(standard, self.live[start:stop])
 
 
-Kept = Calls | Float[Tensor, "_ _ _"]
+LayerSide = Calls | Float[Tensor, "_ _ _"]
 """What is kept of a layer: its calls, or per-example gradients ``[D, N, V]``.
 
 The latter with parameters first: that is how their Gram matrix is fastest on a CPU."""
@@ -50,15 +50,15 @@ class Side:
 
     start: int
     stop: int
-    layers: Mapping[str, Kept]
+    layers: Mapping[str, LayerSide]
     """Layers that were not called are absent: their kernel is zero."""
 
 
-def record_side(recorder: Recorder, blocks: Sequence[Block], plan: Plan, outputs: Outputs) -> Side:
+def record_side(recorder: ModelRecorder, blocks: Sequence[Block], plan: Plan, outputs: Outputs) -> Side:
     """Run consecutive blocks of examples, pull every output back, and keep what the plan asks for."""
     keeper = _Keeper(blocks[0].start, blocks[-1].stop, plan)
     for block in blocks:
-        recorded = recorded_as_seen(recorder, block.batch, outputs, plan.request.functions)
+        recorded = record_as_probed(recorder, block.batch, outputs, plan.request.functions)
         planned = {name: layer.spec.form for name, layer in plan.by_name.items()}
         if any(planned.get(name) != form for name, form in recorder.table.forms().items()):
             raise TableChanged
@@ -78,7 +78,7 @@ class _Keeper:
         """Where the examples of these calls begin."""
         self.live: dict[str, list[Live]] = {}
 
-    def add(self, recorded: Recorded, block: Block) -> None:
+    def add(self, recorded: RecordedBatch, block: Block) -> None:
         """One block: all cotangents, some at a time."""
         V, step = self.plan.request.functions, self.plan.cotangents
         basis, pending = OutputBasis(), dict[str, list[RecordedIO]]()
@@ -137,7 +137,7 @@ class _Keeper:
 
     def finish(self) -> Side:
         """All layers, blocks joined."""
-        kept: dict[str, Kept] = dict(self.rows)
+        kept: dict[str, LayerSide] = dict(self.rows)
         for name in list(self.calls):
             of = self.calls[name]
             if sum(io.examples for io in of) != self.stop - self.start or len({len(io.calls) for io in of}) > 1:

@@ -56,6 +56,8 @@ class Factor(Kept):
     side: Side
     count: Float[Tensor, "K"]
     """Batches that each group has seen."""
+    bias: Float[Tensor, "K 1"] | None
+    """Under SUA, the bias's block of Q."""
 
     @abstractmethod
     def update_(
@@ -101,8 +103,9 @@ class InverseRoots(Kept):
 
     @abstractmethod
     def refresh_(
-        self, P: Factor | None, Q: Factor | None, shifts: Shifts, groups: slice, context: Context, scale: float = 1.0
-    ) -> None:
+        self, P: Factor | None, Q: Factor | None, shifts: Shifts, groups: slice, context: Context,
+        scale: float | None = None,
+    ) -> None:  # fmt: skip
         """Renew some groups, of ``scale·M + shift I``. What cannot be decomposed keeps its last root."""
 
     @abstractmethod
@@ -145,6 +148,10 @@ class Eigenbasis(Kept):
     def unrotate(self, Y: Any, context: Context) -> Any:
         """``U_P Y U_Qᵀ``; likewise."""
 
+    @abstractmethod
+    def clone(self) -> Any:
+        """A copy."""
+
     @property
     @abstractmethod
     def trivial(self) -> bool:
@@ -157,8 +164,8 @@ class Backend(ABC):
     # --- objects -----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def factor(self, side: Side, shape: Shape, size: int, power: float) -> Factor:
-        """Without statistics; `power` is what it will be raised to, 0 for a basis."""
+    def factor(self, side: Side, shape: Shape, size: int, power: float, by_channel: bool = False) -> Factor:
+        """Without statistics; `power` is what it will be raised to, 0 for a basis; `by_channel`: under SUA."""
 
     @abstractmethod
     def inverse_roots(
@@ -170,8 +177,8 @@ class Backend(ABC):
     def eigenbasis(self, P: Factor | None, Q: Factor | None, shape: Shape, *, measured: bool) -> Eigenbasis:
         """Identities; `measured`: second moments are measured in it, so that it need not be exact."""
 
-    def scalings(self, shape: Shape, scaling: str, decay: float) -> Tensor:
-        """Second moments in a basis, ``[K, O, I]``."""
+    def scalings(self, shape: Shape, basis: Eigenbasis, scaling: str, decay: float) -> Tensor:
+        """Second moments in a basis, ``[K, O, I]``: of examples, or averages with a decay."""
         return shape.zeros(shape.outputs, shape.inputs)
 
     def padding(self, requirements: Requirements, O: int, I: int, like: Tensor, one_hot: bool) -> tuple[int, int]:

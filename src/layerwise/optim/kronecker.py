@@ -78,9 +78,9 @@ class FactorPair:
         """Factors without statistics."""
         (left, right), state = self.sides(shape), State()
         if left:
-            state["P"] = backend.factor("P", shape, shape.outputs, power[0])
+            state["P"] = backend.factor("P", shape, shape.outputs, power[0], self.by_channel)
         if right:
-            state["Q"] = backend.factor("Q", shape, self.input_size(shape), power[1])
+            state["Q"] = backend.factor("Q", shape, self.input_size(shape), power[1], self.by_channel)
         return state
 
     def observe(self, state: State, seen: Observation, context: Context, how: Any = "mean") -> None:

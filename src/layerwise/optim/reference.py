@@ -203,19 +203,22 @@ class DenseRoots(InverseRoots):
         return replace(self, P=P, Q=Q, Q_bias=bias)
 
     def refresh_(
-        self, P: Factor | None, Q: Factor | None, shifts: Shifts, groups: slice, context: Context, scale: float = 1.0
-    ) -> None:
+        self, P: Factor | None, Q: Factor | None, shifts: Shifts, groups: slice, context: Context,
+        scale: float | None = None,
+    ) -> None:  # fmt: skip
         """By Cholesky, or through an eigendecomposition."""
         (left, right), (p, q) = shifts(), self.power
         if P is not None and self.P is not None and left is not None:
             self._renew(self.P[groups], P.dense(groups), left, p, context, scale)
         if Q is not None and self.Q is not None and right is not None:
             self._renew(self.Q[groups], Q.dense(groups), right, q, context, scale)
-            if self.Q_bias is not None and isinstance(Q, DenseFactor) and Q.bias is not None:
+            if self.Q_bias is not None and Q.bias is not None:
                 self._renew(self.Q_bias[groups], Q.bias[groups], right, q, context, scale)
 
-    def _renew(self, root: Tensor, M: Tensor, shift: Tensor, power: float, context: Context, scale: float) -> None:
-        M = M if scale == 1.0 else scale * M
+    def _renew(
+        self, root: Tensor, M: Tensor, shift: Tensor, power: float, context: Context, scale: float | None
+    ) -> None:
+        M = M if scale is None else scale * M
         root.copy_(guarded_root(M, shift, power, root, context.health, self.by_eigh))
 
     def apply(self, X: Float[Tensor, "K O I"], context: Context, shifts: Shifts) -> Float[Tensor, "K O I"]:
@@ -289,6 +292,11 @@ class DenseBasis(Eigenbasis):
         """Views."""
         U_P, U_Q, bias = (None if X is None else X[groups] for X in (self.U_P, self.U_Q, self.bias))
         return DenseBasis(U_P, U_Q, self.values_P[groups], self.values_Q[groups], bias)
+
+    def clone(self) -> "DenseBasis":
+        """A copy."""
+        U_P, U_Q = (None if X is None else X.clone() for X in (self.U_P, self.U_Q))
+        return DenseBasis(U_P, U_Q, self.values_P.clone(), self.values_Q.clone(), self.bias)
 
     @property
     def trivial(self) -> bool:
@@ -425,7 +433,7 @@ class Reference(Backend):
 
     solver: str = "auto"
 
-    def factor(self, side: Side, shape: Shape, size: int, power: float) -> DenseFactor:
+    def factor(self, side: Side, shape: Shape, size: int, power: float, by_channel: bool = False) -> DenseFactor:
         """Zeros."""
         diagonal = side == "Q" and shape.one_hot
         mean = shape.zeros(size) if diagonal else shape.zeros(size, size)
@@ -437,14 +445,14 @@ class Reference(Backend):
     def inverse_roots(self, P: Factor | None, Q: Factor | None, power: tuple[float, float], shape: Shape) -> DenseRoots:
         """Identities."""
         roots = [None if M is None else _identity(M.dense(), shape) for M in (P, Q)]
-        bias = Q.bias if isinstance(Q, DenseFactor) else None
+        bias = None if Q is None else Q.bias
         bias = None if bias is None else torch.ones_like(bias)
         return DenseRoots(power, roots[0], roots[1], bias, by_eigh=self.solver == "eigh")
 
     def eigenbasis(self, P: Factor | None, Q: Factor | None, shape: Shape, *, measured: bool) -> DenseBasis:
         """Identities."""
         U = [None if M is None or M.dense().ndim == 2 else _identity(M.dense(), shape) for M in (P, Q)]
-        bias = Q.bias if isinstance(Q, DenseFactor) else None
+        bias = None if Q is None else Q.bias
         return DenseBasis(U[0], U[1], shape.zeros(shape.outputs), shape.zeros(shape.inputs), bias)
 
     def gradient_moments(

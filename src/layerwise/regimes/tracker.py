@@ -18,8 +18,7 @@ from layerwise.foundations.errors import InputError, NumericalError, describe
 from layerwise.foundations.modes import evaluating
 from layerwise.foundations.types import leaves, map_leaves
 from layerwise.kernel.alignment import EIGEN_FLOOR, Spectrum, cka
-from layerwise.kernel.derived import check_centering
-from layerwise.kernel.kernel import Kernel, MatrixKernel
+from layerwise.kernel.kernel import Kernel, MatrixKernel, check_centering
 from layerwise.kernel.ntk import ntk
 from layerwise.regimes.snapshots import Schedule, read_schedule
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from layerwise.experiments.experiment import PRESETS, Experiment, seeds_of
 from layerwise.experiments.figures import Figure
-from layerwise.experiments.records import Recorded
+from layerwise.experiments.records import RecordFile
 from layerwise.experiments.results import Judged as Judged
 from layerwise.experiments.results import Result, results
 from layerwise.foundations.errors import InputError, LayerwiseError, describe
@@ -47,7 +47,7 @@ class Run:
         return self.result.config
 
     @property
-    def recorded(self) -> Recorded:
+    def recorded(self) -> RecordFile:
         """What the file holds."""
         return self.result.recorded
 

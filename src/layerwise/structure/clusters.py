@@ -17,7 +17,7 @@ from layerwise.foundations.cotangents import Cotangent
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods import Categorical, Likelihood, Terms
 from layerwise.layers.capture.model_call import in_own_arithmetic
-from layerwise.layers.capture.recorder import Recorded
+from layerwise.layers.capture.recorder import RecordedBatch
 from layerwise.layers.io.layer_io import LayerIO
 from layerwise.layers.io.standard import Standard
 from layerwise.structure.one_layer import Observe, OneLayer, one_layer
@@ -103,7 +103,7 @@ def class_sums(layer: OneLayer, of: str) -> tuple[Float[Tensor, "c l d"], Float[
         counts.clear()
         logits: list[int] = [0]
 
-        def observe(io: LayerIO, first: bool, recorded: Recorded) -> None:
+        def observe(io: LayerIO, first: bool, recorded: RecordedBatch) -> None:
             layer.require_rule("logit gradients")
             terms = recorded.terms
             _, s, c = terms.f.shape

@@ -25,7 +25,7 @@ from layerwise.foundations.kronecker import InputFactor, Kronecker
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.linalg import guarded_eigh
 from layerwise.layers.capture.model_call import in_own_arithmetic
-from layerwise.layers.capture.recorder import Recorded
+from layerwise.layers.capture.recorder import RecordedBatch
 from layerwise.layers.io.layer_io import LayerIO, RecordedIO
 from layerwise.structure.eigenpairs import Eigenpairs, check_count
 from layerwise.structure.one_layer import Observe, OneLayer, one_layer
@@ -183,7 +183,7 @@ def gather(layer: OneLayer, sharing: Sharing = "expand") -> Decoupled:
     def begin() -> Observe:
         sums.clear()
 
-        def observe(io: LayerIO, first: bool, recorded: Recorded) -> None:
+        def observe(io: LayerIO, first: bool, recorded: RecordedBatch) -> None:
             layer.require_rule("Kronecker factors")
             spec = layer.spec
             if not spec.form.kronecker:

@@ -13,7 +13,7 @@ from layerwise.structure.eigenpairs import Eigenpairs, dense_pairs
 from layerwise.structure.one_layer import OneLayer
 from layerwise.structure.operator import LayerOperator
 from layerwise.structure.pieces import Factored, Piece
-from layerwise.structure.rows import Rows
+from layerwise.structure.rows import LayerRows
 
 GRAM = 6000
 """Up to so many rows, their Gram matrix is decomposed instead of a larger Hessian."""
@@ -23,7 +23,7 @@ GRAM = 6000
 class GaussNewton(LayerOperator):
     """``1/N Σ_n J_nᵀ A_n J_n`` restricted to one layer, from rows ``√A J``."""
 
-    rows: Rows
+    rows: LayerRows
     agreement: float | None = None
     """Largest relative difference to the Hessian on a few examples, where that was looked at."""
 

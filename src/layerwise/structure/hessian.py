@@ -23,7 +23,7 @@ from layerwise.structure.autograd import AutogradHessian, autograd_hessian, loss
 from layerwise.structure.gauss_newton import GaussNewton
 from layerwise.structure.one_layer import OneLayer, one_layer
 from layerwise.structure.operator import LayerOperator
-from layerwise.structure.rows import Rows
+from layerwise.structure.rows import LayerRows
 
 
 @in_own_arithmetic
@@ -75,14 +75,14 @@ def layer_hessian(
     chosen = one_layer(model, data, layer, likelihood, bias=bias, **options)
     if gauss_newton is False:
         return autograd_hessian(chosen)
-    rows = Rows.gather(chosen, dtype or chosen.dtype)
+    rows = LayerRows.gather(chosen, dtype or chosen.dtype)
     if gauss_newton:
         return GaussNewton(rows)
     # without rows the layer takes no part, and both matrices are zero
     return GaussNewton(rows, require_agreement(chosen, rows) if rows.few else 0.0)
 
 
-def require_agreement(layer: OneLayer, rows: Rows) -> float:
+def require_agreement(layer: OneLayer, rows: LayerRows) -> float:
     """Compare Gauss–Newton and Hessian products on a few examples; the relative difference, or an error.
 
     To the loss a random linear function of the outputs is added. It leaves the Gauss–Newton matrix as it is, and shows
@@ -104,10 +104,10 @@ def require_agreement(layer: OneLayer, rows: Rows) -> float:
     )
     v = torch.randn(hessian.numel(), 2, generator=stream(0, "direction"), dtype=torch.float64).to(layer.dtype)
     v = v.to(layer.device)
-    own = Rows.gather(small, layer.dtype)
+    own = LayerRows.gather(small, layer.dtype)
     expected = own.times(v) * (own.count / own.examples if few[0].y is not None else 0.0)
     exact = hessian @ v
-    plain = Rows.gather(replace(small, sweep=replace(small.sweep, cotangent=OutputBasis())), layer.dtype).times(v)
+    plain = LayerRows.gather(replace(small, sweep=replace(small.sweep, cotangent=OutputBasis())), layer.dtype).times(v)
     scale = float(torch.linalg.vector_norm(plain.double()))
     gap = float(torch.linalg.vector_norm((exact - expected).double()))
     found = gap / scale if scale else float("inf")

@@ -23,7 +23,7 @@ from layerwise.foundations.progress import Progress
 from layerwise.foundations.random import seed_of
 from layerwise.foundations.types import trainable, unwrap
 from layerwise.layers.capture.model_call import in_own_arithmetic
-from layerwise.layers.capture.recorder import Recorder
+from layerwise.layers.capture.recorder import ModelRecorder
 from layerwise.layers.capture.source import Source, Sweep
 from layerwise.layers.io.layer_io import LayerIO, RecordedIO
 from layerwise.layers.table import LayerSpec, LayerTable
@@ -133,7 +133,7 @@ def full_network(
                 "a model without layers that have a weight matrix", "linear layers or convolutions", "see lw.layers"
             )
         )
-    recorder = Recorder(model, whole.selected(names), example_axis, seed=seed_of(seed))
+    recorder = ModelRecorder(model, whole.selected(names), example_axis, seed=seed_of(seed))
     allowed = budget(memory, next(iter(trainable(model).values())).device)
     sweep = Sweep(recorder, Source(data, progress, model), law, HessianRoot(law), allowed)
     sums: dict[str, Tensor] = {}

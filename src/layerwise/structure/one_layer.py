@@ -19,7 +19,7 @@ from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.progress import Progress
 from layerwise.foundations.random import seed_of
 from layerwise.foundations.types import statistics_dtype, trainable, unwrap
-from layerwise.layers.capture.recorder import Check, Recorded, Recorder
+from layerwise.layers.capture.recorder import Check, ModelRecorder, RecordedBatch
 from layerwise.layers.capture.source import Source, Sweep, Totals
 from layerwise.layers.form import Part
 from layerwise.layers.io.layer_io import LayerIO
@@ -27,7 +27,7 @@ from layerwise.layers.io.standard import Chunk, Standard
 from layerwise.layers.matrices import Matrices
 from layerwise.layers.table import LayerSpec, LayerTable, TableChanged, matches
 
-Observe = Callable[[LayerIO, bool, Recorded], None]
+Observe = Callable[[LayerIO, bool, RecordedBatch], None]
 """Sees the layer in a batch, whether these are the batch's first cotangents, and the batch as it was run."""
 
 
@@ -109,7 +109,7 @@ class OneLayer:
                 raise TableChanged
             forms = found
 
-        def visit(recorded: Recorded) -> None:
+        def visit(recorded: RecordedBatch) -> None:
             for v, first, last in self.sweep.cotangents(recorded):
 
                 def of_layer(spec: LayerSpec, io: LayerIO, first: bool = first) -> None:
@@ -171,7 +171,7 @@ def one_layer(
     spec, table = choose(model, LayerTable.from_model(model, matrices=matrices), layer)
     weight = spec.form.weight
     assert weight is not None
-    recorder = Recorder(model, table, example_axis, seed=seed_of(seed), check=check)
+    recorder = ModelRecorder(model, table, example_axis, seed=seed_of(seed), check=check)
     allowed = budget(memory, trainable(model)[weight.name].device)
     sweep = Sweep(recorder, Source(data, progress, model), law, cotangent(law), allowed, normalize)
     return OneLayer(sweep, weight, bias)

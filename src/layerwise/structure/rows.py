@@ -1,4 +1,4 @@
-"""`Rows`: all rows of a layer's Jacobian, kept where they fit in memory and made anew at every product otherwise."""
+"""`LayerRows`: all rows of a layer's Jacobian, kept where they fit in memory, else made anew at every product."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from layerwise.foundations.device import readable
 from layerwise.foundations.errors import MemoryBudgetError, describe
 from layerwise.foundations.types import map_leaves
 from layerwise.layers.capture.model_call import in_own_arithmetic, take
-from layerwise.layers.capture.recorder import Batch, Recorded
+from layerwise.layers.capture.recorder import Batch, RecordedBatch
 from layerwise.layers.io.layer_io import LayerIO, RecordedIO
 from layerwise.structure.one_layer import Observe, OneLayer
 from layerwise.structure.pieces import Piece, Product, joined, piece, stacked
@@ -25,14 +25,14 @@ class _DoesNotFit(Exception):
     """Rows take more memory than is allowed."""
 
 
-def layer_pieces(layer: OneLayer, io: LayerIO, recorded: Recorded, dtype: torch.dtype) -> list[Piece]:
+def layer_pieces(layer: OneLayer, io: LayerIO, recorded: RecordedBatch, dtype: torch.dtype) -> list[Piece]:
     """The rows of a batch."""
     vectors = layer.sweep.cotangent.count(recorded.terms)
     return [piece(chunk, layer.shape, dtype, vectors) for chunk in layer.chunks(io)]
 
 
 @dataclass(eq=False)
-class Rows(OwnArithmetic, guard=in_own_arithmetic):
+class LayerRows(OwnArithmetic, guard=in_own_arithmetic):
     """All rows: kept where they fit in half the memory allowed, else made anew at every product."""
 
     layer: OneLayer
@@ -52,9 +52,9 @@ class Rows(OwnArithmetic, guard=in_own_arithmetic):
     """How the large matrices are multiplied; `half_pairs.multiply` has 22 bits, on tensor cores."""
 
     @staticmethod
-    def gather(layer: OneLayer, dtype: torch.dtype) -> "Rows":
+    def gather(layer: OneLayer, dtype: torch.dtype) -> "LayerRows":
         """Go over the data once."""
-        rows = Rows(layer, dtype)
+        rows = LayerRows(layer, dtype)
         allowed = layer.sweep.memory // 2
         squares: list[Tensor] = []
         fits = True
@@ -64,7 +64,7 @@ class Rows(OwnArithmetic, guard=in_own_arithmetic):
             squares.clear()
             batch: list[Piece] = []
 
-            def observe(io: LayerIO, first: bool, recorded: Recorded) -> None:
+            def observe(io: LayerIO, first: bool, recorded: RecordedBatch) -> None:
                 # what is kept must not change where the user writes over a batch
                 found = layer_pieces(layer, io.owned() if isinstance(io, RecordedIO) else io, recorded, dtype)
                 if not rows.few:
@@ -106,7 +106,7 @@ class Rows(OwnArithmetic, guard=in_own_arithmetic):
                 consume(part)
             return
 
-        def observe(io: LayerIO, first: bool, recorded: Recorded) -> None:
+        def observe(io: LayerIO, first: bool, recorded: RecordedBatch) -> None:
             for part in layer_pieces(self.layer, io, recorded, self.dtype):
                 consume(part)
 

@@ -11,7 +11,7 @@ from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.linalg import guarded_eigh
 from layerwise.layers.capture.model_call import in_own_arithmetic
-from layerwise.layers.capture.recorder import Recorded
+from layerwise.layers.capture.recorder import RecordedBatch
 from layerwise.layers.capture.source import Source
 from layerwise.layers.io.layer_io import LayerIO
 from layerwise.layers.io.standard import Standard
@@ -152,7 +152,7 @@ def position_means(layer: OneLayer) -> Float[Tensor, "K I P"] | None:
     def begin() -> Observe:
         sums.clear()
 
-        def observe(io: LayerIO, first: bool, recorded: Recorded) -> None:
+        def observe(io: LayerIO, first: bool, recorded: RecordedBatch) -> None:
             for chunk in layer.chunks(io, gradients=False):
                 if first and isinstance(chunk, Standard) and isinstance(chunk.a, Tensor):
                     sums.append(chunk.a.sum(0, dtype=torch.float64))

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.random import stream
-from layerwise.training.kept import Kept
 from layerwise.training.loop import seeded
 from layerwise.training.problem import Budget, Problem
 from layerwise.training.stacked import StackedTrainer
+from layerwise.training.trial_file import TrialFile
 from layerwise.training.trials import Options, Run, Trainer, Trial
 
 
@@ -197,7 +197,7 @@ def search(
     make = functools.partial(method.make, **method.fixed)
     alone = Trainer(problem=problem, make=make, score=score, every=every, budget=budget, device=device)
 
-    kept = None if keep is None else Kept(keep, _about(alone, method, seeds[0]))
+    kept = None if keep is None else TrialFile(keep, _about(alone, method, seeds[0]))
 
     def trained(some: Sequence[Options], on: Sequence[int], stacked: str | None) -> tuple[Trial, ...]:
         runs = [(options, seed) for options in some for seed in on]

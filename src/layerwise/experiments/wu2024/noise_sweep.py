@@ -14,7 +14,7 @@ from layerwise.experiments.over_seeds import POSITIVE, band, bound, combined, di
 from layerwise.experiments.wu2024 import PAPER
 
 if TYPE_CHECKING:
-    from layerwise.studies.learning_to_learn.least_squares import Sizes
+    from layerwise.studies.learning_to_learn.least_squares import ProblemSizes
 
 CELL = "noise"
 SOURCE = "Theorem 5.4.1, Figure 5.2"
@@ -52,12 +52,12 @@ class Config:
     """Step sizes from 10⁻⁶ to 1, evenly in their logarithm."""
     noises: tuple[float | int, ...] = (0.1, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0)
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> ProblemSizes:
         """Of the tasks."""
-        from layerwise.studies.learning_to_learn.least_squares import Sizes
+        from layerwise.studies.learning_to_learn.least_squares import ProblemSizes
 
         names = ("dim", "examples", "tasks", "tests", "steps", "grid")
-        return Sizes(**{name: getattr(self, name) for name in names})
+        return ProblemSizes(**{name: getattr(self, name) for name in names})
 
 
 def cells(config: Config) -> list[Cell]:

@@ -15,7 +15,7 @@ from layerwise.experiments.wu2024.noise_sweep import WAYS
 from layerwise.foundations.errors import InputError, describe
 
 if TYPE_CHECKING:
-    from layerwise.studies.learning_to_learn.least_squares import Sizes
+    from layerwise.studies.learning_to_learn.least_squares import ProblemSizes
 
 SOURCE = "Theorem 5.4.2, Figure 5.3"
 
@@ -37,12 +37,12 @@ class Config:
     """Step sizes from 10⁻⁶ to 1, evenly in their logarithm."""
     noise: float | int = 1.0
 
-    def of(self, examples: int) -> Sizes:
+    def of(self, examples: int) -> ProblemSizes:
         """Tasks with so many examples."""
-        from layerwise.studies.learning_to_learn.least_squares import Sizes
+        from layerwise.studies.learning_to_learn.least_squares import ProblemSizes
 
         names = ("dim", "tasks", "tests", "steps", "grid")
-        return Sizes(examples=examples, **{name: getattr(self, name) for name in names})
+        return ProblemSizes(examples=examples, **{name: getattr(self, name) for name in names})
 
 
 def check(config: Config) -> None:

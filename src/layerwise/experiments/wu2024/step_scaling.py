@@ -14,7 +14,7 @@ from layerwise.experiments.wu2024 import PAPER
 from layerwise.foundations.errors import InputError, describe
 
 if TYPE_CHECKING:
-    from layerwise.studies.learning_to_learn.least_squares import Sizes
+    from layerwise.studies.learning_to_learn.least_squares import ProblemSizes
 
 CELL = "steps"
 SOURCE = "Theorem 5.4.1"
@@ -37,12 +37,12 @@ class Config:
     """Step sizes from 10⁻⁴ to 1, evenly in their logarithm."""
     noise: float | int = 3.0
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> ProblemSizes:
         """Of the tasks."""
-        from layerwise.studies.learning_to_learn.least_squares import Sizes
+        from layerwise.studies.learning_to_learn.least_squares import ProblemSizes
 
         names = ("dim", "examples", "tasks", "grid")
-        return Sizes(least=1e-4, **{name: getattr(self, name) for name in names})
+        return ProblemSizes(least=1e-4, **{name: getattr(self, name) for name in names})
 
     def factor(self) -> float:
         """Between neighbours of the grid."""

@@ -1,8 +1,8 @@
 """First use of a model: where the examples are in its input and output, and how it has to be run to be recorded.
 
 A few examples are run and verified (`verify`). A module whose input all examples share (position indices) is then given
-an input for each, and parameters that no rule covers a copy for each, where the output stays the same. What is found is
-a proposal: `Recorder` verifies it again on the graph of every batch that differs, and proposes anew where it fails.
+an input for each, and parameters that no rule covers a copy for each, where the output stays the same. What is found
+is a proposal: `ModelRecorder` verifies it on the graph of every batch that differs, and proposes anew where it fails.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping

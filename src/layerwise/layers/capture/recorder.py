@@ -1,4 +1,4 @@
-"""`Recorder`: runs a model batch after batch, and verifies what it records on the graph of each.
+"""`ModelRecorder`: runs a model batch after batch, and verifies what it records on the graph of each.
 
 How the model has to be run is proposed by `examine` from a few examples; that it is right is seen on the graph of the
 batch itself (`verify`), once for every graph, and always where the graph depends on the data.
@@ -113,7 +113,7 @@ def _odd_output(number: int) -> InputError:
     )
 
 
-class Recorder:
+class ModelRecorder:
     """Runs a model under a tape and hands out every layer's standard form."""
 
     def __init__(
@@ -146,7 +146,7 @@ class Recorder:
         self._prepared: weakref.ref[Batch] | None = None
 
     @contextmanager
-    def session(self, settle: bool = True) -> Iterator["Recorder"]:
+    def session(self, settle: bool = True) -> Iterator["ModelRecorder"]:
         """Everything between is undone at the end: hooks, buffers, random state.
 
         All checks are settled at the end, unless the caller does that: it waits for the device.
@@ -278,7 +278,9 @@ class Recorder:
         standard = likelihood.standardize_asked(as_statistics(f), batch.y, batch.mask, self.arrange(n), asked)
         return standard if batch.part is None else replace(standard, part=batch.part)
 
-    def record(self, batch: Batch, likelihood: Reading, batched: bool = False, explained: bool = False) -> "Recorded":
+    def record(
+        self, batch: Batch, likelihood: Reading, batched: bool = False, explained: bool = False
+    ) -> "RecordedBatch":
         """Run the model on a batch and bring its output to standard form.
 
         `batched` prepares for many cotangents at once, which fused attention cannot differentiate. `explained` says
@@ -297,7 +299,7 @@ class Recorder:
         if terms.mask is not None and terms.f.requires_grad and tape.events:
             with sdpa_kernel(kernels):
                 tape.aligned = self._aligned(batch, tape, terms.f, n)
-        return Recorded(self, tape, batch, likelihood, f, terms, n, copies, tuple(kernels), explained)
+        return RecordedBatch(self, tape, batch, likelihood, f, terms, n, copies, tuple(kernels), explained)
 
     # --- running and verifying ---------------------------------------------------------------------------
 
@@ -459,10 +461,10 @@ ANY_BACKEND = [
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedBatch:
     """A batch that was run: terms at the output, and the way back to every layer."""
 
-    recorder: Recorder
+    recorder: ModelRecorder
     tape: Tape
     batch: Batch
     likelihood: Reading

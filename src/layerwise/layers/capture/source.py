@@ -17,7 +17,7 @@ from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.progress import Progress, resolve
 from layerwise.foundations.types import leaves, map_leaves
 from layerwise.layers.capture.model_call import example_count, take
-from layerwise.layers.capture.recorder import Batch, Recorded, Recorder
+from layerwise.layers.capture.recorder import Batch, ModelRecorder, RecordedBatch
 from layerwise.layers.io.layer_io import LayerIO
 from layerwise.layers.table import LayerSpec
 
@@ -232,7 +232,7 @@ class Totals:
 class Sweep:
     """Everything needed to go over the data once more."""
 
-    recorder: Recorder
+    recorder: ModelRecorder
     source: Source
     likelihood: Likelihood
     cotangent: Cotangent
@@ -253,7 +253,7 @@ class Sweep:
         `settle` the caller settles the recorder's checks, when it has queued all that it wants to.
         """
 
-        def visit(recorded: Recorded) -> None:
+        def visit(recorded: RecordedBatch) -> None:
             for v, first, last in self.cotangents(recorded):
                 recorded.each_layer(v, lambda spec, io, first=first: observe(spec, io, first), last)
 
@@ -262,7 +262,7 @@ class Sweep:
     def all_layers(self, observe: Callable[[dict[str, LayerIO]], None], description: str) -> Totals:
         """Hand all layers over at once."""
 
-        def visit(recorded: Recorded) -> None:
+        def visit(recorded: RecordedBatch) -> None:
             for v, _, last in self.cotangents(recorded):
                 observe(recorded.all_layers(v, last))
 
@@ -270,7 +270,7 @@ class Sweep:
 
     def visit(
         self,
-        visit: Callable[[Recorded], None],
+        visit: Callable[[RecordedBatch], None],
         description: str,
         ready: Callable[[], object] | None = None,
         settle: bool = True,
@@ -294,7 +294,7 @@ class Sweep:
                 totals.batches += 1
         return totals
 
-    def cotangents(self, recorded: Recorded) -> Iterator[tuple[Tensor, bool, bool]]:
+    def cotangents(self, recorded: RecordedBatch) -> Iterator[tuple[Tensor, bool, bool]]:
         """Cotangents in groups that fit, each with whether it is the first and the last."""
         count = self.cotangent.count(recorded.terms)
         allowed = min(COTANGENT_BYTES, self.memory // 4)

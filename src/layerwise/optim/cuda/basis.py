@@ -1,4 +1,10 @@
-"""A basis ``U_P ⊗ U_Q`` of a stack's factors: turning into it and back, and keeping it up to date."""
+"""`TrackedBasis`: eigenvectors ``U_P ⊗ U_Q`` of a stack's factors that are kept up to date by products.
+
+What overflows keeps its basis and is begun again at its next turn, see `basis_monitor`.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -6,115 +12,185 @@ from torch import Tensor
 
 from layerwise.foundations.errors import NumericalError
 from layerwise.foundations.linalg import settled_eigh
+from layerwise.optim.backend import ALL, Eigenbasis, Factor, Side
 from layerwise.optim.channels import times_inputs
-from layerwise.optim.cuda import factor as symmetric
-from layerwise.optim.cuda import storage as stored
-from layerwise.optim.cuda.basis_monitor import CLOSELY_COUPLED, basis_watch
-from layerwise.optim.cuda.inverse import own_size
+from layerwise.optim.cuda import factor as factors
+from layerwise.optim.cuda.basis_monitor import CLOSELY_COUPLED, BasisMonitor
+from layerwise.optim.cuda.device_step import largest_of, run, with_along
+from layerwise.optim.cuda.factor import DeviceFactor
 from layerwise.optim.cuda.linalg import orthogonal
 from layerwise.optim.cuda.linalg.fp16 import Half
-from layerwise.optim.cuda.linalg.jacobi import tracked_basis
+from layerwise.optim.cuda.linalg.jacobi import carried, tracked_basis
 from layerwise.optim.cuda.linalg.jacobi_fp16 import tracked_half
-from layerwise.optim.cuda.monitor import Plan
+from layerwise.optim.cuda.linalg.moments_in_new_basis import turn_between, turn_moments_
+from layerwise.optim.cuda.monitor import YOUNG_STEPS
 from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.storage import products_of
+from layerwise.optim.cuda.storage import Kept, StoredMatrix, operand_of
 from layerwise.optim.cuda.unscaled import unscaled
-from layerwise.optim.rule import Context, State
-
-BASIS = ("U_P", "U_P_scale", "s_P", "U_Q", "U_Q_scale", "s_Q")
+from layerwise.optim.rule import Context
 
 
-def rotate(
-    state: State, X: Float[Tensor, "*B K O I"], largest: Tensor | None = None, *, rough: bool = False
-) -> Float[Tensor, "*B K O I"]:
-    """``U_Pᵀ X U_Q``; `largest` is what no entry of each matrix exceeds, where that is known.
-
-    With a basis that is kept in halves, X is rounded to a half where `rough` will do, else to a pair.
-    """
-    return unscaled(scaled_rotate(state, X, largest, rough=rough))
-
-
-def scaled_rotate(
-    state: State, X: Float[Tensor, "*B K O I"], largest: Tensor | None = None, *, rough: bool = False
+def rotated(
+    P: Kept | None,
+    X: Float[Tensor, "*B K O I"],
+    Q: Kept | None,
+    largest: Tensor | None = None,
+    *,
+    rough: bool = False,
+    bias: Tensor | None = None,
 ) -> Float[Tensor, "*B K O I"] | Scaled:
-    """The same, perhaps not yet divided: in float32 always, and never X itself if there is a basis."""
-    P, Q = (stored.matrix(state, name) if name in state else None for name in ("U_P", "U_Q"))
+    """``U_Pᵀ X U_Q``, perhaps not yet divided: in float32 always, and never X itself if there is a basis.
+
+    `largest` is what no entry of each matrix exceeds, where that is known. With a basis that is kept in fp16, X is
+    rounded to fp16 where `rough` will do, else split.
+    """
     if isinstance(P, Tensor) or isinstance(Q, Tensor):
         X = X if P is None else P.mT @ X  # type: ignore[operator]
-        return X if Q is None else times_inputs(X, Q, state.get("Q_bias"))  # type: ignore[arg-type]  # that block is 1
+        return X if Q is None else times_inputs(X, Q, bias)  # type: ignore[arg-type]
     if P is None and Q is None:
         return X
     left = None if P is None else P.mT
     if rough:
         return orthogonal.rough_between(left, orthogonal.with_room(X, largest), Q)
-    return orthogonal.between(left, stored.operand_of(X, largest), Q)  # type: ignore[arg-type]
+    return orthogonal.between(left, operand_of(X, largest), Q)  # type: ignore[arg-type]
 
 
-def unrotate(state: State, Y: Float[Tensor, "*B K O I"]) -> Float[Tensor, "*B K O I"]:
-    """``U_P Y U_Qᵀ``. Nothing magnifies its rounding: of a basis that is kept in pairs, the first halves are enough."""
-    return unscaled(scaled_unrotate(state, Y))
-
-
-def scaled_unrotate(state: State, Y: Float[Tensor, "*B K O I"] | Half) -> Float[Tensor, "*B K O I"] | Scaled:
-    """The same, perhaps not yet divided; Y may be a half with room (`orthogonal`) where `in_halves` says so."""
-    P, Q = (stored.matrix(state, name) if name in state else None for name in ("U_P", "U_Q"))
+def unrotated(
+    P: Kept | None, Y: Float[Tensor, "*B K O I"] | Half, Q: Kept | None, bias: Tensor | None = None
+) -> Float[Tensor, "*B K O I"] | Scaled:
+    """``U_P Y U_Qᵀ``, perhaps not yet divided. Nothing magnifies its rounding: of a basis in split fp16 the first halves
+    are enough. Y may be fp16 with room (`orthogonal`) where the basis is."""
     if isinstance(Y, Tensor) and (isinstance(P, Tensor) or isinstance(Q, Tensor)):
         Y = Y if P is None else P @ Y  # type: ignore[operator]
-        return Y if Q is None else times_inputs(Y, Q.mT, state.get("Q_bias"))  # type: ignore[arg-type]
+        return Y if Q is None else times_inputs(Y, Q.mT, bias)  # type: ignore[arg-type]
     if isinstance(Y, Tensor) and P is None and Q is None:
         return Y
     half = Y if isinstance(Y, Half) else orthogonal.with_room(Y)
     return orthogonal.rough_between(P, half, None if Q is None else Q.mT, narrow=True)  # type: ignore[arg-type]
 
 
-def in_halves(state: State) -> bool:
-    """Whether there is a basis, kept in halves."""
-    names = [name for name in ("U_P", "U_Q") if name in state]
-    return len(names) > 0 and all(stored.is_halved(state, name) for name in names)
-
-
-def largest_before(context: Context, X: Float[Tensor, "K O I"]) -> Float[Tensor, "K"]:
+def largest_before(known: list[Tensor], X: Float[Tensor, "K O I"]) -> Float[Tensor, "K"]:
     """What a product or a step in the basis left of each group at the last step, its largest entry; zeros at first."""
-    known = context.memory.get("largest_before")
-    if known is None or len(known) != len(X):
-        known = context.memory["largest_before"] = torch.zeros(len(X), dtype=torch.float32, device=X.device)
-    return known
+    if not known or len(known[0]) != len(X):
+        known[:] = [torch.zeros(len(X), dtype=torch.float32, device=X.device)]
+    return known[0]
 
 
-def track(state: State, side: str, groups: slice, context: Context, plan: Plan, limit: float = CLOSELY_COUPLED) -> None:
-    """The basis of some groups after their factor has changed: by sweeps of products; at first by eigh.
+@dataclass
+class TrackedSide:
+    """One side's basis with its eigenvalues."""
 
-    What overflows keeps its basis and is begun again at its next turn, see `sweeps`. Beyond a coupling of `limit` the
-    next turns take more sweeps, where more are of use.
-    """
-    name = f"U_{side}"
-    if name in plan.exact:
-        good = begin(state, side, groups, context)
-        basis_watch(state, name, context, limit).say_begun(groups, good)
-        return
-    M = symmetric.operand(state[side][groups])
-    kept, sweeps = stored.matrix(state, name, groups), plan.rounds(name)
-    if isinstance(kept, Half):
-        U, values, couplings = tracked_half(M, kept, sweeps)
-    else:
-        products = products_of(state, name)
-        U, values, couplings = tracked_basis(M, stored.value(state, name, groups), sweeps, products)
-    good = torch.isfinite(values).all(-1) & torch.isfinite(couplings[-1])
-    basis_watch(state, name, context, limit).say(groups, torch.where(good, couplings, torch.inf))
-    stored.write(state, name, groups, U, good)
-    stored.write(state, f"s_{side}", groups, values.clamp_min(0), good)
+    side: Side
+    matrix: StoredMatrix
+    values: Float[Tensor, "K n"]
+    own: int
+    """Rows without padding."""
+    limit: float = CLOSELY_COUPLED
+    """Of the coupling before the last sweep, beyond which the next turns take more sweeps; see `basis_monitor`."""
+    monitor: BasisMonitor | None = None
+    recalled: list[list[int]] = field(default_factory=list)
+    """What an earlier run knew of each group, from a checkpoint."""
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Vectors and values."""
+        return self.matrix.tensors(f"U_{self.side}") | {f"s_{self.side}": self.values}
 
-def begin(state: State, side: str, groups: slice, context: Context) -> Bool[Tensor, "K"]:
-    """By eigh, largest last, padding apart; a factor that cannot be decomposed keeps its basis. Returns which could."""
-    M = symmetric.whole(state[side][groups])
-    own = own_size(side, context, M)
-    values, vectors, good = _decomposed(M[:, :own, :own])
-    U, s = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).repeat(len(M), 1, 1), torch.zeros_like(M[:, 0])
-    U[:, :own, :own], s[:, :own] = vectors.to(M.dtype), values.to(M.dtype)
-    stored.write(state, f"U_{side}", groups, U, good)
-    stored.write(state, f"s_{side}", groups, s, good)
-    return good
+    def saved(self, groups: slice) -> dict[str, Tensor]:
+        """In float32, without padding."""
+        vectors, values = self.matrix.saved(groups, self.own), self.values[groups, : self.own]
+        return {f"U_{self.side}": vectors, f"s_{self.side}": values}
+
+    def load(self, name: str, groups: slice, value: Tensor) -> None:
+        """The inverse."""
+        if name == f"U_{self.side}":
+            self.matrix.load(groups, value)
+        elif name == f"s_{self.side}":
+            self.values[groups, : value.shape[1]] = value.to(self.values)
+
+    def narrow(self, groups: slice) -> "TrackedSide":
+        """Views, with a monitor of its own that knows what this one does."""
+        known = self.known()
+        recalled = known[groups] if known else []
+        return replace(
+            self, matrix=self.matrix.narrow(groups), values=self.values[groups], monitor=None, recalled=recalled
+        )
+
+    def clone(self) -> "TrackedSide":
+        """A copy."""
+        return replace(self, matrix=self.matrix.clone(), values=self.values.clone())
+
+    def known(self) -> list[list[int]]:
+        """How each group was lately followed, as it is saved."""
+        return self.recalled if self.monitor is None else self.monitor.numbers()
+
+    def _monitor(self, context: Context) -> BasisMonitor:
+        """One that comes from a checkpoint with its factor is followed, not begun."""
+        if self.monitor is None:
+            K, device = len(self.matrix.data), self.matrix.data.device
+            self.monitor = BasisMonitor.over(K, device, self.limit, context.memory.get("fresh", ()))
+            self.monitor.recall(self.recalled)
+        return self.monitor
+
+    def refresh_(
+        self, key: Any, M: DeviceFactor, groups: slice, context: Context, moments: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """By sweeps of products; at first by eigh. First and second `moments` in the basis are carried along."""
+        monitor = self._monitor(context)
+        if monitor.take_exact(context.step, groups, context.health):
+            self._with_moments(lambda: self._begin(M, groups, monitor), groups, moments)
+        else:
+            sweeps = monitor.most if context.step < YOUNG_STEPS else monitor.rounds(groups)
+            call = lambda: self._with_moments(lambda: self._track(M, groups, sweeps, monitor), groups, moments)  # noqa: E731
+            run((key, groups.start, groups.stop, sweeps), call, context, "tracked")
+        monitor.send(context.step, groups)
+
+    def begin_(self, M: DeviceFactor, context: Context) -> None:
+        """All groups by eigh."""
+        groups, monitor = slice(0, len(self.values)), self._monitor(context)
+        monitor.take_exact(context.step, groups, context.health)
+        self._begin(M, groups, monitor)
+        monitor.send(context.step, groups)
+
+    def _track(self, factor: DeviceFactor, groups: slice, sweeps: int, monitor: BasisMonitor) -> None:
+        M, kept = factors.operand(factor.mean[groups]), self.matrix.matrix(groups)
+        if isinstance(kept, Half):
+            U, values, couplings = tracked_half(M, kept, sweeps)
+        else:
+            U, values, couplings = tracked_basis(M, self.matrix.value(groups), sweeps, self.matrix.products)
+        good = torch.isfinite(values).all(-1) & torch.isfinite(couplings[-1])
+        monitor.write(groups, torch.where(good, couplings, torch.inf))
+        self._put(groups, U, values.clamp_min(0), good)
+
+    def _begin(self, factor: DeviceFactor, groups: slice, monitor: BasisMonitor) -> None:
+        """By eigh, largest last, padding apart; a factor that cannot be decomposed keeps its basis."""
+        M, own = factor.dense(groups), factor.own
+        values, vectors, good = _decomposed(M[:, :own, :own])
+        U, s = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).repeat(len(M), 1, 1), torch.zeros_like(M[:, 0])
+        U[:, :own, :own], s[:, :own] = vectors.to(M.dtype), values.to(M.dtype)
+        self._put(groups, U, s, good)
+        monitor.write_begun(groups, good)
+
+    def _put(self, groups: slice, U: Tensor | Half, values: Tensor, good: Tensor) -> None:
+        self.matrix.write(groups, U, good)
+        old = self.values[groups]
+        old.copy_(torch.where(good.view(-1, 1), values, old))
+
+    def _with_moments(self, renew: Any, groups: slice, moments: tuple[Tensor, Tensor] | None) -> None:
+        """Momentum and second moments as the new basis sees them."""
+        if moments is None:
+            renew()
+            return
+        old = self.matrix.rough_copy(groups)
+        renew()
+        U, M, V, left = self.matrix.matrix(groups), moments[0][groups], moments[1][groups], self.side == "P"
+        if isinstance(U, Half) and isinstance(old, Half):
+            turn_moments_(M, V, turn_between(U, old), "left" if left else "right")
+            return
+        assert isinstance(U, Tensor)  # of float64
+        assert isinstance(old, Tensor)
+        turn = U.mT @ old
+        V.copy_(carried(V, turn, "left" if left else "right"))
+        M.copy_(turn @ M if left else M @ turn.mT)
 
 
 def _decomposed(M: Float[Tensor, "K n n"]) -> tuple[Tensor, Tensor, Bool[Tensor, "K"]]:
@@ -126,3 +202,119 @@ def _decomposed(M: Float[Tensor, "K n n"]) -> tuple[Tensor, Tensor, Bool[Tensor,
             return torch.zeros_like(M[:, 0]), torch.zeros_like(M), torch.zeros(1, dtype=torch.bool, device=M.device)
     values, vectors, good = zip(*(_decomposed(one) for one in M.split(1)), strict=True)
     return torch.cat(values), torch.cat(vectors), torch.cat(good)
+
+
+@dataclass
+class TrackedBasis(Eigenbasis):
+    """Both sides; a diagonal factor is its own basis, one that is missing has the identity."""
+
+    P: TrackedSide | None
+    Q: TrackedSide | None
+    values_P: Tensor
+    values_Q: Tensor
+    rough: bool = False
+    """Whether gradients are rotated in fp16, not split: `precision="half"`."""
+    before: list[Tensor] = field(default_factory=list)
+    """The largest entries of the last step in the basis: from which scale the next is written in fp16."""
+
+    @property
+    def trivial(self) -> bool:
+        """Whether both sides have the identity."""
+        return self.P is None and self.Q is None
+
+    @property
+    def sides(self) -> list[TrackedSide]:
+        """Those that are tracked."""
+        return [side for side in (self.P, self.Q) if side is not None]
+
+    @property
+    def halved(self) -> bool:
+        """Whether there is a basis, kept in fp16."""
+        return len(self.sides) > 0 and all(side.matrix.halved for side in self.sides)
+
+    @property
+    def splits_gradient(self) -> bool:
+        """Whether the gradient is multiplied in fp16."""
+        return any(side.matrix.halved for side in self.sides)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Of both sides."""
+        found = {"s_P": self.values_P, "s_Q": self.values_Q}
+        for side in self.sides:
+            found |= side.tensors()
+        return found
+
+    def saved(self, groups: slice = ALL) -> dict[str, Tensor]:
+        """In float32, without padding."""
+        found = {"s_P": self.values_P[groups], "s_Q": self.values_Q[groups]}
+        for side in self.sides:
+            found |= side.saved(groups)
+        return found
+
+    def load(self, name: str, groups: slice, value: Tensor) -> None:
+        """Into fp16 and padding."""
+        for side, values in ((self.P, self.values_P), (self.Q, self.values_Q)):
+            own = "s_P" if values is self.values_P else "s_Q"
+            if side is not None:
+                side.load(name, groups, value)
+            elif name == own:
+                values[groups, : value.shape[1]] = value.to(values)
+
+    def narrow(self, groups: slice) -> "TrackedBasis":
+        """Views, with monitors of their own."""
+        P, Q = (None if side is None else side.narrow(groups) for side in (self.P, self.Q))
+        return self._of(P, Q, self.values_P[groups], self.values_Q[groups])
+
+    def clone(self) -> "TrackedBasis":
+        """A copy."""
+        P, Q = (None if side is None else side.clone() for side in (self.P, self.Q))
+        return self._of(P, Q, self.values_P.clone(), self.values_Q.clone())
+
+    def _of(self, P: TrackedSide | None, Q: TrackedSide | None, values_P: Tensor, values_Q: Tensor) -> "TrackedBasis":
+        values_P, values_Q = (
+            values if side is None else side.values for side, values in ((P, values_P), (Q, values_Q))
+        )
+        return TrackedBasis(P, Q, values_P, values_Q, self.rough)
+
+    def refresh_(self, P: Factor | None, Q: Factor | None, groups: slice, context: Context) -> None:
+        """Side by side."""
+        self._renew(P, Q, groups, context, None)
+
+    def follow_(
+        self, P: Factor | None, Q: Factor | None, groups: slice, context: Context, M: Tensor, V: Tensor
+    ) -> None:
+        """The same, moments carried along."""
+        self._renew(P, Q, groups, context, (M, V))
+
+    def _renew(self, P: Factor | None, Q: Factor | None, groups: slice, context: Context, moments: Any) -> None:
+        for factor, side, values in ((P, self.P, self.values_P), (Q, self.Q, self.values_Q)):
+            if isinstance(factor, DeviceFactor) and side is not None:
+                side.refresh_((id(self), side.side), factor, groups, context, moments)
+            elif factor is not None:
+                values[groups] = factor.dense(groups)
+
+    def begin_(self, P: Factor | None, Q: Factor | None, context: Context) -> None:
+        """By eigh; the order of a tracked basis is of no account."""
+        for factor, side, values in ((P, self.P, self.values_P), (Q, self.Q, self.values_Q)):
+            if isinstance(factor, DeviceFactor) and side is not None:
+                side.begin_(factor, context)
+            elif factor is not None:
+                values.copy_(factor.dense())
+
+    def matrices(self) -> tuple[Kept | None, Kept | None]:
+        """U_P and U_Q as they are kept."""
+        P, Q = (None if side is None else side.matrix.matrix() for side in (self.P, self.Q))
+        return P, Q
+
+    def rotate(self, X: Float[Tensor, "*B K O I"], context: Context | None = None) -> Tensor | Scaled:
+        """``U_Pᵀ X U_Q``; a tensor, where no step is under way."""
+        P, Q = self.matrices()
+        R = rotated(P, X, Q, largest_of(X, context), rough=self.rough)
+        if context is None:
+            return unscaled(R)
+        return R.contiguous() if isinstance(R, Tensor) else R
+
+    def unrotate(self, Y: Tensor | Half, context: Context) -> Tensor | Scaled:
+        """``U_P Y U_Qᵀ``, perhaps not yet divided."""
+        P, Q = self.matrices()
+        return with_along(unrotated(P, Y, Q), context)

@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from layerwise.optim.cuda.monitor import LAG, SLOW_TURNS, Watch
-from layerwise.optim.rule import Context, Health, State
+from layerwise.optim.cuda.monitor import LAG, SLOW_TURNS, Monitor
+from layerwise.optim.rule import Health
 
 MORE_SWEEPS = 3
 """At most, and at first, when a basis turns fast. Two do for first couplings up to three times the limit."""
@@ -86,7 +86,7 @@ def stuck(couplings: Sequence[float], limit: float) -> bool:
 
 
 @dataclass
-class BasisWatch(Watch):
+class BasisMonitor(Monitor):
     """Over bases: begun exactly, then followed by as many sweeps as they lately needed."""
 
     limit: float = CLOSELY_COUPLED
@@ -102,7 +102,7 @@ class BasisWatch(Watch):
     most: ClassVar[int] = MORE_SWEEPS
 
     @classmethod
-    def over(cls, groups: int, device: torch.device, limit: float, begun: Sequence[bool] = ()) -> "BasisWatch":
+    def over(cls, groups: int, device: torch.device, limit: float, begun: Sequence[bool] = ()) -> "BasisMonitor":
         """Of factors that have never been decomposed, but for those that were `begun` in an earlier run.
 
         Unless it is known how many sweeps these needed (`recall`), at first they take all.
@@ -116,9 +116,9 @@ class BasisWatch(Watch):
     def numbers(self) -> list[list[int]]:
         """All that is known of each group, with reports that are still on their way: see `recall`."""
         heard = replace(self, **{name: copy.deepcopy(getattr(self, name)) for name in ("exact", "lately", *COUNTS)})
-        heard._posted.extend(self._posted)
-        if heard._posted:
-            heard.hear(heard._posted[-1].step + LAG, Health())
+        heard._sent.extend(self._sent)
+        if heard._sent:
+            heard.poll(heard._sent[-1].step + LAG, Health())
         return [
             [
                 int(heard.exact[place]),
@@ -137,17 +137,17 @@ class BasisWatch(Watch):
                 for name, number in zip(COUNTS, rest, strict=False):
                     getattr(self, name)[place] = number
 
-    def say(self, groups: slice, couplings: Float[Tensor, "sweeps K"]) -> None:
+    def write(self, groups: slice, couplings: Float[Tensor, "sweeps K"]) -> None:
         """On the device: the couplings before each sweep, infinite where a basis could not be followed."""
         taken = len(couplings)
         self.verdict[groups, :taken] = couplings.mT.to(self.verdict.dtype)
         self.verdict[groups, taken:] = NOT_TAKEN
 
-    def say_begun(self, groups: slice, good: Bool[Tensor, "K"]) -> None:
+    def write_begun(self, groups: slice, good: Bool[Tensor, "K"]) -> None:
         """On the device: that no sweep was taken, and which groups have no basis of this turn."""
-        self.say(groups, torch.where(good, NOT_TAKEN, torch.inf)[None])
+        self.write(groups, torch.where(good, NOT_TAKEN, torch.inf)[None])
 
-    def heed(self, place: int, said: Sequence[float], health: Health) -> None:
+    def update(self, place: int, said: Sequence[float], health: Health) -> None:
         """Couplings."""
         couplings = [coupling for coupling in said if coupling >= 0]
         if not couplings:  # of an exact decomposition
@@ -176,17 +176,3 @@ class BasisWatch(Watch):
         return max(
             1 if idle else max(lately) for lately, idle in zip(self.lately[groups], self.idle[groups], strict=True)
         )
-
-
-def basis_watch(state: State, name: str, context: Context, limit: float) -> BasisWatch:
-    """The watch over a basis; one that comes from a checkpoint with its factor is followed, not begun."""
-    if name not in context.memory:
-        begun = context.memory.get("fresh", ())
-        watch = context.memory[name] = BasisWatch.over(len(state[name]), state[name].device, limit, begun)
-        watch.recall(context.memory.get(recalled(name), ()))
-    return context.memory[name]
-
-
-def recalled(name: str) -> str:
-    """Under which name the numbers of a basis's watch are saved, and remembered until there is a watch."""
-    return f"{name}_sweeps"

@@ -1,49 +1,50 @@
-"""Whole steps as CUDA graphs, for models whose step is launches rather than work.
+"""Whole steps captured as CUDA graphs, for models whose step is launches rather than work.
 
 A step of a small model is some hundred short kernels, and the host needs longer to launch them than the device to run
-them. So it is recorded, in two graphs. The first gathers gradients, asks whether they are finite and takes their
+them. So it is captured, in two graphs. The first gathers gradients, asks whether they are finite and takes their
 statistics; the second makes directions and subtracts them. Between them are what the host decides: statistics of inputs
 and output gradients, and refreshes, which have graphs of their own.
 
 A graph reads and writes the same memory whenever it is replayed. Gradients are therefore copied to one place, learning
 rates are numbers on the device, and whatever else the host knows of a step is part of the key under which it is
-recorded. A step that is not like those before, such as one with a gradient missing, is taken as it is.
+captured. A step that is not like those before, such as one with a gradient missing, is taken as it is.
 """
 
 from collections.abc import Hashable, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerwise.optim.cuda.graphs import Graphs
-from layerwise.optim.rule import Context, UpdateRule
+from layerwise.optim.rule import Context, UpdateRule, tensors
 from layerwise.optim.statistics.accumulate import Sums
-from layerwise.optim.step.update import Descent, Gathered, Part
+from layerwise.optim.step.stack import Stack
 
 LARGEST = 2**25
-"""Entries of a model whose steps are recorded unless the user says otherwise: intermediate results of a recorded step,
+"""Entries of a model whose steps are captured unless the user says otherwise: intermediate results of a captured step,
 some twenty bytes an entry, keep their memory, and the steps of larger models last longer than their launches."""
 SETTLED = 3
 """Steps that are taken as they are, while state is made and kernels are compiled."""
 
 KEPT = 16
-"""Recordings of each graph: every one keeps the gradients and results of a step, and batches may have many sizes."""
+"""Graphs of each graph: every one keeps the gradients and results of a step, and batches may have many sizes."""
 
 
-class RecordedStep:
-    """The recorded steps of an optimizer's stacks."""
+class CapturedStep:
+    """The captured steps of an optimizer's stacks."""
 
-    def __init__(self, descent: Descent, wanted: bool | None = None) -> None:
-        self._descent, self._wanted = descent, wanted
-        self._params = list({id(p): p for stack in descent.stacks for p in stack.params.values()}.values())
+    def __init__(self, executor: Any, wanted: bool | None = None) -> None:
+        self._executor, self._wanted = executor, wanted
+        self._params = list({id(p): p for stack in executor.stacks for p in stack.params.values()}.values())
         # Apart from each other and from those of refreshes: what the first makes is still read in the second, and
         # graphs that share their memory may use it for something else in between.
         self._gathering, self._descending = Graphs(KEPT), Graphs(KEPT)
         self._places_of_sizes: dict[torch.device, dict] = {}
         """Its own: steps with a gradient missing would exchange what graphs read."""
-        self._made: dict[Hashable, Gathered] = {}
-        """What recordings of the first graph fill."""
+        self._made: dict[Hashable, Any] = {}
+        """What graphs of the first graph fill."""
         self._held: list[Tensor] = []
         self._rates, self._sent = torch.empty(0), list[float]()
         self._places: Hashable = None
@@ -51,7 +52,7 @@ class RecordedStep:
         self._steps = 0
 
     def run(self, contexts: Sequence[Context], seen: dict[str, Sums], scale: float) -> bool:
-        """Take a step, if it is one that can be recorded; returns whether it was taken."""
+        """Take a step, if it is one that can be captured; returns whether it was taken."""
         if not self._possible():
             return False
         self._steps += 1
@@ -61,15 +62,15 @@ class RecordedStep:
         torch._foreach_copy_(self._held, grads)  # pyright: ignore[reportPrivateImportUsage]
         key = self._key(contexts, scale)
         gathered, fixed = self._gather(key, contexts, scale)
-        parts = self._descent.parts(contexts, gathered)
-        self._descent.learn(parts, seen, waits=False, by_gradient=False)
-        if any(part.observed is not None and part.stack.rule.keeps_recorded for part in parts):
-            self._descent.descend(parts, waits=False)  # examples, which are others every time
+        parts = self._executor.parts(contexts, gathered)
+        self._executor.learn(parts, seen, by_gradient=False)
+        if any(part.observed is not None for part in parts):
+            self._executor.descend(parts)  # examples, which are others every time
         else:
             self._descend(key, parts, fixed)
         return True
 
-    # --- what can be recorded ------------------------------------------------------------------------------
+    # --- what can be captured ------------------------------------------------------------------------------
 
     def _possible(self) -> bool:
         """Whether steps of this optimizer can be: one GPU, one process, and rules that are known to allow it."""
@@ -78,24 +79,24 @@ class RecordedStep:
         return self._allowed and capturable(self._params[0].device)
 
     def _allows(self) -> bool:
-        descent, device = self._descent, self._params[0].device
+        executor, device = self._executor, self._params[0].device
         small = sum(p.numel() for p in self._params) <= LARGEST
         return (
             (small or self._wanted is True)
             and all(p.device == device for p in self._params)
-            and descent.refreshes.processes.count == 1
-            and descent.damping.schedule is None
-            and not descent.damping.adaptive
-            and all(allows(stack.rule) for stack in descent.stacks)
+            and executor.processes.count == 1
+            and executor.damping.schedule is None
+            and not executor.damping.adaptive
+            and all(stack.requires.capturable for stack in executor.stacks)
         )
 
     def _settled(self) -> bool:
-        """Whether everything lies where it lay at the last step; if not, recordings are begun anew.
+        """Whether everything lies where it lay at the last step; if not, graphs are begun anew.
 
         Not where a stack's parameters cannot be listed: what such a stack subtracts would have the host's numbers.
         """
-        stacks = self._descent.stacks
-        state = [(X.data_ptr(), X.stride()) for stack in stacks for X in stack.state.values()]
+        stacks = self._executor.stacks
+        state = [(X.data_ptr(), X.stride()) for stack in stacks for X in tensors(stack.state).values()]
         held = [X.data_ptr() for X in self._held]
         places = (tuple(state), tuple(held), tuple((p.data_ptr(), p.stride()) for p in self._params))
         if places == self._places:
@@ -103,7 +104,7 @@ class RecordedStep:
         self._places = places
         self._gathering, self._descending = Graphs(KEPT), Graphs(KEPT)
         self._made.clear()
-        if not all(stack.listed is not None and stack.listed.parameters() is not None for stack in stacks):
+        if not all(_listed(stack) for stack in stacks):
             self._places = None
         return False
 
@@ -131,38 +132,38 @@ class RecordedStep:
                 *(stack.group.get(name) for name in names),
                 *settings(stack.rule),
             )
-            for stack, c in zip(self._descent.stacks, contexts, strict=True)
+            for stack, c in zip(self._executor.stacks, contexts, strict=True)
         )
 
     # --- the two graphs ------------------------------------------------------------------------------------
 
-    def _gather(self, key: Hashable, contexts: Sequence[Context], scale: float) -> tuple[Gathered, bool]:
+    def _gather(self, key: Hashable, contexts: Sequence[Context], scale: float) -> tuple[Any, bool]:
         """Gradients with their gate, and whether they lie where the recording left them."""
-        made: list[Gathered] = []
+        made: list[Any] = []
 
         def call() -> None:
             with _in_place_of_gradients(self._params, self._held):
-                gathered = self._descent.gather(scale, False, self._places_of_sizes)
-            for part in self._descent.parts(contexts, gathered):
-                self._descent.learn_gradient(part)
+                gathered = self._executor.gather(scale, self._places_of_sizes)
+            for part in self._executor.parts(contexts, gathered):
+                self._executor.learn_gradient(part)
             made.append(gathered)
 
         fixed = self._gathering.run(key, call, self._params[0].device)
-        if made and fixed:  # recorded just now
+        if made and fixed:  # captured just now
             self._made[key] = made[-1]
         return (self._made[key] if fixed else made[-1]), fixed
 
-    def _descend(self, key: Hashable, parts: Sequence[Part], fixed: bool) -> None:
-        """Directions and descent; recorded, if what they read will be in the same place again."""
+    def _descend(self, key: Hashable, parts: Sequence[Any], fixed: bool) -> None:
+        """Directions and descent; captured, if what they read will be in the same place again."""
         self._send_rates(parts)
         for part, rates in zip(parts, self._rates.unbind(), strict=True):
             part.rates = rates
         device = self._params[0].device
-        replayed = self._descending.run(key, lambda: self._descent.descend(parts, waits=False), device, record=fixed)
+        replayed = self._descending.run(key, lambda: self._executor.descend(parts), device, capture=fixed)
         if replayed:
             torch.autograd.graph.increment_version(self._params)
 
-    def _send_rates(self, parts: Sequence[Part]) -> None:
+    def _send_rates(self, parts: Sequence[Any]) -> None:
         """Learning rates and decays, if they have changed; nobody waits."""
         lrs = [(part.context.lr, part.stack.group["weight_decay"]) for part in parts]
         numbers = [x for lr, decay in lrs for x in (1 - lr * decay, lr)]
@@ -176,9 +177,10 @@ class RecordedStep:
         self._sent = numbers
 
 
-def allows(rule: UpdateRule) -> bool:
-    """Whether a rule says that its steps may be recorded; one that inherits from such a rule must say so itself."""
-    return "recordable" in vars(type(rule)) and rule.recordable
+def _listed(stack: Stack) -> bool:
+    """Whether a stack's parameters are lists, as the pass that subtracts takes them."""
+    lists = stack.memory.get("param lists")
+    return lists is not None and lists.parameters() is not None
 
 
 def settings(rule: UpdateRule) -> list[Hashable]:
@@ -192,7 +194,7 @@ def settings(rule: UpdateRule) -> list[Hashable]:
 
 
 def capturable(device: torch.device) -> bool:
-    """Whether graphs can be recorded on a device now: it has them, and nobody else is recording."""
+    """Whether graphs can be captured on a device now: it has them, and nobody else is recording."""
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 

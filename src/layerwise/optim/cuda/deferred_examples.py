@@ -1,29 +1,30 @@
-"""Examples that wait their turn: a batch's are looked at over the steps after it, so that no step is slow.
+"""Deferred examples: a batch's examples are looked at over the steps after it, so that no step is slow.
 
 EKFAC's scalings are second moments of per-example gradients in the present basis. Those of all layers at once cost
-several steps' work. Where nobody waits for the device, layers are looked at in turn instead, each right after its basis
-has been renewed if statistics are taken as often as that, and their inputs and output gradients are kept until then.
-Between the batch and its turn a layer has the scalings of before, or those that its refresh has begun anew. What is
-saved in between: see `foreseen`.
+several steps' work. On a GPU layers are looked at in turn instead, each right after its basis has been refreshed if
+statistics are taken as often as that, and their inputs and output gradients are kept until then. Between the batch and
+its turn a layer has the scalings of before, or those that its refresh has begun anew. For what is saved in between, see
+`pending_checkpoint`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from layerwise.optim.rule import Context, Observation, UpdateRule
+from layerwise.optim.cuda.deferred_statistics import of_the_batch
+from layerwise.optim.rule import Context, Observation, Requirements
 from layerwise.optim.step.stack import Stack
 
-WAITING = "examples"
-"""Where a stack's memory has the shares that are not looked at yet."""
+PENDING = "pending examples"
+"""Where a stack's memory has what is not looked at yet."""
 LATE = 100
 """Steps after which examples of layers that are no longer trained are let go."""
 
 
-class Waiting(Protocol):
+class Pending(Protocol):
     """Some layers of a stack, until their turn."""
 
     groups: slice
@@ -35,7 +36,7 @@ class Waiting(Protocol):
 
 
 @dataclass
-class Share:
+class PendingExamples:
     """Some layers of a stack, with their examples."""
 
     groups: slice
@@ -51,10 +52,8 @@ class Share:
 
     def look(self, stack: Stack) -> None:
         """In the present basis, whenever the batch was; not, if somebody has written over its tensors since."""
-        if not self.intact:
-            return
-        state: dict[str, Tensor] = {name: X[self.groups] for name, X in stack.state.items()}
-        stack.rule.look_at_examples(state, self.seen, self.context)
+        if self.intact:
+            stack.rule.observe(narrowed(stack, self.groups), self.seen, self.context)
 
     @property
     def intact(self) -> bool:
@@ -67,22 +66,27 @@ class Share:
         return [X._version for call in calls for X in (call.x, call.dy) if X is not None]
 
 
+def narrowed(stack: Stack, groups: slice) -> dict:
+    """Some groups of the state that examples change or are seen in, over the same memory."""
+    own = {name: entry for name, entry in stack.state.items() if name in ("basis", "s")}
+    return {name: X[groups] if isinstance(X, Tensor) else X.narrow(groups) for name, X in own.items()}
+
+
 @dataclass(frozen=True)
-class Spread:
+class DeferredExamples:
     """Over how many steps; 1: a step looks at its own batch, and nothing is kept."""
 
     over: int = 1
 
     @classmethod
-    def of(cls, rule: UpdateRule, every: int, by_itself: bool, processes: int) -> "Spread":
+    def of(cls, requires: Requirements, every: int, by_itself: bool, processes: int) -> "DeferredExamples":
         """For statistics taken at every so many steps; `by_itself` unless the rule says otherwise.
 
-        Not with several processes, which add their squares up: one that saves its state would wait for the others. Nor
-        for a rule that inherits from one that allows it: such a one must say so itself.
+        Not with several processes, which add their squares up: one that saves its state would wait for the others.
         """
-        if not rule.keeps_recorded or processes > 1 or "examples_over" not in vars(type(rule)):
+        if not requires.examples or processes > 1:
             return cls()
-        over = rule.examples_over
+        over = requires.examples_over
         over = (every if by_itself else 1) if over is None else over
         return cls(min(over, every))
 
@@ -98,25 +102,24 @@ class Spread:
         if seen is not None:
             finish(stack)
         if seen is not None and self.over > 1:
-            stack.memory[WAITING] = self._shares(stack, seen, context)
+            stack.memory[PENDING] = self._pending(stack, seen, context)
             seen = None
-        waiting: list[Waiting] = stack.memory.get(WAITING, [])
-        if waiting:
-            due = [share.step <= context.step and all(active[share.groups]) for share in waiting]
-            stack.memory[WAITING] = [
-                share for share, now in zip(waiting, due, strict=True) if not now and context.step < share.step + LATE
+        pending: list[Pending] = stack.memory.get(PENDING, [])
+        if pending:
+            due = [one.step <= context.step and all(active[one.groups]) for one in pending]
+            stack.memory[PENDING] = [
+                one for one, now in zip(pending, due, strict=True) if not now and context.step < one.step + LATE
             ]
-            for share, now in zip(waiting, due, strict=True):
+            for one, now in zip(pending, due, strict=True):
                 if now:
-                    share.look(stack)
+                    one.look(stack)
         return seen
 
-    def _shares(self, stack: Stack, seen: Observation, context: Context) -> list[Share]:
+    def _pending(self, stack: Stack, seen: Observation, context: Context) -> list[PendingExamples]:
         """Layers that are refreshed together, so many steps after the batch as their turn says."""
-        gate = None if context.gate is None else context.gate.clone()  # a recorded step writes over it
-        kept = replace(context, gate=gate, gradient=None, largest=None, weight=None, plan=None, along=None, memory={})
+        now = of_the_batch(context)
         return [
-            Share(turn.groups, context.step + turn.slot % self.over, some(seen, turn.groups), kept)
+            PendingExamples(turn.groups, context.step + turn.slot % self.over, some(seen, turn.groups), now)
             for turn in stack.memory["turns"]
         ]
 
@@ -137,6 +140,6 @@ def some(seen: Observation, groups: slice) -> Observation:
 
 @torch.no_grad()
 def finish(stack: Stack) -> None:
-    """Look at all that wait: before a new batch."""
-    for share in stack.memory.pop(WAITING, []):
-        share.look(stack)
+    """Look at all that are pending: before a new batch."""
+    for one in stack.memory.pop(PENDING, []):
+        one.look(stack)

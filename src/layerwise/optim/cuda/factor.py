@@ -1,20 +1,27 @@
-"""Factors P and Q as they are kept: diagonals ``[K, n]``, squares ``[K, n, n]``, or packed ``[K, T, 16, 16]``.
+"""`DeviceFactor`: P and Q as a GPU keeps them: diagonals ``[K, n]``, squares ``[K, n, n]``, or packed ``[K, T, 16, 16]``.
 
-On a GPU the lower triangle of a large factor is kept, in tiles (`foundations.linalg.packed`); kernels average into it,
-and make of it the operand of a refresh. What is saved are squares, see `stored`. Whoever reads ``state["P"]`` or
-``state["Q"]`` in any other way than by groups asks here.
+Of a large factor the lower triangle is kept, in tiles (`linalg.packed`); kernels average into it, and make of it the
+operand of a refresh. What is saved are squares. Whoever reads a factor in any other way than by groups asks here.
 """
+
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.backend import ALL, Factor, Side
+from layerwise.optim.channels import times_inputs
+from layerwise.optim.cuda import elementwise
+from layerwise.optim.cuda.device_step import all_finite
 from layerwise.optim.cuda.linalg import packed
 from layerwise.optim.cuda.linalg.fp16 import HalfPair
 from layerwise.optim.cuda.linalg.packed import is_packed
+from layerwise.optim.cuda.rows import StackRows, average_rows_
 from layerwise.optim.cuda.triton.device import available
-from layerwise.optim.rule import Shape
+from layerwise.optim.reference import finite_moments, per_group, running_weight
+from layerwise.optim.rule import Context, Shape
 
 LEAST = 256
 """Smaller factors are no great part of a state."""
@@ -85,9 +92,122 @@ def ema_(M: Tensor, new: Tensor, weight: Float[Tensor, "K"]) -> None:
     if is_packed(M):
         packed.ema_(M, new, weight)
     else:
-        fused.ema_(M, new, weight)
+        elementwise.ema_(M, new, weight)
 
 
 def put_(M: Tensor, square: Tensor) -> None:
     """Replace factors by squares (or diagonals)."""
     M.copy_(packed.pack(square) if is_packed(M) else square)
+
+
+@dataclass
+class DeviceFactor(Factor):
+    """A running second moment whose updates ask the device for nothing."""
+
+    side: Side
+    mean: Tensor
+    count: Tensor
+    own: int
+    """Rows without padding."""
+    by_products: bool = False
+    """Whether its root or basis is refined by products."""
+    taps: Tensor | None = None
+    bias: Float[Tensor, "K 1"] | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """P and its count, or Q and its own."""
+        named = {"": self.mean, "_count": self.count, "_taps": self.taps, "_bias": self.bias}
+        return {f"{self.side}{suffix}": X for suffix, X in named.items() if X is not None}
+
+    def saved(self, groups: slice = ALL) -> dict[str, Tensor]:
+        """Squares without padding."""
+        found = {name: X[groups] for name, X in self.tensors().items()}
+        M = whole(found[self.side])
+        return found | {self.side: M[:, : self.own] if M.ndim == 2 else M[:, : self.own, : self.own]}
+
+    def load(self, name: str, groups: slice, value: Tensor) -> None:
+        """Into padding and tiles."""
+        if name != self.side:
+            self.tensors()[name][groups] = value
+            return
+        M = whole(self.mean[groups]).clone()
+        M[(ALL, *(slice(size) for size in value.shape[1:]))] = value.to(M)
+        put_(self.mean[groups], M)
+
+    def narrow(self, groups: slice) -> "DeviceFactor":
+        """Views."""
+        taps, bias = (None if X is None else X[groups] for X in (self.taps, self.bias))
+        return replace(self, mean=self.mean[groups], count=self.count[groups], taps=taps, bias=bias)
+
+    def update_(
+        self,
+        new: Tensor | StackRows,
+        decay: float,
+        context: Context,
+        seen: Tensor | None = None,
+        how: Literal["mean", "ema", "sum"] = "mean",
+    ) -> None:
+        """A moment, or rows whose moment one kernel averages in; nothing in a step that is left out."""
+        if isinstance(new, StackRows):
+            average_rows_(self.mean, self.count, new, decay, context)
+        elif how == "mean":
+            self._average(new, decay, context, seen)
+        else:
+            self._add(new, decay, context, how == "sum")
+
+    def _average(self, new: Tensor, decay: float, context: Context, seen: Tensor | None) -> None:
+        """Without the bias of its start; groups that were not seen, or are not finite, keep what they have."""
+        finite, taken, health = finite_moments(new), all_finite(context), context.health
+        asked = seen if taken is None else taken.expand(len(finite)) if seen is None else seen & taken
+        take = finite if asked is None else finite & asked
+        everything = taken is None and bool(take.all())
+        if not everything:
+            health.count("skipped_statistics", (finite.numel() if asked is None else asked.sum()) - take.sum())
+        self.count += take.to(self.count.dtype)
+        weight, mean = running_weight(self.count, decay), self.mean
+        if taken is not None and mean.dtype == torch.float32:
+            ema_(mean, new, torch.where(take, weight, 0.0).to(mean.dtype))
+            return
+        new = alike(new.to(mean.dtype), mean)
+        if not everything:  # 0 · nan would still be nan
+            weight, new = torch.where(take, weight, 0.0), torch.where(per_group(take, new), new, mean)
+        mean.lerp_(new, per_group(weight.to(mean.dtype), mean))
+
+    def _add(self, new: Tensor, decay: float, context: Context, add_up: bool) -> None:
+        """Averages from zero, or sums."""
+        good, taken, mean = finite_moments(new), all_finite(context), self.mean
+        good = good if taken is None else good & taken
+        self.count += good.to(self.count.dtype)
+        if taken is not None and new.dtype == torch.float32 and not add_up:
+            ema_(mean, new, good * (1 - decay))
+            return
+        new = alike(new, mean)
+        if add_up:
+            mean += torch.where(per_group(good, new), new, 0.0)
+            return
+        if taken is not None or not bool(good.all()):
+            new = torch.where(per_group(good, new), new, mean)
+        mean.lerp_(new, 1 - decay)
+
+    def mean_eigenvalue(self, groups: slice = ALL) -> Float[Tensor, "K"]:
+        """Padding does not count; under SUA blocks count as often as they occur."""
+        entries = diagonal(self.mean[groups])
+        mean = entries.mean(-1) if self.own == entries.shape[-1] else entries.sum(-1) / self.own
+        if self.taps is None:
+            return mean
+        weights = self.taps[groups] * entries.shape[-1]
+        total = weights * mean
+        return total / weights if self.bias is None else (total + self.bias[groups, 0]) / (weights + 1)
+
+    def trace(self, groups: slice = ALL) -> Float[Tensor, "K"]:
+        """Of what is stored."""
+        return diagonal(self.mean[groups]).sum(-1)
+
+    def dense(self, groups: slice = ALL) -> Tensor:
+        """Squares; a copy only of what is packed."""
+        return whole(self.mean[groups])
+
+    def product(self, X: Float[Tensor, "K O I"]) -> Float[Tensor, "K O I"]:
+        """``P X``, or ``X Q``."""
+        M = whole(self.mean)
+        return M @ X if self.side == "P" else times_inputs(X, M, self.bias)

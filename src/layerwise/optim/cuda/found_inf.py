@@ -12,7 +12,7 @@ from layerwise.optim.step.stack import Stack
 
 
 @dataclass
-class Sizes:
+class GradientSizes:
     """Of the gradients on one device."""
 
     finite: Tensor
@@ -21,7 +21,7 @@ class Sizes:
     """Where the largest magnitude of a parameter's gradient is found, by the parameter's id."""
 
 
-def sizes_of(params: Iterable[nn.Parameter]) -> dict[torch.device, Sizes]:
+def sizes_of(params: Iterable[nn.Parameter]) -> dict[torch.device, GradientSizes]:
     """The largest magnitude of every gradient there is, one pass a device."""
     by_device: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
     for p in params:
@@ -33,15 +33,15 @@ def sizes_of(params: Iterable[nn.Parameter]) -> dict[torch.device, Sizes]:
     found = {}
     for device, (names, grads) in by_device.items():
         sizes = magnitudes(grads)
-        found[device] = Sizes(sizes.finite, sizes.largest, dict(zip(names, sizes.places, strict=True)))
+        found[device] = GradientSizes(sizes.finite, sizes.largest, dict(zip(names, sizes.places, strict=True)))
     return found
 
 
 def bounds(
-    stacks: Sequence[Stack], sizes: Sizes, gate: Tensor, scale: float, memory: dict[str, Any]
+    stacks: Sequence[Stack], sizes: GradientSizes, all_finite: Tensor, scale: float, memory: dict[str, Any]
 ) -> dict[int, Tensor]:
     """What no entry of each group's gradient exceeds, ``[K]`` by the stack's id: ``|scale|`` times the largest of its
-    layer's, or zero behind a shut gate, as the gradient itself is there.
+    layer's, or zero in a step that is left out, as the gradient itself is there.
 
     A stack of which some gradient is missing has none. `memory` keeps on the device which numbers belong together.
     """
@@ -54,14 +54,14 @@ def bounds(
     if not wanted:
         return {}
     if memory.get("key") != key:
-        memory.update(key=key, index=_index(wanted, sizes).to(gate.device, non_blocking=True))
+        memory.update(key=key, index=_index(wanted, sizes).to(all_finite.device, non_blocking=True))
     found = sizes.largest[memory["index"]].amax(1)
-    found = torch.where(gate, found if scale == 1.0 else found * abs(scale), 0.0).float()
+    found = torch.where(all_finite, found if scale == 1.0 else found * abs(scale), 0.0).float()
     pieces = found.split([stack.groups for stack in wanted])
     return {id(stack): piece for stack, piece in zip(wanted, pieces, strict=True)}
 
 
-def _index(stacks: Sequence[Stack], sizes: Sizes) -> Tensor:
+def _index(stacks: Sequence[Stack], sizes: GradientSizes) -> Tensor:
     """The places of each group's parameters, a row a group; one is repeated where others have more."""
     rows = []
     for stack in stacks:

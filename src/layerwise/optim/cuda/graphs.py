@@ -1,8 +1,8 @@
-"""Calls that are recorded once as CUDA graphs and replayed: hundreds of small launches become one.
+"""Calls that are captured once as CUDA graphs and replayed: hundreds of small launches become one.
 
-What is recorded reads and writes a stack's state in place and asks the device for nothing, so that it can be replayed
+What is captured reads and writes a stack's state in place and asks the device for nothing, so that it can be replayed
 whenever the same groups are due with the same numbers. The first time a call is made as it is (kernels are compiled
-then), the second time it is recorded.
+then), the second time it is captured.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -17,7 +17,7 @@ MOST = 256
 
 
 class Graphs:
-    """The recorded calls of an optimizer's stacks.
+    """The captured calls of an optimizer's stacks.
 
     They share their memory: calls never run at the same time, and what one makes is not needed after it.
     """
@@ -26,38 +26,38 @@ class Graphs:
         self._most = most
         self._pool: Any = None
         self._met: set[Hashable] = set()
-        self._recorded: dict[Hashable, Callable[[], None]] = {}
+        self._captured: dict[Hashable, Callable[[], None]] = {}
         self.failed: dict[str, str] = {}
-        """Why calls of some kind are recorded no more, if that is so."""
+        """Why calls of some kind are captured no more, if that is so."""
 
     def run(
-        self, key: Hashable, call: Callable[[], None], device: torch.device, kind: str = "", record: bool = True
+        self, key: Hashable, call: Callable[[], None], device: torch.device, kind: str = "", capture: bool = True
     ) -> bool:
         """Make a call, on a stream of its own; returns whether it was replayed.
 
-        Calls of one kind are alike: where one cannot be recorded, no other is tried. With `record=False` it is only
+        Calls of one kind are alike: where one cannot be captured, no other is tried. With `capture=False` it is only
         made, and counts as met.
         """
         with beside(device):
-            known = record and (key in self._recorded or self._record(key, call, kind))
+            known = capture and (key in self._captured or self._capture(key, call, kind))
             if known:
-                self._recorded[key]()
+                self._captured[key]()
             else:
                 self._meet(key)
                 call()
         return known
 
-    def _record(self, key: Hashable, call: Callable[[], None], kind: str) -> bool:
-        if kind in self.failed or key not in self._met or len(self._recorded) >= self._most:
+    def _capture(self, key: Hashable, call: Callable[[], None], kind: str) -> bool:
+        if kind in self.failed or key not in self._met or len(self._captured) >= self._most:
             return False
         try:
-            self._recorded[key] = self._captured(call)
-        except RuntimeError as error:  # some operation cannot be recorded: go on as before
+            self._captured[key] = self._graph_of(call)
+        except RuntimeError as error:  # some operation cannot be captured: go on as before
             self.failed[kind] = str(error)
             return False
         return True
 
-    def _captured(self, call: Callable[[], None]) -> Callable[[], None]:
+    def _graph_of(self, call: Callable[[], None]) -> Callable[[], None]:
         """What replays a call; it is not made here."""
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from layerwise.layers.form import Part
 from layerwise.layers.table import LayerSpec
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.unscaled import unscaled
-from layerwise.optim.elementwise import laid_out
 from layerwise.optim.rule import Shape
 
 Lists = tuple[list[Tensor], list[Tensor] | None]
@@ -18,7 +18,7 @@ Owned = list[tuple[nn.Parameter, Part]]
 
 
 @dataclass
-class Listed:
+class ParamLists:
     """Every layer as a weight ``[rows, columns]`` and perhaps a bias ``[rows]``, its last column.
 
     The groups of a layer follow one another, so that its K matrices ``[O, I]`` are one of K·O rows. A parameter that is
@@ -36,7 +36,7 @@ class Listed:
     _views: Lists | None = None
 
     @classmethod
-    def of(cls, specs: Sequence[LayerSpec], params: Mapping[str, nn.Parameter], shape: Shape) -> "Listed | None":
+    def of(cls, specs: Sequence[LayerSpec], params: Mapping[str, nn.Parameter], shape: Shape) -> "ParamLists | None":
         """The lists, if all layers are made alike and can be taken as they are stored."""
         form = specs[0].form
         kinds = {(f.groups, f.outputs, f.inputs, len(f.parts), f.transposed) for f in (spec.form for spec in specs)}
@@ -97,6 +97,13 @@ class Listed:
     def laid_out(self, X: Tensor) -> Tensor:
         """The same stack in the memory's order of the parameters; as it is, where it has that."""
         return laid_out(X, self.transposed)
+
+
+def laid_out(X: Float[Tensor, "K O I"], transposed: bool) -> Float[Tensor, "K O I"]:
+    """The same, its matrices or their transposes each in one piece; as it is, where they are."""
+    if transposed:
+        return X if X.mT.is_contiguous() else X.mT.contiguous().mT
+    return X.contiguous()
 
 
 def _shaped(tensors: Sequence[Tensor | None], owned: Owned, size: tuple[int, ...]) -> list[Tensor] | None:

@@ -1,28 +1,31 @@
-"""Examples that wait while a state is saved: what looking at them will have given is saved in their place.
+"""Checkpoints what deferred examples would produce, and how bases were lately followed.
 
-Inputs and output gradients are no part of a checkpoint. But all that wait are looked at before the next batch, and
-until then factors stay as they are: the basis that a layer will have at its turn can be made in advance, on a copy, as
-a run that goes on from the checkpoint will make it. The scalings in that basis are saved beside those of now, and taken
-at the turn. Where the basis has become another by then (other turns, another solver), they are left.
+Activations are no part of a checkpoint. But all pending examples are looked at before the next batch, and until then
+factors stay as they are: the basis that a layer will have at its turn can be made in advance, on a copy, as a run that
+goes on from the checkpoint will make it. The scalings in that basis are saved beside those of now, and taken at the
+turn. Where the basis has become another by then (other turns, another solver), they are left.
+
+A run that goes on takes as many sweeps for a basis as without a break, with one exception: what the device said in the
+last two steps (`monitor.LAG`) is known in the checkpoint, where a run that is not interrupted would hear of it later.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerwise.layers.capture.model_call import in_own_arithmetic
-from layerwise.optim.cuda import storage as stored
-from layerwise.optim.cuda.basis_monitor import recalled
-from layerwise.optim.cuda.deferred_examples import WAITING, Share
-from layerwise.optim.cuda.monitor_checkpoint import lately
-from layerwise.optim.rule import Health, State
-from layerwise.optim.step.refresh_schedule import Refreshes, freshness
+from layerwise.optim.cuda.basis import TrackedBasis, TrackedSide
+from layerwise.optim.cuda.deferred_examples import PENDING, PendingExamples
+from layerwise.optim.cuda.inverse import RefinedRoots
+from layerwise.optim.rule import Health, State, kept
+from layerwise.optim.step.refresh_schedule import freshness, is_due
 from layerwise.optim.step.stack import Stack
 
 SCALINGS, TURN = "s_due", "due"
-EIGENVALUES = {"s_P_due": "s_P", "s_Q_due": "s_Q"}
+EIGENVALUES = {"s_P_due": "values_P", "s_Q_due": "values_Q"}
 """Of the basis that the scalings belong to."""
 SAME, SLIGHT = 1e-3, 1e-5
 """Of each eigenvalue, and of the largest: a basis whose eigenvalues differ by less, each from the one in its place, is
@@ -30,88 +33,127 @@ the same."""
 
 
 @dataclass
-class Foreseen:
-    """A share whose scalings are known, in the basis of its turn."""
+class PendingScalings:
+    """Layers whose scalings are known, in the basis of their turn."""
 
     groups: slice
     step: int
     scalings: Tensor
-    eigenvalues: State
+    eigenvalues: dict[str, Tensor]
 
     def look(self, stack: Stack) -> None:
-        """Take them, where the basis is the one that was foreseen."""
+        """Take them, where the basis is the one that was made in advance."""
         s, same = stack.state["s"][self.groups], torch.ones((), dtype=torch.bool, device=self.scalings.device)
         for name, values in self.eigenvalues.items():
-            off = (stack.state[name][self.groups] - values).abs()
+            off = (getattr(stack.state["basis"], name)[self.groups] - values).abs()
             same = same & (off <= SAME * values + SLIGHT * values.amax(-1, keepdim=True)).all(-1)
         s.copy_(torch.where(same.view(-1, 1, 1), self.scalings, s))
 
 
 @torch.no_grad()
 @in_own_arithmetic
-def foreseen(stack: Stack, refreshes: Refreshes, step: int) -> dict[str, State]:
-    """After a step: what is saved of layers whose examples wait, by name."""
-    found: dict[str, State] = {}
-    for share in stack.memory.get(WAITING, []):
-        if isinstance(share, Share) and not share.intact:
+def pending(stack: Stack, every: int, step: int) -> dict[str, dict[str, Tensor]]:
+    """After a step: what is saved of each layer beside its state, by name."""
+    found = _followed(stack)
+    for one in stack.memory.get(PENDING, []):
+        if isinstance(one, PendingExamples) and not one.intact:
             continue
-        ahead = share if isinstance(share, Foreseen) else _ahead(stack, share, refreshes, step)
-        start = share.groups.start
-        for spec, groups in stack.slices():
-            if start <= groups.start < share.groups.stop:
-                found[spec.name] = _portable(stack, ahead, slice(groups.start - start, groups.stop - start))
+        ahead = one if isinstance(one, PendingScalings) else _ahead(stack, one, every, step)
+        start = one.groups.start
+        for spec, groups in stack.layers:
+            if start <= groups.start < one.groups.stop:
+                found[spec.name] |= _portable(stack, ahead, slice(groups.start - start, groups.stop - start))
     return found
 
 
-def _ahead(stack: Stack, share: Share, refreshes: Refreshes, step: int) -> Foreseen:
+def _ahead(stack: Stack, one: PendingExamples, every: int, step: int) -> PendingScalings:
     """The examples looked at in the basis of their turn."""
-    rule, groups, turn = stack.rule, share.groups, max(share.step, step + 1)
-    state = {
-        name: X[groups].clone() if name in rule.refreshed else X[groups]  # what a refresh may change
-        for name, X in stack.state.items()
-    }
+    rule, groups, turn = stack.rule, one.groups, max(one.step, step + 1)
+    state: State = {}
+    for name, entry in stack.state.items():
+        part = entry[groups] if isinstance(entry, Tensor) else entry.narrow(groups)
+        renewed = name in stack.requires.renewed if isinstance(entry, Tensor) else entry.renewed
+        state[name] = part.clone() if renewed else part  # what a refresh may change
     slot = next(turn.slot for turn in stack.memory["turns"] if turn.groups == groups)
-    whole, memory = slice(0, groups.stop - groups.start), {"fresh": freshness(stack)[groups]}
-    memory |= {recalled(name): rows[groups] for name, rows in lately(stack).items()}
+    whole, memory = slice(0, groups.stop - groups.start), dict[str, Any](fresh=freshness(stack)[groups])
+    factors = [state[name] for name in ("P", "Q") if name in state]
     for later in range(step + 1, turn + 1):
-        context = replace(share.context, step=later, memory=memory, plan=None)
-        due = refreshes.is_due(later, slot) or not all(memory["fresh"])
-        if due and rule.ready(state, whole):
-            rule.refresh(state, whole, context, Health())
-            rule.report(whole, context)
+        context = replace(one.context, step=later, memory=memory, health=Health(), device_step=None)
+        due = is_due(later, slot, every) or not all(memory["fresh"])
+        if due and all(bool((factor.trace() > 0).all()) for factor in factors):
+            rule.refresh(state, whole, context)
             memory["fresh"] = [True] * whole.stop
-    rule.look_at_examples(state, share.seen, share.context)
-    return Foreseen(groups, turn, state["s"], {name: state[name] for name in EIGENVALUES.values()})
+    rule.observe(state, one.seen, replace(one.context, health=Health()))
+    return PendingScalings(
+        groups, turn, state["s"], {name: getattr(state["basis"], name) for name in EIGENVALUES.values()}
+    )
 
 
-def _portable(stack: Stack, ahead: Foreseen, groups: slice) -> State:
+def _portable(stack: Stack, ahead: PendingScalings, groups: slice) -> dict[str, Tensor]:
     """Of one layer, without padding."""
-    kept = {SCALINGS: ahead.scalings} | {saved: ahead.eigenvalues[name] for saved, name in EIGENVALUES.items()}
-    found = {name: stored.widened(stored.own(name, X[groups], stack.shape)).clone() for name, X in kept.items()}
+    shape = stack.shape
+    own = {"values_P": shape.own_outputs, "values_Q": shape.own_inputs}
+    found = {SCALINGS: stack.own(ahead.scalings[groups]).clone()}
+    for saved, name in EIGENVALUES.items():
+        found[saved] = ahead.eigenvalues[name][groups, : own[name]].clone()
     return found | {TURN: torch.full((groups.stop - groups.start,), ahead.step)}
 
 
-def take_up(stack: Stack, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Let what was saved of layers wait for their turn again."""
-    if not stack.rule.keeps_recorded:
+def resume(stack: Stack, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Take up what was saved: how bases were followed, and scalings until their turn."""
+    for side in tracked(stack):
+        name = _sweeps(side)
+        rows = [saved.get(spec.name, {}).get(name) for spec in stack.specs]
+        if all(X is not None for X in rows):
+            side.recalled = [[int(x) for x in row] for X in rows for row in X.tolist()]  # type: ignore[union-attr]
+    if not stack.requires.examples or "basis" not in stack.state:
         return
     waiting = []
-    for spec, groups in stack.slices():
+    for spec, groups in stack.layers:
         found = saved.get(spec.name, {})
         if {SCALINGS, TURN, *EIGENVALUES} <= set(found):
-            scalings = _padded(found[SCALINGS], "s", groups, stack)
-            values = {name: _padded(found[kept], name, groups, stack) for kept, name in EIGENVALUES.items()}
+            shape, basis = stack.shape, stack.state["basis"]
+            own = {"s_P_due": shape.own_outputs, "s_Q_due": shape.own_inputs}
+            scalings = _padded(found[SCALINGS], stack.state["s"][groups], (shape.own_outputs, shape.own_inputs))
+            values = {
+                name: _padded(found[key], getattr(basis, name)[groups], (own[key],))
+                for key, name in EIGENVALUES.items()
+            }
             known = {name: X for name, X in values.items() if X is not None}
             if scalings is not None and len(known) == len(values):
-                waiting.append(Foreseen(groups, int(found[TURN][0]), scalings, known))
-    stack.memory[WAITING] = waiting
+                waiting.append(PendingScalings(groups, int(found[TURN][0]), scalings, known))
+    stack.memory[PENDING] = waiting
 
 
-def _padded(X: Tensor, name: str, groups: slice, stack: Stack) -> Tensor | None:
-    """As this stack's state of that name; None where it has another size."""
-    like = stack.state[name][groups] if name in stack.state else None
-    if like is None or stored.own(name, like, stack.shape).shape != X.shape:
+def _padded(X: Tensor, like: Tensor, own: tuple[int, ...]) -> Tensor | None:
+    """As this stack has it; None where it has another size."""
+    if tuple(X.shape[1:]) != own or len(X) != len(like):
         return None
     found = torch.zeros_like(like)
-    stored.own(name, found, stack.shape).copy_(X)
+    found[(slice(None), *map(slice, own))] = X.to(found)
     return found
+
+
+def tracked(stack: Stack) -> list[TrackedSide]:
+    """All bases of a stack that are kept up to date by products."""
+    found: list[TrackedSide] = []
+    for entry in kept(stack.state):
+        if isinstance(entry, TrackedBasis):
+            found += entry.sides
+        elif isinstance(entry, RefinedRoots):
+            found += [side for side in entry.sides.values() if isinstance(side, TrackedSide)]
+    return found
+
+
+def _sweeps(side: TrackedSide) -> str:
+    """Under which name it is saved how a basis was followed."""
+    return f"U_{side.side}_sweeps"
+
+
+def _followed(stack: Stack) -> dict[str, dict[str, Tensor]]:
+    """How each layer's bases were followed."""
+    known = {_sweeps(side): rows for side in tracked(stack) if (rows := side.known())}
+    return {
+        spec.name: {name: torch.tensor(rows[groups], dtype=stack.shape.dtype) for name, rows in known.items()}
+        for spec, groups in stack.layers
+    }

@@ -1,4 +1,4 @@
-"""Statistics that wait for the step: rows of half precision, whose moments one kernel averages for a whole stack.
+"""Rows of half precision that are kept for the step, where one kernel averages the moments of a whole stack.
 
 On a GPU with Triton the moments of a stack's layers go from their inputs (or output gradients) into the running means
 in three launches, only the triangle below the diagonal computed; nothing of the size of a factor is made in between.
@@ -7,6 +7,7 @@ A backward only keeps the tensors; what can be asked of a stack at once is asked
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -15,13 +16,17 @@ from torch import Tensor, nn
 from layerwise.foundations.linalg import gram
 from layerwise.layers.form import Form
 from layerwise.layers.io.layer_io import LayerCall, RecordedIO
+from layerwise.layers.io.layout import Layout
 from layerwise.layers.rules.linear import LinearRule
-from layerwise.optim.averaging import running_weight
-from layerwise.optim.cuda import factor as symmetric
+from layerwise.layers.table import LayerSpec, Site
+from layerwise.optim.cuda.device_step import all_finite
+from layerwise.optim.cuda.linalg import packed
 from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton.columns import average_grams_
 from layerwise.optim.cuda.triton.device import MOST_MATRICES
-from layerwise.optim.rule import Health
+from layerwise.optim.reference import running_weight
+from layerwise.optim.rule import Context, Recorded, Requirements
+from layerwise.optim.statistics.accumulate import Accumulator, Moments, Sums
 
 HALF = (torch.bfloat16, torch.float16)
 UNIT = 16
@@ -88,7 +93,7 @@ class Rows:
 
 
 @dataclass
-class RowsOfStack:
+class StackRows:
     """Rows of all layers of a stack, each to be divided by the same count."""
 
     layers: list[Rows]
@@ -126,7 +131,7 @@ def _fitting(form: Form) -> bool:
     return plain and form.outputs % UNIT == 0 and form.weight_inputs % UNIT == 0
 
 
-def together(layers: Sequence[Rows | None], counts: Sequence[int]) -> RowsOfStack | None:
+def together(layers: Sequence[Rows | None], counts: Sequence[int]) -> StackRows | None:
     """The rows of a whole stack, if all layers have some and they are alike."""
     first = layers[0]
     if first is None or not counts[0] or any(count != counts[0] for count in counts):
@@ -141,34 +146,34 @@ def together(layers: Sequence[Rows | None], counts: Sequence[int]) -> RowsOfStac
         if (x.shape, x.stride(), x.dtype, rows.half, rows.factor, rows.bias) != kind:
             return None
         found.append(rows)
-    return RowsOfStack(found, counts[0]) if first.x.stride(-1) == 1 else None
+    return StackRows(found, counts[0]) if first.x.stride(-1) == 1 else None
 
 
-def average_rows_(mean: Float[Tensor, "K *n"], count: Tensor, rows: RowsOfStack, decay: float, health: Health) -> None:
-    """The same as `update_mean` with the moments of these rows; a layer whose rows are not finite keeps its mean."""
-    first = rows.layers[0]
+def average_rows_(mean: Float[Tensor, "K *n"], count: Tensor, rows: StackRows, decay: float, context: Context) -> None:
+    """The running mean with the moments of these rows; a layer whose rows are not finite keeps its mean."""
+    first, taken = rows.layers[0], all_finite(context)
     alpha = first.factor / rows.count
     few = len(mean) <= MOST_MATRICES
     if not few or not triton_products.available(mean.device) or mean.dtype != torch.float32:
-        square = symmetric.whole(mean)
-        _average_by_torch_(square, count, rows, decay, health)
+        square = packed.unpack(mean) if packed.is_packed(mean) else mean
+        _average_by_torch_(square, count, rows, decay, context)
         if square is not mean:
-            symmetric.put_(mean, square)
+            mean.copy_(packed.pack(square))
         return
     X = [layer.X for layer in rows.layers]
-    skipped = average_grams_(mean, count, X, alpha, decay, gate=health.gate, border=first.bias, half=first.half)
-    health.count("skipped_statistics", skipped)
+    skipped = average_grams_(mean, count, X, alpha, decay, gate=taken, border=first.bias, half=first.half)
+    context.health.count("skipped_statistics", skipped)
 
 
-def _average_by_torch_(mean: Tensor, count: Tensor, rows: RowsOfStack, decay: float, health: Health) -> None:
+def _average_by_torch_(mean: Tensor, count: Tensor, rows: StackRows, decay: float, context: Context) -> None:
     """The same in many calls, which the kernels are checked against."""
     first, X = rows.layers[0], torch.stack([layer.rounded.to(mean.dtype) for layer in rows.layers])
-    n, alpha = X.shape[-1], first.factor / rows.count
+    n, alpha, taken = X.shape[-1], first.factor / rows.count, all_finite(context)
     squares = X.square().sum((-2, -1))
     take = torch.isfinite(squares) & torch.isfinite(squares * alpha)
-    asked = torch.ones_like(take) if health.gate is None else health.gate.expand(len(take))
+    asked = torch.ones_like(take) if taken is None else taken.expand(len(take))
     take = take & asked
-    health.count("skipped_statistics", asked.sum() - take.sum())
+    context.health.count("skipped_statistics", asked.sum() - take.sum())
     count += take.to(count.dtype)
     weight = torch.where(take, running_weight(count, decay), 0.0).to(mean.dtype)
     here = n + first.bias
@@ -179,3 +184,73 @@ def _average_by_torch_(mean: Tensor, count: Tensor, rows: RowsOfStack, decay: fl
         new[:, n, n] = 1.0
     old = mean[:, :here, :here]
     old.lerp_(torch.where(take.view(-1, 1, 1), new, old), weight.view(-1, 1, 1))
+
+
+class Look(NamedTuple):
+    """How a layer looked whose rows were kept as they came, and what of its call is always the same."""
+
+    shapes: tuple[Any, ...]
+    site: Site
+    layout: Layout
+    chunk_bytes: int
+
+
+class KeptRows:
+    """Keeps the rows of linear layers in the backward, for the step; part of an `Accumulator`."""
+
+    def __init__(self, requires: Requirements) -> None:
+        self._allowed, self._examples = requires.powers is not None, requires.examples
+        self._looks: dict[str, Look] = {}
+
+    def forget(self) -> None:
+        """The model may have changed."""
+        self._looks.clear()
+
+    def keep(self, sums: Sums, io: RecordedIO, factor: float, moments: Moments) -> bool:
+        """A layer's rows in place of their moments, if they can be kept; nothing is computed here."""
+        if not self._allowed or sums.rows or sums.G is not None or sums.outgrads is not None or not waits_for_step(io):
+            return False
+        if moments[1]:
+            sums.inputs = Rows.of_inputs(io)
+            sums.rows += len(sums.inputs)
+        if moments[0]:
+            sums.outgrads = Rows.of_outgrads(io, factor)
+        call = io.calls[0]
+        if plain_linear(call) and call.dy is not None:
+            x, g = call.x, call.dy[0]
+            shapes = (x.shape, x.dtype, g.shape, g.dtype, x.device, io.examples)
+            self._looks[io.spec.name] = Look(shapes, call.site, call.layout, io.chunk_bytes)
+        return True
+
+    def again(
+        self, of: Accumulator, spec: LayerSpec, x: Tensor, g: Tensor, examples: int, factor: float,
+        batch: tuple[int, int],
+    ) -> Sums | None:  # fmt: skip
+        """The same for one call of a linear layer that looks as it did when its rows were last kept; None: it does not.
+
+        Most of what hooks cost is what they build and ask for, layer by layer: here little.
+        """
+        look = self._looks.get(spec.name)
+        if look is None or look.shapes != (x.shape, x.dtype, g.shape, g.dtype, x.device, examples):
+            return None
+        moments = of.moments(spec)
+        if moments is None:
+            return None
+        half, recorded = g.dtype, list[Recorded]()
+        if self._examples:
+            call = LayerCall(look.site, x, g.unsqueeze(0), look.layout)
+            recorded.append(Recorded(RecordedIO(spec, (call,), examples, chunk_bytes=look.chunk_bytes), factor, batch))
+        inputs = Rows(x, half, 1.0, spec.form.bias is not None) if moments[1] else None
+        outgrads = Rows(g, half, factor**2) if moments[0] else None
+        return Sums(None, 0 if inputs is None else len(inputs), None, examples, recorded, inputs, outgrads)
+
+    @staticmethod
+    def together(known: Sequence[Sums | None]) -> tuple[StackRows | None, StackRows | None]:
+        """The rows of all layers of a stack, of inputs and of output gradients, if they are alike."""
+        inputs = together([None if s is None else s.inputs for s in known], [s.rows if s else 0 for s in known])
+        outgrads = together([None if s is None else s.outgrads for s in known], [s.examples if s else 0 for s in known])
+        for s in known:
+            if s is not None:
+                s.inputs = None if inputs is not None else s.inputs
+                s.outgrads = None if outgrads is not None else s.outgrads
+        return inputs, outgrads

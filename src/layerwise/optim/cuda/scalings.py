@@ -7,7 +7,7 @@ most 2⁻⁸ of itself, and so moves its entry of the step no further; sums over
 import torch
 
 from layerwise.optim.cuda.triton.device import available
-from layerwise.optim.rule import Shape, State
+from layerwise.optim.rule import Shape
 
 MOST_DECAY = 0.8
 """Of running scalings in bfloat16. An average stops where what is new, times 1 − decay, is less than half of the last
@@ -24,8 +24,3 @@ def kept_dtype(shape: Shape, scaling: str, decay: float) -> torch.dtype:
     lasting = scaling == "batch" or (scaling == "running" and decay <= MOST_DECAY)
     rounded = lasting and shape.dtype == torch.float32 and available(shape.device)
     return torch.bfloat16 if rounded else shape.dtype
-
-
-def computed_dtype(state: State) -> torch.dtype:
-    """In which scalings are computed, however they are kept."""
-    return state["s_P"].dtype

@@ -1,4 +1,4 @@
-"""Whose turn it is to be refreshed: layers one by one on a CPU; on a GPU as few batches as keep the steps alike."""
+"""Staggered refreshes: when each part of a stack is refreshed, in as few batches as keep the steps alike."""
 
 import math
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from itertools import pairwise
 from operator import add
 
 from layerwise.optim.rule import Shape
+from layerwise.optim.step.refresh_schedule import Turn
 
 MORE_ROUNDS = 1.5
 """That factors which are hard to follow may take in addition, by what three rounds cost; see `refined`."""
@@ -21,23 +22,6 @@ PRICE, LAUNCHES = 0.02, 5e9
 """Of a batch: in shares, for products that fill a GPU less well; and in work (`decomposition_cost`), for launches."""
 NARROW = 1500
 """Rows up to which a matrix costs a GPU more by its memory and launches than by its products."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Groups of a stack that are refreshed together, at every step that leaves this remainder."""
-
-    groups: slice
-    slot: int
-
-
-def one_by_one(number: int, layers: Sequence[slice], every: int) -> list[Turn]:
-    """A layer a step; stacks begin one after the other.
-
-    >>> [turn.slot for turn in one_by_one(1, [slice(0, 1), slice(1, 2)], 2)]
-    [1, 0]
-    """
-    return [Turn(groups, (number + place) % every) for place, groups in enumerate(layers)]
 
 
 @dataclass(frozen=True)

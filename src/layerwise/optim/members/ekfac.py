@@ -72,7 +72,7 @@ class CorrectedEigenvalues(UpdateRule):
         state = self.pair.init(shape, backend, (0.0, 0.0))
         measured = self.scaling != "none"
         state["basis"] = backend.eigenbasis(state.get("P"), state.get("Q"), shape, measured=measured)
-        state["s"] = backend.scalings(shape, self.scaling, self.scaling_decay)
+        state["s"] = backend.scalings(shape, state["basis"], self.scaling, self.scaling_decay)
         return state
 
     def observe(self, state: State, seen: Observation, context: Context) -> None:

@@ -159,6 +159,7 @@ class EagerExecutor(Executor):
             D = self.size.direction(stack, part.handed, context, context.lr)
         else:
             D = stack.rule.direction(stack.state, part.handed, context)
+            D = D if isinstance(D, Tensor) else stack.backend.tensor(D)
         if self.graft.method is not None:
             D = self.graft.apply(stack, part.handed, D, context)
         if part.before is not None:

@@ -49,7 +49,7 @@ class Iterations:
 
     def __init__(self, runs: Sequence[Runs], group: Group, feed: Feed) -> None:
         self._group, self._feed = group, feed
-        self._recorded = [Kept(one) for one in runs if recordable(one.algorithm)]
+        self._recorded = [StaticRuns(one) for one in runs if recordable(one.algorithm)]
         self._others = [one for one in runs if not recordable(one.algorithm)]
         self._number = torch.zeros((), dtype=torch.int64, device=group.device)
         self._batches: list[Batch] = []
@@ -91,7 +91,7 @@ class Iterations:
         return [replace(batch) for batch in self._batches]
 
 
-class Kept:
+class StaticRuns:
     """Runs whose weights and counts lie in the same place after every iteration."""
 
     def __init__(self, runs: Runs) -> None:

@@ -33,7 +33,7 @@ class OnNewTasks(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class ProblemSizes:
     """Tasks, and how their step size is learned."""
 
     dim: int = 200
@@ -79,7 +79,7 @@ class Objectives(NamedTuple):
 
 
 def objectives(
-    sizes: Sizes, seed: int, noises: Sequence[float], steps: Sequence[int]
+    sizes: ProblemSizes, seed: int, noises: Sequence[float], steps: Sequence[int]
 ) -> dict[tuple[float, int], Objectives]:
     """Both meta-objectives for every noise and number of steps; each task is drawn and decomposed once."""
     total: dict[tuple[float, int], Objectives] = {}
@@ -98,7 +98,7 @@ def objectives(
     return total
 
 
-def on_new_tasks(sizes: Sizes, seed: int, noise: float, steps: int, eta: float, trained_on: int) -> OnNewTasks:
+def on_new_tasks(sizes: ProblemSizes, seed: int, noise: float, steps: int, eta: float, trained_on: int) -> OnNewTasks:
     """A step size on tasks of its own kind, trained on the first so many of their examples."""
     parts: list[Tensor] = []
     for tasks in sizes.drawn(seed, "tests", sizes.tests):
@@ -115,7 +115,9 @@ def on_new_tasks(sizes: Sizes, seed: int, noise: float, steps: int, eta: float, 
     return OnNewTasks(eta, *torch.cat(parts, 1).mean(1).tolist())
 
 
-def best_expected_step(sizes: Sizes, seed: int, noise: float, steps: int, trained_on: int, tasks: int = 20) -> float:
+def best_expected_step(
+    sizes: ProblemSizes, seed: int, noise: float, steps: int, trained_on: int, tasks: int = 20
+) -> float:
     """The step size of the grid with the least closed-form error on some tasks' inputs: no labels enter."""
     total: Tensor | None = None
     for part in sizes.drawn(seed, "tasks", tasks):
@@ -136,7 +138,7 @@ class Compared(NamedTuple):
     retrained: OnNewTasks
 
 
-def compared(sizes: Sizes, seed: int, noise: float, steps: int, found: Objectives) -> Compared:
+def compared(sizes: ProblemSizes, seed: int, noise: float, steps: int, found: Objectives) -> Compared:
     """The step sizes that both meta-objectives prefer, on new tasks."""
     by_train, by_validation = (float(sizes.etas[f.argmin()]) for f in found)
     n = sizes.examples

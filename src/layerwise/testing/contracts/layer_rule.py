@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from layerwise.foundations.likelihoods import Gaussian
 from layerwise.foundations.types import Tree, leaves, map_leaves
 from layerwise.layers.capture.model_call import call, output_tensor, take
-from layerwise.layers.capture.recorder import Batch, Recorder
+from layerwise.layers.capture.recorder import Batch, ModelRecorder
 from layerwise.layers.capture.tape import Event, Tape
 from layerwise.layers.form import RULES, Form, LayerRule, Part
 from layerwise.layers.io.one_hot import OneHot
@@ -261,7 +261,7 @@ def _check_found(subject: _Subject, swap: bool) -> None:
     f = call(model, subject.x).detach()
     v = _cotangents(2, f)
     expected = _example_gradients(subject, v)
-    recorder = Recorder(model, LayerTable.from_model(model), example_axis=0)
+    recorder = ModelRecorder(model, LayerTable.from_model(model), example_axis=0)
     with recorder.session():
         recorded = recorder.record(Batch(subject.x, None, None, 0), Gaussian(), batched=True)
         rows = recorded.all_layers(v.reshape(2, *recorded.terms.f.shape), last=True)

@@ -1,4 +1,4 @@
-"""`Kept`: trials of a search on disk, one line each, so that a search goes on where it stopped."""
+"""`TrialFile`: trials of a search on disk, one line each, so that a search goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from layerwise.foundations.errors import FileFormatError, describe
 from layerwise.training.trials import Run, Trial
 
 
-class Kept:
+class TrialFile:
     """Finished trials in a file of JSON lines; what a kill cut short is run again.
 
     The first line says of which search they are: those of others are refused, since scores would be mixed. (Changes of

@@ -1,0 +1,343 @@
+"""`CudaBackend`: the objects and passes of a GPU. On a CPU they run too, by plain torch, which is how they are tested.
+
+Nothing here asks the device for a value while a step is under way that nobody waits for (`context.device_step`).
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from layerwise.layers.io.half_precision import half_chunks, was_half
+from layerwise.optim.backend import Backend, Eigenbasis, Factor, InverseRoots, Side
+from layerwise.optim.cuda import elementwise_torch, factor, storage
+from layerwise.optim.cuda.adam_corrections import corrections_
+from layerwise.optim.cuda.basis import TrackedBasis, TrackedSide, largest_before
+from layerwise.optim.cuda.basis_monitor import CLOSELY_COUPLED, LOOSELY_COUPLED, coupled
+from layerwise.optim.cuda.device_step import all_finite, largest_of, room_for_along, taken
+from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, squares_ema_
+from layerwise.optim.cuda.elementwise import adam_, ema_, momentum_half_, rotated_adam_
+from layerwise.optim.cuda.factor import DeviceFactor
+from layerwise.optim.cuda.factored_damping import factored_damping
+from layerwise.optim.cuda.fp16_steps import damped_half
+from layerwise.optim.cuda.inverse import RefinedInverse, RefinedRoots
+from layerwise.optim.cuda.linalg.fp16 import Half
+from layerwise.optim.cuda.linalg.orthogonal import ROOM
+from layerwise.optim.cuda.linalg.split_fp16 import product
+from layerwise.optim.cuda.param_lists import laid_out
+from layerwise.optim.cuda.per_example_squares import alike, squares_of_stack
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.scalings import kept_dtype
+from layerwise.optim.cuda.storage import StoredMatrix
+from layerwise.optim.cuda.triton.splits import bound_scale
+from layerwise.optim.cuda.unscaled import unscaled
+from layerwise.optim.eigenbasis import squares_of_layer
+from layerwise.optim.reference import DenseBasis, Reference, above
+from layerwise.optim.rule import Context, Observation, Recorded, Requirements, Shape, State
+from layerwise.optim.solver import method
+
+PAD_TO = {"cuda": 16}
+"""Rows and columns of factors are padded to multiples of this, by kind of device."""
+SMALL_POWER = 0.25
+UNBOUNDED_STEP = 2.0**7
+"""Of Adam, where its step has no bound."""
+
+
+def step_bound(beta1: float, beta2: float) -> float:
+    """What no entry of ``M/(√V + ε)·√c₂/c₁`` exceeds, at any step, in a basis that stays.
+
+    By Cauchy and Schwarz |M| is at most ``(1 − β₁) √(Σ (β₁²/β₂)ᵗ Σ β₂ᵗ g²)``; with equal averages the bound is 1. Where
+    momentum lasts longer than the root of V there is none, only a number that is seldom reached. A basis that turns may
+    make more of it, √n times as much at worst; what exceeds it a thousand times is cut off.
+
+    >>> step_bound(0.95, 0.95), round(step_bound(0.9, 0.999), 2)
+    (1.0, 7.27)
+    """
+    if beta1**2 >= beta2:
+        return UNBOUNDED_STEP
+    return max(1.0, round((1 - beta1) / ((1 - beta2) * (1 - beta1**2 / beta2)) ** 0.5, 6))
+
+
+@dataclass(frozen=True)
+class CudaBackend(Backend):
+    """Refinement by products where `solver` says so, exact decompositions elsewhere; passes that wait for nothing."""
+
+    solver: str = "auto"
+    precision: str = "high"
+    """Of products: "high", split fp16, or "half", fp16."""
+    exact: Reference = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "exact", Reference(self.solver))
+
+    def _by_products(self, power: float, dtype: torch.dtype, device: torch.device) -> bool:
+        return method(self.solver, power, dtype, device) == "newton"
+
+    def _halves(self, shape: Shape, power: float) -> int:
+        """Of a matrix that is refined by products: split fp16, unless 11 bits are asked for or the power is small.
+
+        A direction ``P⁻¹ G Q⁻¹`` magnifies the rounding of G about a thousand times (condition 1e6, damping 1e-3), with
+        powers of ¼ some twenty times.
+        """
+        if shape.dtype != torch.float32:
+            return 0
+        return 1 if self.precision == "half" or power <= SMALL_POWER else 2
+
+    # --- objects -------------------------------------------------------------------------------------------
+
+    def padding(self, requirements: Requirements, O: int, I: int, like: Tensor, one_hot: bool) -> tuple[int, int]:
+        """Zeros up to multiples of `PAD_TO`: a bias column makes 769 of 768, at which products are six times slower."""
+        unit, powers = PAD_TO.get(like.device.type, 1), requirements.powers
+        if powers is None or requirements.by_channel:
+            return 0, 0
+        if not all(p is None or self._by_products(p, like.dtype, like.device) for p in powers):
+            return 0, 0
+        return -O % unit, 0 if one_hot else -I % unit
+
+    def factor(self, side: Side, shape: Shape, size: int, power: float, by_channel: bool = False) -> DeviceFactor:
+        """Packed, where it is large and refined by products."""
+        diagonal = side == "Q" and shape.one_hot
+        by_products = not by_channel and not diagonal and self._by_products(power, shape.dtype, shape.device)
+        mean = shape.zeros(size) if diagonal else factor.zeros(shape, size, by_products)
+        own = shape.own_outputs if side == "P" else shape.own_inputs
+        if side == "P" or diagonal or size == shape.inputs:
+            return DeviceFactor(side, mean, shape.zeros(), own, by_products)
+        ones = torch.ones_like(shape.zeros(1))  # SUA: the channels' block, alike at each offset
+        bias = ones if shape.bias else None
+        return DeviceFactor(side, mean, shape.zeros(), size, False, shape.taps * ones[:, 0], bias)
+
+    def inverse_roots(
+        self, P: Factor | None, Q: Factor | None, power: tuple[float, float], shape: Shape
+    ) -> InverseRoots:
+        """Refined by products, where one of the factors is."""
+        found = [(M, p) for M, p in zip((P, Q), power, strict=True) if isinstance(M, DeviceFactor)]
+        if not any(M.by_products for M, _ in found):
+            return self.exact.inverse_roots(P, Q, power, shape)
+        sides: dict[Side, Any] = {}
+        limit = coupled(max((p for _, p in found if p not in (0, 1)), default=1.0))
+        for M, p in found:
+            size = factor.size(M.mean)
+            if not M.by_products:
+                sides[M.side] = torch.ones_like(M.mean) if M.mean.ndim == 2 else shape.eye(size)
+                continue
+            halves = self._halves(shape, p)
+            if p != 1:
+                matrix = StoredMatrix.keep(shape.eye(size), halves, orthogonal=True)
+                sides[M.side] = TrackedSide(M.side, matrix, shape.zeros(size), M.own, limit)
+                continue
+            # One inverse alone (FOOF's) is no great part of a state, and making squares of it a twentieth of the step.
+            triangle = len(found) == 2 and halves > 0 and factor.packs_inverse(shape, size)
+            sides[M.side] = RefinedInverse(StoredMatrix.keep(shape.eye(size), halves, triangle=triangle), M.own)
+        return RefinedRoots(power, sides, by_eigh=self.solver == "eigh")
+
+    def eigenbasis(self, P: Factor | None, Q: Factor | None, shape: Shape, *, measured: bool) -> Eigenbasis:
+        """Tracked by products, where one of the factors is.
+
+        Where second moments are measured in the basis as it is kept, fp16 will do: rounding turns it by 2⁻¹², some
+        hundred times less than the sweeps may leave of a drift; but the gradient, whose rounding is divided by small
+        moments, is rotated in split fp16.
+        """
+        found = [M for M in (P, Q) if isinstance(M, DeviceFactor)]
+        if not any(M.by_products for M in found):
+            return self.exact.eigenbasis(P, Q, shape, measured=measured)
+        halves = self._halves(shape, 1.0)
+        halves, limit = (min(halves, 1), LOOSELY_COUPLED) if measured else (halves, CLOSELY_COUPLED)
+        values = {"P": shape.zeros(shape.outputs), "Q": shape.zeros(shape.inputs)}
+        sides: dict[str, TrackedSide] = {}
+        for M in found:
+            if M.by_products:
+                matrix = StoredMatrix.keep(shape.eye(factor.size(M.mean)), halves, orthogonal=True)
+                sides[M.side] = TrackedSide(M.side, matrix, values[M.side], M.own, limit)
+        return TrackedBasis(sides.get("P"), sides.get("Q"), values["P"], values["Q"], self.precision == "half")
+
+    def scalings(self, shape: Shape, basis: Eigenbasis, scaling: str, decay: float) -> Tensor:
+        """In bfloat16, where that is enough; see `scalings`."""
+        dtype = kept_dtype(shape, scaling, decay) if isinstance(basis, TrackedBasis) else shape.dtype
+        return shape.zeros(shape.outputs, shape.inputs, dtype=dtype)
+
+    # --- passes --------------------------------------------------------------------------------------------
+
+    def tensor(self, X: Any) -> Tensor:
+        """Divided by the scales of fp16."""
+        return unscaled(X)
+
+    def gradient_moments(
+        self, grad: Float[Tensor, "K O I"], sides: Sequence[Side], context: Context
+    ) -> Iterator[tuple[Side, Tensor]]:
+        """On a GPU in split fp16, one triangle."""
+        if grad.device.type != "cuda" or grad.dtype != torch.float32:
+            yield from self.exact.gradient_moments(grad, sides, context)
+            return
+        pair = storage.operand_of(grad, largest_of(grad, context)) if sides else None
+        for side in sides:
+            assert pair is not None
+            yield side, product(*((pair, pair.mT) if side == "P" else (pair.mT, pair)), symmetric=True)
+
+    def adam_(
+        self, state: State, grad: Float[Tensor, "K O I"], betas: tuple[float, float], eps: float, context: Context
+    ) -> Tensor:
+        """In one pass, the moments in the gradient's own order in memory."""
+        (b1, b2), finite = betas, all_finite(context)
+        if finite is None:
+            return self.exact.adam_(state, grad, betas, eps, context)
+        if grad.dtype == torch.float32:
+            transposed = not grad.is_contiguous() and grad.mT.is_contiguous()
+            for name in ("m", "v"):
+                state[name] = laid_out(state[name], transposed)
+            m, v, g = (X.mT if transposed else X.contiguous() for X in (state["m"], state["v"], grad))
+            c1, c2 = corrections_(state["steps"], b1, b2, finite)
+            D = adam_(m, v, g, beta1=b1, beta2=b2, eps=eps, correction1=c1, correction2=c2, gate=finite)
+            return D.mT if transposed else D
+        m, v, steps = state["m"], state["v"], state["steps"]
+        steps += taken(1.0, grad, context)
+        m.lerp_(grad, taken(1 - b1, grad, context))
+        v.lerp_(grad.square(), taken(1 - b2, grad, context))
+        t = steps.clamp_min(1).view(-1, 1, 1)  # 0 only if the very first step is left out
+        return m / (1 - b1**t) / (v.sqrt() / (1 - b2**t).sqrt()).add_(eps)
+
+    def adam_in_basis_(
+        self, state: State, rotated: Any, grad: Tensor, betas: tuple[float, float], eps: float,
+        floor: Callable[[Tensor], Tensor | None], context: Context,
+    ) -> Any:  # fmt: skip
+        """In one pass; not over the gradient itself, which a stack without factors has in place of R.
+
+        Where the basis is kept in fp16 the step is written so, with one scale for all steps, because it is bounded. Its
+        rounding is below 1e-3 unless its entries are of the order 1e-6: with gradients that are a million times
+        smaller than ε.
+        """
+        (b1, b2), finite, basis = betas, all_finite(context), state["basis"]
+        if finite is None:
+            return self.exact.adam_in_basis_(state, unscaled(rotated), grad, betas, eps, floor, context)
+        M, V, steps = state["M"], state["V"], state["steps"]
+        if grad.dtype != torch.float32:
+            rotated = unscaled(rotated)
+            steps += taken(1.0, grad, context)
+            M.lerp_(rotated, taken(1 - b1, grad, context))
+            V.lerp_(rotated.square(), taken(1 - b2, grad, context))
+            t = steps.clamp_min(1)
+            least, t = floor(1 - b2**t), t.view(-1, 1, 1)
+            step = (M / V.sqrt().add_(eps)).mul_((1 - b2**t).sqrt() / (1 - b1**t))
+            if least is None:
+                return step
+            kept = above(V, least)
+            context.health.count("floored_layers", (kept.flatten(1).amin(1) == 0).sum())
+            return step.mul_(kept)
+        c1, c2 = corrections_(steps, b1, b2, finite)
+        halves = isinstance(basis, TrackedBasis) and basis.halved
+        scale = bound_scale(ROOM * step_bound(b1, b2)) if halves else 1.0
+        out = None if rotated is grad or isinstance(rotated, Scaled) else rotated
+        if halves:
+            out = torch.empty(grad.shape, dtype=torch.float16, device=grad.device)
+        Y = rotated_adam_(
+            M, V, rotated, beta1=b1, beta2=b2, eps=eps, correction1=c1, correction2=c2,
+            floor=floor(c2), gate=finite, out=out, factor=scale,
+        )  # fmt: skip
+        return Half(Y, torch.full_like(c1, scale)) if halves else Y
+
+    def orthogonalized_momentum_(
+        self, M: Tensor, grad: Tensor, mu: float, nesterov: bool, orthogonal: Callable[..., Tensor], context: Context,
+        *, fused: bool,
+    ) -> Tensor:  # fmt: skip
+        """In one pass, which rounds to bfloat16 and measures what Newton–Schulz divides by."""
+        finite = all_finite(context)
+        if finite is not None and grad.dtype == torch.float32 and fused and grad.device.type == "cuda":
+            half, squares = momentum_half_(M, grad, mu, nesterov, finite)
+            return orthogonal(half, squares)
+        M.lerp_(grad, taken(1 - mu, grad, context))
+        return orthogonal(grad.lerp(M, mu) if nesterov else M)
+
+    @staticmethod
+    def _by_passes(basis: Eigenbasis, context: Context) -> bool:
+        """Whether steps that nobody waits for are made by the fused passes: not in float64."""
+        return context.device_step is not None and basis.values_P.dtype == torch.float32
+
+    def average_squares_(self, s: Tensor, R: Any, decay: float, context: Context) -> None:
+        """Behind a test that all gradients are finite, only single squares that overflow are left out."""
+        finite = all_finite(context)
+        if finite is not None and s.dtype != torch.float64:
+            weight = (finite.to(torch.float32) * (1 - decay)).expand(len(s))
+            squares_ema_(s, R, weight, context.examples)
+            return
+        squares = context.examples * unscaled(R).square()
+        good = torch.isfinite(squares.flatten(1).sum(1)).view(-1, 1, 1)
+        good = good if finite is None else good & finite
+        former = s.to(squares.dtype)
+        s.copy_(torch.where(good, torch.lerp(squares, former, decay), former))
+
+    def damped_quotient(
+        self, R: Any, s: Tensor, basis: Eigenbasis, added: tuple[Tensor | None, Tensor | None, Tensor],
+        grad: Tensor, context: Context, average: float | None = None,
+    ) -> Any:  # fmt: skip
+        """R and s are read once, whether s is averaged or not. ``⟨U_P Y U_Qᵀ, ∇L⟩`` is ``⟨Y, R⟩``."""
+        finite, by_passes = all_finite(context), self._by_passes(basis, context)
+        if average is not None and not by_passes:
+            self.average_squares_(s, R, average, context)
+            average = None
+        numbers = (basis.values_P, basis.values_Q, *added)
+        weight = None
+        if average is not None:
+            assert finite is not None
+            weight = (finite.to(basis.values_P) * (1 - average)).expand(len(s))
+        if isinstance(basis, TrackedBasis) and basis.halved:
+            along, before = room_for_along(grad, context), largest_before(basis.before, grad)
+            return damped_half(R, s, numbers, before, weight=weight, factor=context.examples, along=along)
+        held = R.C if isinstance(R, Scaled) else R
+        out = None if held is grad else held
+        if weight is not None:
+            return averaged_quotient_(s, R, weight, context.examples, *numbers, out=out)
+        return damped_quotient(R, s, *numbers, out=out)
+
+    def factored_damping(
+        self, basis: Eigenbasis, damping: float, relative: bool, split: str, own: tuple[int, int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """In one launch."""
+        return factored_damping(basis.values_P, basis.values_Q, damping, relative=relative, split=split, own=own)
+
+    def replace_scalings_(self, s: Tensor, total: Tensor, examples: int, good: Tensor, context: Context) -> None:
+        """In one pass; not in a step that is left out."""
+        finite = all_finite(context)
+        good = good if finite is None else good & finite
+        ema_(s, total, good.to(total.dtype), examples)
+
+    def damped_scalings(
+        self, s: Tensor, basis: Eigenbasis, left: Tensor | None, right: Tensor | None, constant: Tensor
+    ) -> Tensor:
+        """By plain torch: only reports ask for it."""
+        return elementwise_torch.damped(s, basis.values_P, basis.values_Q, left, right, constant)
+
+    def squares_of_layer(
+        self, basis: Eigenbasis, groups: slice, calls: Sequence[Recorded], dtype: torch.dtype
+    ) -> Tensor | None:
+        """In half precision where a GPU's layer computed in it; a basis on channels has products of its own."""
+        if isinstance(basis, DenseBasis):
+            U_P, U_Q, bias = basis.matrices(groups)
+            on_gpu = basis.values_P.device.type == "cuda" and bias is None and _whole(basis)
+        else:
+            assert isinstance(basis, TrackedBasis)
+            U_P, U_Q = (None if side is None else side.matrix.value(groups) for side in (basis.P, basis.Q))
+            bias, on_gpu = None, basis.values_P.device.type == "cuda"
+        if on_gpu and all(was_half(io) for io, _, _ in calls):
+            U_P, U_Q = (None if U is None else U.bfloat16() for U in (U_P, U_Q))
+            return squares_of_layer((U_P, U_Q, None), calls, dtype, half_chunks)
+        if isinstance(basis, TrackedBasis):
+            U_P, U_Q = (
+                U if side is None or U is None else U[:, : side.own] for U, side in ((U_P, basis.P), (U_Q, basis.Q))
+            )
+        return squares_of_layer((U_P, U_Q, bias), calls, dtype)
+
+    def squares_of_examples(self, basis: Eigenbasis, seen: Observation, s: Tensor) -> Tensor | None:
+        """Plain linear maps that a GPU computed in half precision, all layers together."""
+        if not isinstance(basis, TrackedBasis) or basis.P is None or basis.Q is None:
+            return None
+        if s.device.type != "cuda" or not alike(seen.recorded):
+            return None
+        return squares_of_stack(seen.recorded, basis.P.matrix.rough(), basis.Q.matrix.rough())
+
+
+def _whole(basis: DenseBasis) -> bool:
+    """Whether a basis is that of the whole side, not of channels."""
+    return basis.U_Q is None or basis.U_Q.shape[-1] == math.prod(basis.values_Q.shape[1:])

@@ -1,0 +1,83 @@
+"""`DeviceStep`: what a step that nobody waits for knows only on the device."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.rule import Context
+
+
+@dataclass
+class DeviceStep:
+    """Of one stack."""
+
+    all_finite: Bool[Tensor, ""]
+    """Whether all gradients are finite. Where they are not the step is left out: nothing changes, and counts stay.
+
+    The opposite of what `torch.amp` calls found_inf: kernels multiply by it."""
+    gradient: Tensor | None = None
+    """The step's own, where it is split into fp16: the only tensor that `largest` is about."""
+    largest: Float[Tensor, "K"] | None = None
+    """What none of its entries exceeds, one number a group, where that is known."""
+    replay: Callable[[Hashable, Callable[[], None], str], None] | None = None
+    """Makes a call as a CUDA graph, or captures it; None: calls of this step are only made."""
+    asks_along: bool = False
+    """Whether the step will ask for ``⟨D, ∇L⟩``: a pass that has both in hand may leave it (`room_for_along`)."""
+    along: Float[Tensor, ""] | None = None
+    """What such a pass has left, until the direction is made and takes it along."""
+
+    def largest_of(self, X: Tensor) -> Tensor | None:
+        """`largest`, if this is the step's gradient and not another tensor."""
+        return self.largest if X is self.gradient else None
+
+    def room_for_along(self, X: Tensor) -> Tensor | None:
+        """A number for ``⟨D, ∇L⟩``, if it is asked for and this is the step's gradient; kept for `with_along`."""
+        wanted = self.asks_along and X is self.gradient
+        self.along = torch.empty((), dtype=torch.float32, device=X.device) if wanted else None
+        return self.along
+
+    def with_along(self, D: Tensor | Scaled) -> Tensor | Scaled:
+        """A direction with what a pass has left of it; a tensor cannot carry that."""
+        along, self.along = self.along, None
+        return D if along is None or isinstance(D, Tensor) else replace(D, along=along)
+
+
+def all_finite(context: Context) -> Tensor | None:
+    """Whether the step is taken, where only the device knows; None: it is."""
+    return None if context.device_step is None else context.device_step.all_finite
+
+
+def taken(weight: float, like: Tensor, context: Context) -> float | Tensor:
+    """The weight of something new in an average: as it is given, or 0 in a step that is left out."""
+    finite = all_finite(context)
+    return weight if finite is None else finite.to(like) * weight
+
+
+def largest_of(X: Tensor, context: Context | None) -> Tensor | None:
+    """What no entry of each group exceeds, where that is known of X."""
+    step: Any = None if context is None else context.device_step
+    return None if step is None else step.largest_of(X)
+
+
+def with_along(D: Any, context: Context) -> Any:
+    """A direction with what was found on the way of it."""
+    return D if context.device_step is None else context.device_step.with_along(D)
+
+
+def room_for_along(X: Tensor, context: Context) -> Tensor | None:
+    """A number for ``⟨D, ∇L⟩``, if it is asked for."""
+    return None if context.device_step is None else context.device_step.room_for_along(X)
+
+
+def run(key: Hashable, call: Callable[[], None], context: Context, kind: str = "") -> None:
+    """Make a call: as a CUDA graph where the step can be captured."""
+    replay = None if context.device_step is None else context.device_step.replay
+    if replay is None:
+        call()
+    else:
+        replay(key, call, kind)

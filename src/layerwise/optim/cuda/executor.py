@@ -1,0 +1,446 @@
+"""`AsynchronousExecutor`: steps without any host–device synchronization.
+
+The same order as `step.update.EagerExecutor`, which is the one to read first. What the host would have to ask the
+device for stays there: whether gradients are finite is a mask by which every change is multiplied, counts are added up
+on the device, refinements report two steps late (`monitor`). So that no step is slow, refreshes are staggered
+(`stagger`), statistics and examples of a batch deferred, and whole steps captured as CUDA graphs (`captured_step`).
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerwise.optim.cuda import deferred_examples, deferred_statistics, elementwise, pending_checkpoint
+from layerwise.optim.cuda.captured_step import CapturedStep
+from layerwise.optim.cuda.deferred_examples import DeferredExamples
+from layerwise.optim.cuda.deferred_statistics import DeferredStatistics
+from layerwise.optim.cuda.device_step import DeviceStep
+from layerwise.optim.cuda.elementwise import finish_, gather_
+from layerwise.optim.cuda.found_inf import bounds, sizes_of
+from layerwise.optim.cuda.graphs import Graphs
+from layerwise.optim.cuda.param_lists import ParamLists
+from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.stagger import LAUNCHES, MORE_ROUNDS, Work, balanced, decomposition_cost
+from layerwise.optim.cuda.unscaled import unscaled
+from layerwise.optim.rule import Context, Observation, kept
+from layerwise.optim.statistics.accumulate import Sums
+from layerwise.optim.step.refresh_schedule import freshness, is_due
+from layerwise.optim.step.stack import Stack
+from layerwise.optim.step.update import Executor, Part, SolveTogether
+
+
+@dataclass
+class Gathered:
+    """What a step begins with, stack by stack."""
+
+    all_finite: dict[torch.device, Tensor]
+    """Whether the step is taken, as each device knows."""
+    grads: list[Tensor]
+    active: list[list[bool]]
+    """Which layers have a gradient."""
+    largest: list[Tensor | None]
+    """What no entry of each group exceeds, for stacks that split their gradient into fp16."""
+
+
+@dataclass
+class DevicePart(Part):
+    """One stack's part of a step, as far as only the device knows of it."""
+
+    observed: Observation | None = None
+    """Examples that the step itself looks at."""
+    rates: Tensor | None = None
+    """``(1 − η·decay, η)`` on the device, where a captured step reads them; None: the host's are taken."""
+
+    @property
+    def lr(self) -> float | Tensor:
+        """η, wherever it is."""
+        return self.context.lr if self.rates is None else self.rates[1]
+
+    @property
+    def all_finite(self) -> Tensor:
+        """Whether the step is taken."""
+        return self.context.device_step.all_finite
+
+
+@dataclass
+class AsynchronousExecutor(Executor):
+    """The host asks the device for nothing."""
+
+    factor_every: int = 1
+    statistics_over: int | None = None
+    draws_labels: bool = False
+    """Whether statistics are of labels drawn from the model: factors of output gradients may be hard to follow."""
+    cuda_graphs: bool | None = None
+    graphs: Graphs = field(default_factory=Graphs)
+    _places: dict[torch.device, dict] = field(default_factory=dict)
+    """Which sizes of gradients belong together, on each device."""
+
+    def __post_init__(self) -> None:
+        self.processes = self.accumulator.processes
+        self._stagger()
+        on_gpu = self.stacks[0].shape.device.type == "cuda" if self.stacks else False
+        requires, alone = self.rule.requirements(), self.processes.count == 1 and not self.damping.adaptive
+        self.examples = DeferredExamples.of(requires, self.factor_every, on_gpu, self.processes.count)
+        by_itself = on_gpu and (self.draws_labels or self.examples.over > 1)
+        self.statistics = DeferredStatistics.of(self.statistics_over, self.factor_every, by_itself, alone)
+        self.captured = CapturedStep(self, self.cuda_graphs)
+
+    def _stagger(self) -> None:
+        """When each part of a stack is refreshed: in few batches of equal work."""
+        works = []
+        for stack in self.stacks:
+            requires = stack.rule.requirements(stack.shape)
+            powers = requires.powers or (None, None)
+            has = (_has(stack, "P", powers[0]), _has(stack, "Q", powers[1]))
+            more = MORE_ROUNDS * decomposition_cost(stack.shape, has[0], False) if self.draws_labels else 0.0
+            works.append(Work([groups for _, groups in stack.layers], decomposition_cost(stack.shape, *has), more))
+        for stack, turns in zip(self.stacks, balanced(works, self.every, LAUNCHES), strict=True):
+            stack.memory["turns"] = turns
+
+    # --- a step ----------------------------------------------------------------------------------------------
+
+    def run(
+        self, contexts: Sequence[Context], seen: dict[str, Sums], scale: float, together: SolveTogether | None
+    ) -> None:
+        """Captured, where it can be."""
+        self.health.on_device = True
+        try:
+            if together is not None or not self.captured.run(contexts, seen, scale):
+                parts = self.parts(contexts, self.gather(scale))
+                if together is not None:
+                    together(list(parts), seen)
+                self.learn(parts, seen)
+                self.descend(parts)
+        finally:
+            self.health.on_device = False
+
+    def gather(self, scale: float, places: dict[torch.device, dict] | None = None) -> Gathered:
+        """All gradients times a number, whether they are finite, and how large they are.
+
+        `places` remembers on the devices which sizes belong together, in place of the memory of other steps.
+        """
+        places = self._places if places is None else places
+        sizes = sizes_of(p for stack in self.stacks for p in stack.params.values())
+        finite = self._all_finite(scale, sizes)
+        grads, active, largest = [], [], dict[int, Tensor]()
+        for stack in self.stacks:
+            grad, on = _gradient(stack, scale, finite[stack.shape.device])
+            grads.append(grad)
+            active.append(on)
+        for device, on_device in finite.items():
+            split = [stack for stack in self.stacks if stack.shape.device == device and splits_gradient(stack)]
+            if split and device in sizes:
+                largest |= bounds(split, sizes[device], on_device, scale, places.setdefault(device, {}))
+        return Gathered(finite, grads, active, [largest.get(id(stack)) for stack in self.stacks])
+
+    def _all_finite(self, scale: float, sizes: dict) -> dict[torch.device, Tensor]:
+        """Whether this step is taken, as each device sees it; else gradients are zero.
+
+        A gradient that overflows when it is scaled is not finite.
+        """
+        if not sizes:  # nothing has a gradient
+            return {stack.shape.device: _true(stack.shape.device) for stack in self.stacks}
+        grows = abs(scale) > 1
+        flags = [(s.largest * abs(scale) < torch.inf).all() if grows else s.finite for s in sizes.values()]
+        taken = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
+        self.health.count("skipped_steps", (~taken).to(torch.int64))
+        return {stack.shape.device: taken.to(stack.shape.device) for stack in self.stacks}
+
+    def parts(self, contexts: Sequence[Context], gathered: Gathered) -> list[DevicePart]:
+        """Everything a step knows of each stack."""
+        found = []
+        for stack, context, grad, active, largest in zip(
+            self.stacks, contexts, gathered.grads, gathered.active, gathered.largest, strict=True
+        ):
+            replay = self._replay if self._repeats(stack) else None
+            own = grad if splits_gradient(stack) else None
+            finite = gathered.all_finite[stack.shape.device]
+            context.device_step = DeviceStep(finite, own, largest, replay)
+            found.append(DevicePart(stack, context, grad, active, grad))
+        return found
+
+    # --- what rules learn --------------------------------------------------------------------------------------
+
+    def learn(self, parts: Sequence[DevicePart], seen: dict[str, Sums], by_gradient: bool = True) -> None:
+        """Statistics, and decompositions whose turn it is."""
+        for part in parts:
+            stack, rule, context, requires = part.stack, part.stack.rule, part.context, part.stack.requires
+            if requires.refreshes and not (requires.inputs or requires.outgrads):
+                remember(stack, stack.by_group(part.active))
+            observed = self.accumulator.observation(stack, seen) if rule is self.rule else None
+            # Of an earlier batch: no part of this step, so that layers without a gradient keep them too.
+            if observed is not None:
+                deferred_statistics.take_all(stack)
+            else:
+                deferred_statistics.take_due(stack, context.step, self.every)
+            part.before = None if all(part.active) else stack.copied()
+            if observed is not None:
+                self.statistics.take(stack, observed, context, whole=part.before is None)
+                deferred_statistics.take_due(stack, context.step, self.every)
+                remember(stack, observed.known)
+            if by_gradient:
+                self.learn_gradient(part)
+            if requires.refreshes:
+                self._refresh_due(stack, context)
+            if requires.examples:
+                examples = None if observed is None else replace(observed, A=None, G=None)
+                part.observed = self.examples.run(stack, examples, context, stack.by_group(part.active))
+
+    @staticmethod
+    def learn_gradient(part: DevicePart) -> None:
+        """The gradient's own statistics, where this step takes some."""
+        if part.context.observes:
+            part.stack.rule.observe(part.stack.state, Observation(gradient=part.handed), part.context)
+
+    def _refresh_due(self, stack: Stack, context: Context) -> None:
+        """All groups at the first step and, while statistics are young, at its doublings; then each in its turn."""
+        step, fresh = context.step, freshness(stack)
+        due, regular = list[slice](), set[int]()
+        for turn in stack.memory["turns"]:
+            on = is_due(step, turn.slot, self.every)
+            for groups in known_runs(stack, turn.groups):
+                if on or not all(fresh[groups]):
+                    due.append(groups)
+                    if on:
+                        regular.add(groups.start)
+        owners = self.processes.owners([float(groups.stop - groups.start) for groups in due])
+        for groups, owner in zip(due, owners, strict=True):
+            if not self._is_ready(stack, groups, context):
+                continue
+            if owner == self.processes.rank:
+                stack.rule.refresh(stack.state, groups, context)
+            if not all(fresh[groups]):
+                stack.state["fresh"][groups] = 1
+                fresh[groups] = [True] * (groups.stop - groups.start)
+        if self.processes.count > 1:
+            pairs = zip(due, owners, strict=True)
+            self.processes.share([(owner, X) for groups, owner in pairs for X in stack.renewed(groups)])
+
+    @staticmethod
+    def _is_ready(stack: Stack, groups: slice, context: Context) -> bool:
+        """Whether there is anything to decompose, as far as the host knows; it asks the device at first steps alone."""
+        return all(freshness(stack)[groups]) or context.is_taken()
+
+    def _repeats(self, stack: Stack) -> bool:
+        """Whether refreshes can be captured: one process, a damping that stays as it is, and a GPU."""
+        steady = self.damping.schedule is None and not self.damping.adaptive
+        return stack.shape.device.type == "cuda" and steady and self.processes.count == 1
+
+    def _replay(self, key: Hashable, call: Callable[[], None], kind: str) -> None:
+        self.graphs.run(key, call, self.stacks[0].shape.device, kind=kind)
+
+    # --- the update --------------------------------------------------------------------------------------------
+
+    def descend(self, parts: Sequence[DevicePart]) -> None:
+        """Directions, and what is made of them."""
+        directions = [self._direction(part) for part in parts]
+        # Before momentum: an average of former directions may have any sign beside the present gradient.
+        factor = self._clip_factor(parts, directions)
+        self.health.count("clipped_steps", (factor < 1).to(torch.int64) if isinstance(factor, Tensor) else factor < 1)
+        if not self.damping.adaptive:
+            for part, D in zip(parts, directions, strict=True):
+                self._finish(part, D, factor)
+            return
+        updates = []
+        for part, D in zip(parts, directions, strict=True):
+            updates.append(self._with_momentum(part, unscaled(D), factor))
+            _subtract(part, updates[-1])
+        lrs = [part.context.lr for part in parts]
+        self.damping.predict(self.stacks, updates, [part.grad for part in parts], lrs)
+
+    def _direction(self, part: DevicePart) -> Tensor | Scaled:
+        """What a stack subtracts, before the learning rate; layers without a gradient keep their state."""
+        stack, context = part.stack, part.context
+        as_tensor = self.damping.adaptive or self.graft.method or self.clip.kind == "norm"
+        context.gradient = part.handed
+        context.device_step.asks_along = self.clip.kind == "kl" and not as_tensor
+        if part.observed is not None:
+            stack.rule.observe(stack.state, part.observed, context)
+        if self.size.sets(stack):
+            D = self.size.direction(stack, part.handed, context, part.lr)
+        else:
+            D: Any = stack.rule.direction(stack.state, part.handed, context)
+            D = unscaled(D) if as_tensor else D
+        if self.graft.method is not None:
+            D = self.graft.apply(stack, part.handed, D, context)
+        if part.before is not None:
+            stack.restore(part.before, part.active)
+        return D
+
+    def _clip_factor(self, parts: Sequence[DevicePart], directions: Sequence[Tensor | Scaled]) -> float | Tensor:
+        """What all directions are multiplied by, at most 1: a tensor on the device."""
+        if self.clip.kind is None:
+            return 1.0
+        if self.clip.kind == "norm":
+            terms, bound = [(1.0, dot(D, D)) for D in map(unscaled, directions)], self.clip.bound**2
+        else:
+            terms = [
+                (part.lr**2, _along(D, part.grad))
+                for part, D in zip(parts, directions, strict=True)
+                if part.stack.requires.matrices_only
+            ]
+            bound = self.clip.bound
+        if not terms:
+            return 1.0
+        total = torch.stack([weight * term.to(terms[0][1]) for weight, term in terms]).sum()
+        return torch.where(total > 0, (bound / total).sqrt().clamp(max=1.0), 1.0)
+
+    def _finish(self, part: DevicePart, D: Tensor | Scaled, factor: float | Tensor) -> None:
+        """Momentum, decay and descent in one pass, where the stack's layers allow it."""
+        stack, context, lists = part.stack, part.context, param_lists(part.stack)
+        factor = self._factor(part, factor)
+        factor = factor.to(stack.shape.device) if isinstance(factor, Tensor) else factor
+        layers = lists.parameters() if lists is not None and all(part.active) else None
+        if lists is None or layers is None:
+            _subtract(part, self._with_momentum(part, unscaled(D).to(stack.shape.dtype), factor))
+            return
+        mu = self._momentum(part)
+        finish_(
+            *layers,
+            lists.directions(D),
+            lists.matrices(_momentum_of(stack, lists)) if mu else None,
+            lr=context.lr,
+            decay=stack.group["weight_decay"],
+            rates=part.rates,
+            mu=mu,
+            nesterov=stack.group["nesterov"],
+            factor=factor,
+            gate=part.all_finite,
+        )
+
+    def _with_momentum(self, part: DevicePart, D: Tensor, factor: float | Tensor) -> Tensor:
+        """``μ · buffer + factor · D``, kept; with Nesterov's, one step ahead of it."""
+        stack, mu, factor = part.stack, self._momentum(part), self._factor(part, factor)
+        D = D if isinstance(factor, float) and factor == 1.0 else D * factor
+        if not mu:
+            return D
+        old = stack.state.get("momentum")
+        buffer = D.clone() if old is None else D + mu * old
+        buffer = torch.where(part.all_finite.to(D.device), buffer, 0.0 if old is None else old)
+        stack.state["momentum"] = buffer
+        if not all(part.active):
+            for (_, groups), on in zip(stack.layers, part.active, strict=True):
+                if not on:
+                    buffer[groups] = 0.0 if old is None else old[groups]
+        return D + mu * buffer if stack.group["nesterov"] else buffer
+
+    # --- checkpoints -------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """All deferred statistics."""
+        for stack in self.stacks:
+            deferred_statistics.take_all(stack)
+
+    def pending(self, step: int) -> dict[str, dict[str, Tensor]]:
+        """Scalings that deferred examples will give, and how bases were followed."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for stack in self.stacks:
+            found |= pending_checkpoint.pending(stack, self.every, step)
+        return found
+
+    def resume(self, saved: dict[str, dict[str, Tensor]]) -> None:
+        """Take that up again."""
+        for stack in self.stacks:
+            pending_checkpoint.resume(stack, saved)
+
+
+def _has(stack: Stack, side: str, power: float | None) -> bool:
+    """Whether a refresh costs something on a side."""
+    return power is not None and (side in stack.state or not stack.state)
+
+
+def _true(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.bool, device=device)
+
+
+def splits_gradient(stack: Stack) -> bool:
+    """Whether the rule multiplies the gradient by matrices that are kept in fp16."""
+    if "splits gradient" not in stack.memory:
+        entries = kept(stack.state)
+        stack.memory["splits gradient"] = any(getattr(entry, "splits_gradient", False) for entry in entries)
+    return stack.memory["splits gradient"]
+
+
+def param_lists(stack: Stack) -> ParamLists | None:
+    """The layers as lists, if they can be taken so: with one rate and decay for all."""
+    if "param lists" not in stack.memory:
+        found = None if stack.own_groups else ParamLists.of(stack.specs, stack.params, stack.shape)
+        stack.memory["param lists"] = found
+    return stack.memory["param lists"]
+
+
+def _gradient(stack: Stack, scale: float, finite: Tensor) -> tuple[Tensor, list[bool]]:
+    """All gradients times a number, and which layers have one; zero where there is none or the step is left out."""
+    lists = param_lists(stack)
+    # Rules of matrices multiply them: such gradients are gathered as the matrices are, not as they are stored.
+    if lists is not None and not (lists.transposed and stack.requires.matrices_only):
+        layers = lists.gradients()
+        if layers is not None:
+            out = lists.room(stack.shape)
+            gather_(lists.matrices(out), *layers, scale, finite)
+            return out, [True] * len(stack.specs)
+    grad = stack.gradient(scale)
+    return torch.where(finite.to(grad.device), grad, 0.0).contiguous(), stack.active()
+
+
+def _momentum_of(stack: Stack, lists: ParamLists) -> Tensor:
+    """The direction's running sum, zero at the start; in the memory's order of the parameters."""
+    if "momentum" not in stack.state:
+        stack.state["momentum"] = stack.shape.zeros(stack.shape.outputs, stack.shape.inputs)
+    stack.state["momentum"] = lists.laid_out(stack.state["momentum"])
+    return stack.state["momentum"]
+
+
+def _subtract(part: DevicePart, update: Tensor) -> None:
+    """``W ← (1 − η·decay) W − η · update`` for active layers; the coefficients are 0 in a step left out."""
+    by_rates: dict[tuple[float, float], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, piece, lr, decay in part.stack.pieces(update, part.context.lr, part.active):
+        targets, pieces = by_rates.setdefault((lr, lr * decay), ([], []))
+        targets.append(target)
+        pieces.append(piece)
+    finite = part.all_finite.to(update)
+    for (lr, decay), (targets, pieces) in by_rates.items():
+        factor = finite * -lr
+        if decay:
+            torch._foreach_mul_(targets, 1 - decay * finite)  # pyright: ignore[reportPrivateImportUsage]
+        for target, piece in zip(targets, pieces, strict=True):
+            if target.dtype == factor.dtype:
+                target.addcmul_(piece, factor)
+            else:
+                target.add_((piece * factor).to(target.dtype))
+
+
+def _along(D: Tensor | Scaled, grad: Tensor) -> Tensor:
+    """``⟨D, ∇L⟩``, unless it was found when D was made."""
+    return D.along if isinstance(D, Scaled) and D.along is not None else dot(D, grad)
+
+
+def dot(X: Tensor | Scaled, Y: Tensor) -> Tensor:
+    """``⟨X, Y⟩``; on a GPU in one pass, whatever their types."""
+    if isinstance(X, Scaled):
+        return elementwise.dot(X, Y.contiguous())
+    if X.device.type == "cpu" or X.dtype == torch.float64:
+        return (X * Y).sum()
+    return elementwise.dot(X.contiguous(), Y.contiguous())
+
+
+def known_runs(stack: Stack, groups: slice) -> list[slice]:
+    """Neighbours that have statistics, as far as the host knows: one layer that is never called stops no other."""
+    seen, fresh, runs = stack.memory.get("observed", [False] * stack.groups), freshness(stack), list[slice]()
+    for place in range(groups.start, groups.stop):
+        if seen[place] or fresh[place]:
+            start = runs.pop().start if runs and runs[-1].stop == place else place
+            runs.append(slice(start, place + 1))
+    return runs
+
+
+def remember(stack: Stack, known: Sequence[bool]) -> None:
+    """Which groups have statistics, as far as the host can know."""
+    before = stack.memory.setdefault("observed", [False] * stack.groups)
+    stack.memory["observed"] = [old or new for old, new in zip(before, known, strict=True)]
+
+
+__all__ = ["AsynchronousExecutor", "DevicePart", "Gathered", "deferred_examples"]
