@@ -26,7 +26,7 @@ def one_step(model: nn.Module, opt: lw.optim.Layerwise, x: Tensor) -> None:
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_the_first_basis_of_soap_is_counted_once(monkeypatch: pytest.MonkeyPatch, waits: bool):
-    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: waits))
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: waits))
     model = nn.Sequential(nn.Linear(5, 5))
     opt = lw.optim.SOAP(model, lr=0.01, scale="formula")
     one_step(model, opt, randn(6, 5))

@@ -30,7 +30,7 @@ class Run:
     """An optimizer whose batches are noted, as they come for each stack."""
 
     def __init__(self, patch: pytest.MonkeyPatch, over: int | None = EVERY, waits: bool = True, **options: Any) -> None:
-        patch.setattr(Layerwise, "_waits", property(lambda self: waits))
+        patch.setattr(Layerwise, "host_may_sync", property(lambda self: waits))
         self.noted: dict[int, tuple[Observation, Context]] = {}
         shares = Spread._shares
 

@@ -53,7 +53,7 @@ def member(name: str, model: nn.Module, **options: Any) -> Layerwise:
 @pytest.fixture
 def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
-    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: False))
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
 
 
 def net(dtype: torch.dtype) -> nn.Sequential:
@@ -101,7 +101,7 @@ def assert_alike(
 ) -> None:
     """Steps that wait and steps that do not: within 1e-9 of the way gone in float64, 1e-3 in float32."""
     expected, start = moved(dtype, make, edit)
-    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: False))
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
     found, _ = moved(dtype, make, edit)
     way = float((expected - start).norm())
     assert way > 1e-3
@@ -182,7 +182,7 @@ def test_adaptive_damping(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
         return flat(model), float(opt.param_groups[0]["damping"])
 
     expected, damping = ran()
-    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: False))
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
     found, other = ran()
     assert other == pytest.approx(damping)
     assert float((found - expected).norm()) < 1e-4

@@ -33,7 +33,7 @@ def one_step(model: nn.Module, opt: lw.optim.Layerwise, x: Tensor) -> None:
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("solver", ["auto", "newton"])
 def test_a_layer_that_is_never_called_holds_no_other_up(monkeypatch: pytest.MonkeyPatch, waits: bool, solver: str):
-    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: waits))
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: waits))
     model = Routed()
     opt = lw.optim.KFAC(model, lr=0.01, refresh_every=1, solver=solver, scale="formula")
     for step in range(4):
@@ -44,7 +44,7 @@ def test_a_layer_that_is_never_called_holds_no_other_up(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("solver", ["auto", "newton"])
 def test_soap_goes_on_where_it_was_saved(monkeypatch: pytest.MonkeyPatch, waits: bool, solver: str):
-    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: waits))
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: waits))
     model = Routed()
     opt = lw.optim.SOAP(model, lr=0.01, solver=solver, refresh_every=5, scale="formula")
     for step in range(4):
@@ -64,7 +64,7 @@ def test_a_layer_that_joins_late(monkeypatch: pytest.MonkeyPatch, name: str):
     """It moves as far whether or not anybody waits for the device."""
     moved = []
     for waits in (True, False):
-        monkeypatch.setattr(Layerwise, "_waits", property(lambda self, waits=waits: waits))
+        monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self, waits=waits: waits))
         model = Routed()
         opt = getattr(lw.optim, name)(model, lr=0.01, refresh_every=10, solver="newton", scale="formula")
         for step in range(5):

@@ -76,7 +76,7 @@ def train(opt: Layerwise, model: Any, steps: range, edit: Callable[[nn.Module, i
 
 def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
-    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: False))
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
 
 
 def assert_near(found: nn.Module, expected: nn.Module, tolerance: float = 1e-3) -> None:

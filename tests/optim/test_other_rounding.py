@@ -88,7 +88,7 @@ def way(problem: str, member: str, dtype: torch.dtype, seed: int) -> Tensor:
 @pytest.mark.parametrize("waits", [True, False])
 def test_steps_on_other_machines(member: str, problem: str, waits: bool, monkeypatch: pytest.MonkeyPatch):
     """To rounding times the condition of the factors, 1e6 at most."""
-    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: waits))
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: waits))
     here = way(problem, member, torch.float64, 0)
     for seed in (1, 2):
         there = way(problem, member, torch.float64, seed)

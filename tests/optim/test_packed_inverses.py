@@ -74,7 +74,7 @@ def test_steps_and_what_is_saved_are_the_same(
 ):
     """As on a CPU, which waits for answers, and behind a gate, as on a GPU; bit for bit if sums have the same order."""
     monkeypatch.setattr(stored, "are_packed_pairs", lambda *_: False)
-    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: waits))
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: waits))
     found = []
     for on in (False, True):
         packing(on)

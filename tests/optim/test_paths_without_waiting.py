@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("untyped")
 
 
 def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: False))
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
 
 
 def net(seed: int = 0, make: Any = None) -> nn.Module:

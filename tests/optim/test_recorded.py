@@ -38,7 +38,7 @@ Edit = Callable[[Layerwise, nn.Module, int], None]
 @pytest.fixture(autouse=True)
 def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, with graphs that note operations."""
-    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: False))
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
     monkeypatch.setattr(Graphs, "_captured", captured)
     monkeypatch.setattr(graphs, "beside", here)
     monkeypatch.setattr(recorded, "capturable", lambda device: True)

@@ -32,7 +32,7 @@ def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             RECORDING.pop()
 
-    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: False))
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
     monkeypatch.setattr(Graphs, "_captured", noted)
     monkeypatch.setattr(graphs, "beside", here)
     monkeypatch.setattr(recorded, "capturable", lambda device: True)

@@ -183,7 +183,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padded, and nobody waits."""
     monkeypatch.setattr(stack, "PAD_TO", {"cpu": 16})
-    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: False))
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
 
 
 def begun(name: str) -> tuple[Any, Layerwise]:
@@ -203,7 +203,7 @@ def test_they_are_those_of_float32_rounded(name: str, waits: bool, monkeypatch: 
 
     Running ones are rounded twice, when a refresh begins them and with the first gradient.
     """
-    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: waits))
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: waits))
     found, sums, average = [], set(), eigenbasis.ema_
 
     def noting(mean: Tensor, new: Tensor, *rest: Any) -> Tensor:

@@ -183,7 +183,7 @@ def test_a_factor_that_is_replaced_is_followed(
 ):
     """It is counted that one refinement did not suffice; a few turns later the inverse is right again."""
     if not waits:
-        monkeypatch.setattr(Layerwise, "_waits", property(lambda self: False))
+        monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
     damping, size = 1e-2, 100
     model = nn.Sequential(nn.Linear(size, 6), nn.Tanh(), nn.Linear(6, 4))
     opt = lw.optim.FOOF(

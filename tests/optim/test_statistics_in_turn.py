@@ -97,7 +97,7 @@ def assert_same(found: Run, expected: Run) -> None:
     [("KFAC", True), ("KFAC", False), ("EKFAC", False), ("EKFAC running", True), ("K-FAC in a basis", False)],
 )
 def test_the_same_steps_as_at_once(member: str, waits: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: waits))
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: waits))
     found = Run(4, member, record=False).steps(6)
     assert found.waiting() > 0
     assert_same(found.steps(3), Run(1, member, record=False).steps(9))
@@ -137,7 +137,7 @@ def test_a_report_changes_nothing():
 @pytest.mark.parametrize(("before", "waits"), [(4, False), (5, True), (5, False), (6, False)])
 def test_layers_without_a_gradient(before: int, waits: bool, monkeypatch: pytest.MonkeyPatch):
     """At the step of a batch, and after it; beside others in their turn."""
-    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: waits))
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: waits))
     runs = [Run(over, record=False).steps(before).steps(1, without="blocks.1").steps(8 - before) for over in (4, 1)]
     assert_same(*runs)
 

@@ -41,7 +41,7 @@ MEMBERS: dict[str, Any] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["f32", "f16"])
 @pytest.mark.parametrize("name", MEMBERS)
 def test_kernels_take_the_same_steps(name: str, dtype: torch.dtype, edit: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: False))
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
     monkeypatch.setattr(scalings, "available", lambda device: True)
     found = []
     for kernels in (False, True):
@@ -75,7 +75,7 @@ def test_kernels_take_the_same_steps(name: str, dtype: torch.dtype, edit: Any, m
 
 @pytest.mark.parametrize("name", ["KFAC", "EKFAC running", "Shampoo", "SOAP"])
 def test_packed_factors_take_the_same_steps(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: False))
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
     monkeypatch.setattr(stack, "PAD_TO", {"cpu": 16})
     monkeypatch.setattr(triton_packed, "BLOCK", 16)
     monkeypatch.setattr(triton_packed, "MIRROR_BLOCK", 16)

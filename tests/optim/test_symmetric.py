@@ -53,7 +53,7 @@ def packing(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 @pytest.mark.parametrize(("name", "waits"), [(name, name not in ("KFAC", "Shampoo", "SOAP")) for name in MEMBERS])
 def test_steps_are_the_same(name: str, waits: bool, packing: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch):
     """As on a CPU, which waits for answers, and behind a gate, as on a GPU."""
-    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: waits))
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: waits))
     found = []
     for on in (False, True):
         packing(on)

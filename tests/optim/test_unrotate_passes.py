@@ -308,7 +308,7 @@ def test_training_by_halves_is_the_same(name: str, monkeypatch: pytest.MonkeyPat
     expected, other = zoo(), zoo()
     start = torch.cat([p.detach().flatten() for p in expected.parameters()])
     train(MEMBERS[name](expected), expected, range(4))
-    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: False))
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
     train(MEMBERS[name](other), other, range(4))
     end, found = (torch.cat([p.detach().flatten() for p in model.parameters()]) for model in (expected, other))
     assert float((found - end).norm() / (end - start).norm()) < 1e-2
@@ -317,7 +317,7 @@ def test_training_by_halves_is_the_same(name: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", ["SOAP", "EKFAC", "Shampoo"])
 def test_a_basis_has_the_fixed_scale_when_it_is_resumed(name: str, monkeypatch: pytest.MonkeyPatch):
     """Whatever scale the one that was saved had: checkpoints hold float32."""
-    monkeypatch.setattr(Layerwise, "_waits", property(lambda self: False))
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
     model, resumed = zoo(), zoo()
     opt = MEMBERS[name](model)
     train(opt, model, range(3))
