@@ -30,10 +30,10 @@ HERE = Path(__file__).parent
 FILES = [
     "optim/test_other_rounding.py",
     "optim/test_shampoo_formulas.py",
-    "optim/test_padding.py",
-    "optim/test_paths_without_waiting.py",
+    "optim/cuda/test_padding.py",
+    "optim/cuda/test_asynchronous_executor.py",
     "optim/test_ekfac_formulas.py",
-    "optim/test_statistics_in_turn.py",
+    "optim/cuda/test_deferred_statistics.py",
 ]
 """That compare trainings, or a step with a formula, where factors have null spaces."""
 SHORT = ["-k", "machines or null_space or no_step or authors_loop or (training_is_the_same and (SOAP or Shampoo))"]

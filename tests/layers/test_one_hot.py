@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from layerwise.layers.io.one_hot import OneHot, _pairs_without_waiting
+from layerwise.layers.io.one_hot import OneHot, _pairs_by_sorting
 from layerwise.layers.io.standard import Standard
 
 INDEX = torch.tensor([[1, 1, -1, 4], [0, 4, 4, 4], [-1, -1, -1, 2]])
@@ -59,7 +59,7 @@ def test_pairs_of_example_and_token(one_hot: OneHot):
 def test_pairs_are_the_same_without_waiting(shape: tuple[int, int]):
     """As many as positions; those left over have no token, and squares are the same."""
     index = torch.randint(-1, 4, shape, generator=torch.Generator().manual_seed(0))
-    token, pair = _pairs_without_waiting(index)
+    token, pair = _pairs_by_sorting(index)
     assert len(token) == len(pair) == index.numel()
     assert torch.equal(token[pair], index.flatten())
     used = torch.zeros_like(token, dtype=torch.bool).index_fill_(0, pair, True)
@@ -74,5 +74,5 @@ def test_squares_by_both_ways(monkeypatch: pytest.MonkeyPatch):
     chunk = Standard(OneHot(INDEX, 5), torch.randn(2, 3, 4, 1, 6, dtype=torch.float64))
     expected = chunk.per_example_grads().square().sum((0, 1))
     assert (chunk.squared_sum() - expected).abs().max() < 1e-13
-    monkeypatch.setattr(OneHot, "example_tokens", lambda one_hot: _pairs_without_waiting(one_hot.index))
+    monkeypatch.setattr(OneHot, "example_tokens", lambda one_hot: _pairs_by_sorting(one_hot.index))
     assert (chunk.squared_sum() - expected).abs().max() < 1e-13

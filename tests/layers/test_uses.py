@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.layers.capture.uses import Use, Watch
+from layerwise.layers.capture.uses import ProductTracer, Use
 from layerwise.layers.rules.products import readings
 
 N, T, D = 5, 3, 4
@@ -186,7 +186,7 @@ def test_watch_names_the_rows_and_the_order_of_a_view() -> None:
         seen.append(use)
         return out
 
-    with Watch(model, note):
+    with ProductTracer(model, note):
         torch.randn(2, 5) @ model.w[1].t()
         torch.randn(2, 4) @ model.w[2]
         torch.bmm(torch.randn(3, 2, 4), model.w)

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.optim.cuda import rows
-from layerwise.optim.cuda.deferred_statistics import accumulate as observe
 from layerwise.optim.cuda.rows import Rows, average_rows_, together
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.rule import Health
+from layerwise.optim.rule import Context
 from random_tensors import randn
 
 
@@ -68,7 +67,7 @@ def test_a_loaded_group_may_change_who_is_observed():
 @pytest.mark.parametrize("view", [False, True])
 def test_a_leaf_that_is_written_over_between_backward_and_step(monkeypatch: pytest.MonkeyPatch, view: bool):
     """As in adversarial training: the input itself has a gradient, and is moved before the step."""
-    monkeypatch.setattr(observe, "waits_for_step", rows.has_plain_rows)
+    monkeypatch.setattr(rows, "waits_for_step", rows.has_plain_rows)
     results = []
     for moved in (False, True):
         torch.manual_seed(0)
@@ -117,7 +116,7 @@ class AfterGraph(nn.Module):
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_what_a_graph_leaves_is_not_kept(monkeypatch: pytest.MonkeyPatch):
     """Statistics that would wait are taken in at once where the next replay writes over the inputs."""
-    monkeypatch.setattr(observe, "waits_for_step", rows.has_plain_rows)
+    monkeypatch.setattr(rows, "waits_for_step", rows.has_plain_rows)
     Graphed.place = torch.zeros(6, 16, dtype=torch.bfloat16)
     results = []
     for graphed in (False, True):
@@ -160,5 +159,5 @@ def test_no_rows_at_all():
     stack = together([Rows(torch.ones(0, 16).bfloat16(), torch.bfloat16)], [0])
     mean = torch.eye(16)[None]
     if stack is not None:
-        average_rows_(mean, torch.ones(1), stack, 0.9, Health())
+        average_rows_(mean, torch.ones(1), stack, 0.9, Context(1, 0.0, 0.0, False, {}))
     assert torch.isfinite(mean).all()

@@ -74,7 +74,7 @@ def test_statistics_at_some_steps_of_a_compiled_model(name: str):
         train_step(b, two, batch, cross_entropy)
         assert (flat(a) - flat(b)).abs().max() < 1e-9
     torch.testing.assert_close(a.norm.state_dict(), b.norm.state_dict())
-    counts = [stack.state["Q_count"].tolist() for stack in one._stacks or () if "Q_count" in stack.state]
+    counts = [stack.state["Q"].count.tolist() for stack in one._stacks or () if "Q" in stack.state]
     assert counts
     assert all(count == 3.0 for of_stack in counts for count in of_stack)
 
@@ -212,7 +212,7 @@ def test_parts_that_are_compiled(whole: bool):
         frames.append(torch._dynamo.utils.counters["frames"]["total"])
     assert (flat(a) - flat(b)).abs().max() < 1e-9
     assert 0 < frames[4] == frames[-1]
-    assert all(stack.state["Q_count"].tolist() == [6.0] * stack.groups for stack in one._stacks or ())
+    assert all(stack.state["Q"].count.tolist() == [6.0] * stack.groups for stack in one._stacks or ())
 
 
 @pytest.mark.parametrize("kind", ["inputs", "earlier", "later"])

@@ -14,7 +14,7 @@ from layerwise.optim.cuda.linalg.orthogonal import basis_half
 from layerwise.optim.cuda.linalg.products import HALF_PAIRS
 from layerwise.optim.cuda.rows import Rows, average_rows_, together
 from layerwise.optim.cuda.triton import products as triton_products
-from layerwise.optim.rule import Health
+from layerwise.optim.rule import Context
 from random_tensors import randn as normal
 
 K, N = 3, 64
@@ -47,18 +47,17 @@ def sweeps() -> list[Tensor]:
 
 
 def kept() -> list[Tensor]:
-    state: dict[str, Tensor] = {}
-    stored.keep(state, "P_root", torch.eye(N).repeat(K, 1, 1), 2)
-    stored.write(state, "P_root", slice(0, K), definite(), torch.tensor([True, False, True]))
+    matrix = stored.StoredMatrix.keep(torch.eye(N).repeat(K, 1, 1), 2)
+    matrix.write(slice(0, K), definite(), torch.tensor([True, False, True]))
     pair = stored.operand_of(definite(), definite().flatten(1).amax(1))
-    return [*state.values(), pair.value()]
+    return [*matrix.tensors("P_root").values(), pair.value()]
 
 
 def means() -> list[Tensor]:
     mean, count = definite(), torch.ones(K)
     found = together([Rows(normal(5, N, seed=k).bfloat16(), torch.bfloat16) for k in range(K)], [5] * K)
     assert found is not None
-    average_rows_(mean, count, found, 0.9, Health())
+    average_rows_(mean, count, found, 0.9, Context(1, 0.0, 0.0, False, {}))
     return [mean, count]
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 import layerwise as lw
 from layerwise.distributed.processes import Processes
 from layerwise.optim.cuda import rows
-from layerwise.optim.cuda.deferred_statistics import accumulate as observe
+from layerwise.optim.engine import Layerwise
 
 pytestmark = [
     pytest.mark.usefixtures("untyped"),
@@ -92,7 +92,8 @@ def test_no_member_forms_the_moment_of_a_long_side(member: str, wide: bool):
 @pytest.mark.parametrize("over", [1, 2])
 def test_rows_that_wait_for_the_step(over: int, monkeypatch: pytest.MonkeyPatch):
     """As on a GPU in half precision: those of the long side are not even kept."""
-    monkeypatch.setattr(observe, "waits_for_step", rows.has_plain_rows)
+    monkeypatch.setattr(rows, "waits_for_step", rows.has_plain_rows)
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
     torch.manual_seed(0)
     model = WithHead()
     opt = lw.optim.KFAC(
@@ -104,7 +105,7 @@ def test_rows_that_wait_for_the_step(over: int, monkeypatch: pytest.MonkeyPatch)
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
         opt.zero_grad()
         F.cross_entropy(model(x), torch.arange(4)).backward()
-    sums = opt._collector.take()["head"]
+    sums = opt._accumulator.take()["head"]
     assert sums.inputs is not None
     assert sums.outgrads is None
     assert sums.G is None
@@ -123,11 +124,12 @@ def test_several_processes_add_up_what_is_formed():
     model = WithHead()
     opt = lw.optim.KFAC(model, max_factor=LIMIT, likelihood="categorical")
     model(torch.randn(4, 8)).sum().backward()
-    own = opt._collector._sums
+    own = opt._accumulator._sums
     assert {*own} == {"body", "head"}
     own["head"].A = None
     with Largest():
-        taken = opt._collector.take_all(opt._observed_specs(), Two(), torch.device("cpu"))
+        opt._accumulator.processes = Two()
+        taken = opt._accumulator.take_all(opt._capture.table.layers, torch.device("cpu"))
     assert taken["head"].G is None
     assert taken["head"].A is not None
     assert taken["body"].G is not None
@@ -145,4 +147,4 @@ def test_what_has_a_factor_has_its_moment():
     head = next(stack for stack in opt._stacks or [] if stack.specs[0].name == "2")
     assert "P" not in head.state
     a = torch.cat([h, torch.ones(5, 1)], 1)
-    torch.testing.assert_close(head.state["Q"][0], a.mT @ a / 5)
+    torch.testing.assert_close(head.state["Q"].mean[0], a.mT @ a / 5)

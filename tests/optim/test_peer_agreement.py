@@ -17,7 +17,8 @@ from optim_tools import Batch, batches, flat, mlp, squares, train_step
 from torch import nn
 
 import layerwise as lw
-from layerwise.optim import spectral
+from layerwise.optim import newton_schulz as spectral
+from layerwise.optim.members import muon
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -246,7 +247,7 @@ def test_muon(nesterov: bool, adjust: str, dtype: torch.dtype, monkeypatch: pyte
     exact = dtype == torch.float64
     if exact:
         base = importlib.import_module("pytorch_optimizer.optimizer.muon.base")
-        for module, name in ((base, "zero_power_via_newton_schulz_5"), (spectral, "newton_schulz")):
+        for module, name in ((base, "zero_power_via_newton_schulz_5"), (muon, "newton_schulz")):
             monkeypatch.setattr(module, name, partial(getattr(module, name), dtype=dtype))
     assert_agree(
         lambda: mlp(4, 7, 7, 3),

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
+from layerwise.optim.cuda import backend
 from layerwise.optim.cuda import factor as symmetric
-from layerwise.optim.cuda import storage as stored
-from layerwise.optim.step import stack
+from layerwise.optim.cuda.storage import ALL, StoredMatrix
 
 pytestmark = pytest.mark.usefixtures("untyped")
 LAYERS = 3
@@ -25,7 +25,7 @@ def step(opt: torch.optim.Optimizer, model: nn.Module, number: int) -> None:
 
 @pytest.mark.parametrize("name", ["KFAC", "Shampoo"])
 def test_one_layer_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stack, "PAD_TO", {"cpu": 16})
+    monkeypatch.setattr(backend, "PAD_TO", {"cpu": 16})
     monkeypatch.setattr(symmetric, "packs", lambda shape, size: True)
     model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(LAYERS)))
     make = partial(getattr(lw.optim, name), scale="formula")
@@ -33,16 +33,21 @@ def test_one_layer_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch):
     step(opt, model, 0)
     (treated,) = [s for s in opt._stacks if "Q" in s.state]
     assert treated.groups == LAYERS
-    own, taken = stored.value, list[int]()
+    own, whole, taken = StoredMatrix.value, symmetric.whole, list[int]()
 
-    def spy(state: dict[str, Tensor], what: str, groups: slice = stored.ALL) -> Tensor:
-        taken.append(len(state[what][groups]))
-        return own(state, what, groups)
+    def spy(matrix: StoredMatrix, groups: slice = ALL) -> Tensor:
+        taken.append(len(matrix.data[groups]))
+        return own(matrix, groups)
 
-    monkeypatch.setattr(stored, "value", spy)
+    def spy_on_factors(M: Tensor) -> Tensor:
+        taken.append(len(M))
+        return whole(M)
+
+    monkeypatch.setattr(StoredMatrix, "value", spy)
+    monkeypatch.setattr(symmetric, "whole", spy_on_factors)
     saved = opt.state_dict()
     assert {*taken} == {1}
-    assert len(taken) >= LAYERS * len(stored.saved_names(treated.state))
+    assert len(taken) >= LAYERS * 4  # both factors, and a root or basis of each
     taken.clear()
     other = make(model, lr=0.01, solver="newton")
     other.load_state_dict(copy.deepcopy(saved))

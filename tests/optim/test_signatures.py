@@ -52,7 +52,7 @@ def test_completion_shows_members_and_no_modules():
     shown = {name for name in dir(lw.optim) if not name.startswith("_")}
     assert shown == {*MEMBERS, "UpdateRule", "SuperNat"}
     assert lw.optim.__all__ == sorted(shown)
-    assert lw.optim.rotated_adam.RotatedAdam is type(opt.rule)  # still there for those who know it
+    assert lw.optim.members.soap.RotatedAdam is type(opt.rule)  # still there for those who know it
 
 
 def test_everything_can_be_imported_at_once():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.optim.rotated_adam import DEPENDENT, RotatedAdam
+from layerwise.optim.reference import DEPENDENT, orthogonal_columns
 
 F32 = torch.float32
 SIZE = 12
@@ -50,7 +50,7 @@ def test_a_basis_with_null_vectors_takes_no_more_work_than_it_needs(
 
     with monkeypatch.context() as patched:
         patched.setattr(torch.linalg, "qr", counted)
-        Q, order = RotatedAdam._orthogonal(MU, U, torch.arange(SIZE).unsqueeze(0), waits=True)
+        Q, order = orthogonal_columns(MU, U, torch.arange(SIZE).unsqueeze(0), host_may_sync=True)
     assert taken == sizes
     assert order.tolist() == [list(range(SIZE))]
     torch.testing.assert_close(Q[0].T @ Q[0], torch.eye(SIZE), atol=2e-6, rtol=0)
@@ -60,7 +60,7 @@ def test_a_basis_with_null_vectors_takes_no_more_work_than_it_needs(
 
 def test_null_vectors_are_put_last():
     MU, U = columns([1.0, 0.5, 0.0, 0.25] + [2.0**-i for i in range(3, 11)], 0.0)
-    Q, order = RotatedAdam._orthogonal(MU, U, torch.arange(SIZE).unsqueeze(0), waits=True)
+    Q, order = orthogonal_columns(MU, U, torch.arange(SIZE).unsqueeze(0), host_may_sync=True)
     assert order.tolist() == [[0, 1, *range(3, SIZE), 2]]
     assert float((Q[0, :, -1] * U[0, :, 2]).sum().abs()) > 1 - 1e-5
     assert DEPENDENT * torch.finfo(F32).eps < 1e-4

@@ -23,7 +23,7 @@ from optim_tools import (
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim import spectral
+from layerwise.optim import newton_schulz as spectral
 
 pytestmark = pytest.mark.usefixtures("untyped")
 LR = 0.01

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.data.digits import digits
+from layerwise.optim.kronecker import KroneckerRoots
+from layerwise.optim.reference import Reference as ReferenceBackend
 from thinning import thinned
 
 STEPS = 20
@@ -331,7 +333,7 @@ def test_the_report_says_so(name: str):
 
 def test_sua_is_about_inputs():
     with pytest.raises(lw.LayerwiseError, match="right"):
-        lw.optim.Layerwise(convnet(), rule=lw.optim.factors.Factors("outgrads", "gradient", sua=True))
+        lw.optim.Layerwise(convnet(), rule=KroneckerRoots("outgrads", "gradient", sua=True))
 
 
 def test_health_and_adaptive_damping():
@@ -352,18 +354,18 @@ def test_health_and_adaptive_damping():
 
 
 def test_the_curvature_of_a_step_is_that_of_the_matrix():
-    rule = lw.optim.factors.Factors(sua=True)
+    rule = KroneckerRoots(sua=True)
     shape = lw.optim.rule.Shape(2, 3, 9, torch.float64, torch.device("cpu"), taps=4, bias=True)
-    state = rule.init(shape)
+    state = rule.init(shape, ReferenceBackend())
     for side, size in (("P", 3), ("Q", 2)):
         half = gaussian(2, size, size, seed=size)
-        state[side].copy_(half @ half.mT)
+        state[side].mean.copy_(half @ half.mT)
     D = gaussian(2, 3, 9, seed=9)
     conv = nn.Conv2d(4, 6, 2, groups=2)
-    Q = with_bias_block(conv, state["Q"])
+    Q = with_bias_block(conv, state["Q"].mean)
     found = rule.quadratic(state, D)
     assert found is not None
-    torch.testing.assert_close(found, (D * (state["P"] @ D @ Q)).sum())
+    torch.testing.assert_close(found, (D * (state["P"].mean @ D @ Q)).sum())
 
 
 # --- saving -----------------------------------------------------------------------------------------------

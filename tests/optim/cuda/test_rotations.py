@@ -5,7 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_listed import train, zoo
+from layerwise.optim.factors import Factors
+from layerwise.optim.rotated_adam import RotatedAdam, step_bound
+from test_param_lists import train, zoo
 from torch import Tensor
 
 import layerwise as lw
@@ -22,8 +24,6 @@ from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton import splits as triton_splits
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.factors import Factors
-from layerwise.optim.rotated_adam import RotatedAdam, step_bound
 from layerwise.optim.rule import Context, Health, Shape, State
 from layerwise.optim.step.graft import Clip
 from layerwise.optim.step.stack import Stack

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from layerwise.optim.rotated_adam import RotatedAdam
 from optim_tools import flat
 from test_padding import made, tensors, train
 from torch import Tensor
@@ -18,7 +19,6 @@ from layerwise.optim.cuda.deferred_examples import WAITING
 from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.rotated_adam import RotatedAdam
 from layerwise.optim.rule import Context, Health, Shape, State
 from layerwise.optim.step import stack
 from random_tensors import randn64 as randn

@@ -8,7 +8,7 @@ import pytest
 import torch
 from optim_tools import batches, flat, squares
 from optim_tools import member as any_member
-from recording import captured, here
+from emulated_graphs import captured, here
 from torch import Tensor, nn
 
 from layerwise.optim.cuda import captured_step as recorded

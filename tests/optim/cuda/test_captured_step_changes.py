@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from optim_tools import member as any_member
-from recording import captured, here
-from test_recorded import assert_same, net, replays, trained
+from emulated_graphs import captured, here
+from test_captured_step import assert_same, net, replays, trained
 from torch import Tensor, nn
 
 from layerwise.optim.cuda import captured_step as recorded

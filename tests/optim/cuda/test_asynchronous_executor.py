@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from layerwise.optim.rotated_adam import RotatedAdam
 from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.rotated_adam import RotatedAdam
 from layerwise.optim.rule import UpdateRule
 
 pytestmark = pytest.mark.usefixtures("untyped")
