@@ -104,5 +104,5 @@ class FlowComplexity:
 
 
 def _distance(a: list[Tensor], b: list[Tensor]) -> Tensor:
-    """The Euclidean norm of a − b, on its device: a step of the training waits for nothing."""
+    """The Euclidean norm of a − b, on its device: no synchronization in a step of the training."""
     return torch.stack([torch.linalg.vector_norm((x - y).double()) for x, y in zip(a, b, strict=True)]).norm()

@@ -158,7 +158,7 @@ def _by_layer(sweep: Sweep, structure: Structure, options: Options, centered: bo
         if means is not None:
             means.add(spec, io)
 
-    # The last pass leaves its checks to `_require_finite`, when all is queued: the host waits for the device once.
+    # The last pass leaves its checks to `_require_finite`, when all is queued: one synchronization.
     totals = sweep.layers(observe, f"{_label(structure)}", statistics.prepare, settle=passes == 2)
     if passes == 2:
         for approximation in statistics.of.values():

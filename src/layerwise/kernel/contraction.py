@@ -120,7 +120,7 @@ def _by_token(index: Int[Tensor, "M"]) -> tuple[Int[Tensor, "M"], int]:
 
 
 def _by_place(index: Int[Tensor, "M"]) -> tuple[Int[Tensor, "M"], int]:
-    """As many numbers as positions, so that nobody waits for the device to say how many tokens there are.
+    """As many numbers as positions, so that the number of tokens need not be read back from the device.
 
     >>> _by_place(torch.tensor([7, -1, 7, 3]))
     (tensor([ 2, -1,  2,  1]), 4)

@@ -12,7 +12,7 @@ other changes escape with probability 2⁻³¹.
 
 It costs one pass over the parameters when the Jacobian is made and whenever it runs its model: 0.6 to 1.2 ms a million
 of them on one core, and 25 µs a tensor. Nothing is kept but h (a copy to compare with would be as large as the model,
-and no faster). On a GPU it is a dozen launches and two for every 4 million entries, and nobody waits for it: the
+and no faster). On a GPU it is a dozen launches and two for every 4 million entries, without a synchronization: the
 comparison is looked at with the other checks of that run.
 """
 
@@ -156,5 +156,5 @@ def _row_weights(n: int, device: torch.device) -> Int[Tensor, "n"]:
 
 
 def first_changed(flags: Iterable[Tensor], names: Sequence[str]) -> str:
-    """The name of the first that has changed; waits for the devices."""
+    """The name of the first that has changed; synchronizes with the devices."""
     return names[[bad for some in flags for bad in some.tolist()].index(True)]

@@ -80,7 +80,7 @@ class Jacobian(OwnArithmetic, guard=in_own_arithmetic):
 
         for some in flags:
             self.recorder.checks.add(some.any(), error)
-        if not any(some.is_cuda for some in flags):  # nothing to wait for
+        if not any(some.is_cuda for some in flags):  # no synchronization to put off
             self.recorder.checks.settle()
 
     # --- shape -------------------------------------------------------------------------------------------

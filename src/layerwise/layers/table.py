@@ -378,7 +378,7 @@ def layers(
 
 
 @dataclass
-class _Use:
+class _FormAtSite:
     """One form at one site, before ties are resolved."""
 
     site: Site
@@ -440,7 +440,7 @@ def _spec_by_use(model: nn.Module, used: Used) -> LayerSpec:
     return LayerSpec(used.name, used.form, type(owner).__name__, (Site(used.name, owner, rule, "", used),))
 
 
-def _uses(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> tuple[list[_Use], dict[str, str]]:
+def _uses(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> tuple[list[_FormAtSite], dict[str, str]]:
     names = {id(p): name for name, p in parameters.items()}
     uses, reasons = [], {}
     for module_name, module in model.named_modules():
@@ -460,13 +460,13 @@ def _uses(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> tuple[lis
             reasons |= {part.name: str(why) for part in parts.values()}
             continue
         for key, form in rule.forms(module, parts).items():
-            uses.append(_Use(Site(module_name, module, rule, key), form))
+            uses.append(_FormAtSite(Site(module_name, module, rule, key), form))
     return uses, reasons
 
 
-def _resolve_roles(uses: list[_Use], reasons: dict[str, str]) -> list[_Use]:
+def _resolve_roles(uses: list[_FormAtSite], reasons: dict[str, str]) -> list[_FormAtSite]:
     """A parameter used in two different forms (embedding tied to the head) loses its form, not its peers'."""
-    roles: dict[str, list[tuple[_Use, str]]] = {}
+    roles: dict[str, list[tuple[_FormAtSite, str]]] = {}
     for use in uses:
         for role, part in (("weight", use.form.weight), ("bias", use.form.bias)):
             if part is not None:
@@ -485,11 +485,11 @@ def _resolve_roles(uses: list[_Use], reasons: dict[str, str]) -> list[_Use]:
         if form.bias is not None and form.bias.name in reasons:
             form = replace(form, bias=None)
         if form.parts:
-            stripped.append(_Use(use.site, form))
+            stripped.append(_FormAtSite(use.site, form))
     return stripped
 
 
-def _compatible(first: _Use, role: str, other: _Use, other_role: str) -> bool:
+def _compatible(first: _FormAtSite, role: str, other: _FormAtSite, other_role: str) -> bool:
     if role != other_role or not first.site.same_role(other.site):
         return False
     a, b = first.form, other.form
@@ -503,9 +503,9 @@ def _compatible(first: _Use, role: str, other: _Use, other_role: str) -> bool:
     )
 
 
-def _groups(uses: list[_Use]) -> list[list[_Use]]:
+def _groups(uses: list[_FormAtSite]) -> list[list[_FormAtSite]]:
     """Uses joined by a shared weight or bias."""
-    groups: dict[int, list[_Use]] = {}
+    groups: dict[int, list[_FormAtSite]] = {}
     group_of: dict[Part, int] = {}
     for number, use in enumerate(uses):
         touching = sorted({group_of[part] for part in use.form.parts if part in group_of})
@@ -516,7 +516,7 @@ def _groups(uses: list[_Use]) -> list[list[_Use]]:
     return list(groups.values())
 
 
-def _specs_of_group(group: list[_Use], separate_bias: tuple[type[nn.Module], ...]) -> list[LayerSpec]:
+def _specs_of_group(group: list[_FormAtSite], separate_bias: tuple[type[nn.Module], ...]) -> list[LayerSpec]:
     first = group[0]
     kind = type(first.site.module).__name__
     joint = all(use.form == first.form for use in group)
@@ -524,7 +524,7 @@ def _specs_of_group(group: list[_Use], separate_bias: tuple[type[nn.Module], ...
         return [LayerSpec(first.label, first.form, kind, tuple(use.site for use in group))]
     specs: list[LayerSpec] = []
     for role in ("weight", "bias"):
-        by_part: dict[Part, list[_Use]] = {}
+        by_part: dict[Part, list[_FormAtSite]] = {}
         for use in group:
             part = getattr(use.form, role)
             if part is not None:

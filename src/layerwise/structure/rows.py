@@ -49,7 +49,7 @@ class LayerRows(OwnArithmetic, guard=in_own_arithmetic):
     few: list[Batch] = field(default_factory=list)
     """Some examples of the first batch."""
     multiply: Product = torch.matmul
-    """How the large matrices are multiplied; `half_pairs.multiply` has 22 bits, on tensor cores."""
+    """How the large matrices are multiplied; products of split fp16 have 22 bits, on tensor cores."""
 
     @staticmethod
     def gather(layer: OneLayer, dtype: torch.dtype) -> "LayerRows":

@@ -128,7 +128,7 @@ class Posterior:
         return outputs(model, params, x) if drawn.ndim == 1 else vmap(lambda p, x: outputs(model, p, x))(params, x)
 
     def _regularized(self, std: Float[Tensor, "*B P"], g: Float[Tensor, "*B P"]) -> None:
-        """∇√(B_RE/2) into `grad`, with g added where it is w's; all in tensors, so that no host waits for a device."""
+        """∇√(B_RE/2) into `grad`, with g added where it is w's; all in tensors, without a synchronization."""
         o, P, b = self.objective, self.objective.parameters, self.objective.grid.precision
         half_log, log_std = self.half_log, self.log_std
         moved, precision = self.mean - o.prior_mean, torch.exp(-2 * half_log)

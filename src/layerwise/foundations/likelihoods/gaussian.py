@@ -40,7 +40,7 @@ class Gaussian(Likelihood):
     def standardize_asked(
         self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Readback | None
     ) -> Terms:
-        """The same, without waiting for the model's output."""
+        """The same, without a synchronization after the forward."""
         if type(self).standardize is not Gaussian.standardize:  # a subclass reads outputs its own way
             return self.standardize(f, y, mask, arrange)
         return self._standard(f, y, mask, arrange, asked)

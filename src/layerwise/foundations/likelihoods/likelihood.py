@@ -67,13 +67,13 @@ class Reading(ABC):
         """Bring output and target to standard form; `arrange` moves the examples to the front."""
 
     def ask(self, y: Any, mask: Tensor | None) -> Readback | None:
-        """What `standardize` will have to know of the target's values, asked before the model runs; None: nothing."""
+        """What `standardize` needs of the target's values, sent to the host before the model runs; None: nothing."""
         return None
 
     def standardize_asked(
         self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor], asked: Readback | None
     ) -> Terms:
-        """`standardize` with the answer to `ask`, so that it waits for nothing that was queued since."""
+        """`standardize` with the readback that `ask` began: it does not wait for the forward that was queued since."""
         return self.standardize(f, y, mask, arrange)
 
     def alone(self, f: Tensor, arrange: Callable[[Tensor], Tensor]) -> Float[Tensor, "N S C"] | None:

@@ -28,7 +28,7 @@ from layerwise.layers.capture.model_call import (
     undisturbed,
 )
 from layerwise.layers.capture.tape import SiteKey, Tape, explained
-from layerwise.layers.capture.uses import Use, Used, Watch, propose
+from layerwise.layers.capture.uses import ProductTracer, Use, Used, propose
 from layerwise.layers.capture.vectorised import dense
 from layerwise.layers.capture.verify import NO_AXIS, noise, verify
 from layerwise.layers.io.layer_io import Layout, candidates
@@ -287,7 +287,7 @@ class _Probe:
         with (
             undisturbed(model),
             torch.enable_grad(),
-            Watch(model, seen),
+            ProductTracer(model, seen),
             Tape(model, table, broadcast=broadcast, examples=n, sizes=sizes) as tape,
         ):
             f = call(model, x)

@@ -1,4 +1,4 @@
-"""Whether what is pulled back anyway adds up to autograd's own gradient: `check="always"`, on a graph that is known.
+"""`check="always"`: whether recorded calls add up to autograd's gradient, at every batch of a graph verified before.
 
 A graph that has been verified before (`verify`) is known to put rows with their examples. What is left to compare at
 every batch is the gradient. autograd's is taken in the backward of the cotangent that is pulled back anyway; that of
@@ -40,7 +40,7 @@ class _Pulled(NamedTuple):
 
 
 class Explanation:
-    """Of one set of cotangents: every layer is looked at as it is handed over."""
+    """Compares the recorded calls of every layer with autograd's gradient, for one set of cotangents."""
 
     def __init__(self, tape: Tape, v: Float[Tensor, "V N S C"], number: int) -> None:
         self._tape, self._v, self._number = tape, v, number
@@ -51,17 +51,17 @@ class Explanation:
         """Whose gradients `settle` wants."""
         self._pulled: dict[str, _Pulled] = {}
 
-    def looking(self, consume: Consume) -> Consume:
-        """The same, after a look."""
+    def checking(self, consume: Consume) -> Consume:
+        """The same function, which notes ``Σ g (aᵀ q)`` of each layer before it hands the layer on."""
 
-        def look(spec: LayerSpec, io: LayerIO) -> None:
+        def note(spec: LayerSpec, io: LayerIO) -> None:
             if isinstance(io, RecordedIO):
                 q = torch.randn(spec.form.groups, spec.form.inputs, generator=stream(0, spec.name, self._number))
                 q = sent(q, self._v.device).to(io.dtype)
                 self._pulled[spec.name] = _Pulled(q, *io.grad_times(q, self._mixture))
             consume(spec, io)
 
-        return look
+        return note
 
     def plain_gradients(self, f: Tensor) -> list[Tensor | None]:
         """autograd's, of the mixture of several cotangents: a backward of its own."""
@@ -73,7 +73,7 @@ class Explanation:
             return list(torch.autograd.grad(f, params, mixed, retain_graph=True, allow_unused=True))
 
     def settle(self, grads: Sequence[Tensor | None], checks: Checks, forget: Callable[[], None]) -> None:
-        """Compare with autograd's gradients of `params`; an error names the layers, when the checks are looked at.
+        """Compare with autograd's gradients of `params`; the error, which names layers, is raised when checks are read.
 
         `forget` is called before: what was known of the graph was not enough.
         """

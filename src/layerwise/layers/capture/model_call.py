@@ -30,11 +30,11 @@ def in_own_forward() -> bool:
 
 
 _OWNERS: dict[int, list[object]] = {}
-"""For whom each thread makes a backward now, the innermost last."""
+"""The objects on whose behalf the library runs a backward at present, by thread; the innermost last."""
 
 
 def _owner() -> object | None:
-    """For whom the present backward is made, if it is the library's."""
+    """The object on whose behalf the library runs the present backward; None for a backward of the user's."""
     if not _OWNERS:
         return None
     mine = _OWNERS.get(threading.get_ident())
@@ -46,7 +46,7 @@ def _owner() -> object | None:
 
 @contextmanager
 def own_backward(owner: object) -> Iterator[None]:
-    """Mark a backward as the library's, which others that listen to the same graph must not take for the user's.
+    """Mark a backward as the library's own, so that other tapes with hooks on this graph do not take it for the user's.
 
     By thread: other threads have backwards of their own. Not a context variable: on a GPU hooks run in threads of the
     device. Not torch's thread-local objects, which it brings along there: torch 2.11 frees them too early.
@@ -62,7 +62,7 @@ def own_backward(owner: object) -> Iterator[None]:
 
 
 def backward_of_another(listener: object) -> bool:
-    """Whether the present backward is the library's, on behalf of someone else than `listener`."""
+    """Whether the present backward is the library's, run on behalf of another object than `listener`."""
     owner = _owner()
     return owner is not None and owner is not listener
 
@@ -113,7 +113,7 @@ _CHOSEN: "WeakKeyDictionary[nn.Module, tuple[int, int]]" = WeakKeyDictionary()
 
 
 def _chosen(model: nn.Module, out: Any) -> Tensor:
-    """The output among others: without a graph, which may be what tells them apart, the same as with the last one."""
+    """The output among several tensors; under `no_grad`, where no graph tells them apart, the one chosen before."""
     tensors = output_tensors(out)
     if not any(t.grad_fn is not None for t in tensors):
         count, place = _CHOSEN.get(model, (0, 0))
@@ -336,7 +336,7 @@ def has_compiled_parts(model: nn.Module) -> bool:
 
 
 class _HeldTogether:
-    """A setting of the whole process that several may hold at once, in threads too: the last to leave puts it back."""
+    """A process-wide setting that several callers, also in several threads, hold at once; the last one restores it."""
 
     def __init__(self, change: Callable[[], AbstractContextManager[Any]]) -> None:
         self._change, self._lock, self._holders, self._held = change, threading.Lock(), 0, ExitStack()
@@ -407,7 +407,7 @@ def as_statistics(f: Tensor) -> Tensor:
 
 # --- values of tensors, taken and put back ---------------------------------------------------------------------------
 # In a few operations however many tensors there are: a ResNet has three buffers a batch norm, and with an operation for
-# each of them a GPU would wait for the host.
+# each of them a GPU would be idle between launches.
 
 LARGE = 2**20
 """Bytes."""

@@ -37,7 +37,7 @@ from layerwise.layers.capture.model_call import (
 from layerwise.layers.capture.tape import Tape
 from layerwise.layers.capture.uses import Used
 from layerwise.layers.capture.vectorised import tolerance
-from layerwise.layers.capture.verify import NO_AXIS, Verdict, aligned_calls, noise, verify
+from layerwise.layers.capture.verify import NO_AXIS, Verification, aligned_calls, noise, verify
 from layerwise.layers.io.layer_io import CHUNK_BYTES, GradientIO, LayerIO, Layout
 from layerwise.layers.rules.generic import ExampleGradients
 from layerwise.layers.table import LayerSpec, LayerTable
@@ -133,7 +133,7 @@ class ModelRecorder:
         self.chunk_bytes = chunk_bytes
         self.findings: Notes | None = None
         self.checks = Checks()
-        """Of batches and outputs; inside a session they are looked at later than they are made."""
+        """Of batches and outputs; inside a session they are read back together, later than they are made."""
         self.check = check
         self._examined_on = 0
         self._given = self._first_table = table
@@ -147,9 +147,9 @@ class ModelRecorder:
 
     @contextmanager
     def session(self, settle: bool = True) -> Iterator["ModelRecorder"]:
-        """Everything between is undone at the end: hooks, buffers, random state.
+        """Run models inside: hooks, buffers and random state are restored at the end.
 
-        All checks are settled at the end, unless the caller does that: it waits for the device.
+        Checks are settled at the end, which synchronizes with the device; with ``settle=False`` the caller does that.
         """
         outer, modules = self._modules, list(self.model.named_modules())
         refuse_train_mode_batch_norm(modules)
@@ -160,7 +160,7 @@ class ModelRecorder:
             with undisturbed(self.model, [module for _, module in modules]):
                 yield self
         except Exception:
-            self.checks.settle()  # what went wrong may be the fault of a batch that has not been looked at yet
+            self.checks.settle()  # the cause may be a batch whose checks have not been read back yet
             raise
         finally:
             self._modules = outer
@@ -218,7 +218,7 @@ class ModelRecorder:
         add_batch_checks(self.checks, batch)
 
     def check_output(self, f: Tensor, batch: Batch) -> None:
-        """Finiteness of the model's output; inside a session it is looked at when the checks are settled."""
+        """Finiteness of the model's output; inside a session it is read back when the checks are settled."""
         add_output_check(self.checks, f, batch.number)
         if self._modules is None:
             self.checks.settle()
@@ -292,7 +292,7 @@ class ModelRecorder:
         kernels = [SDPBackend.MATH] if batched else ANY_BACKEND
         explained = explained and self.check == "always"
         tape, f, copies, n = self._run_verified(batch, kernels, explained)
-        self.checks.read()  # what was asked before the forward, which the device has still to do
+        self.checks.read()  # sent before the forward, so this does not wait for the forward
         self.check_output(f, batch)
         with torch.enable_grad():
             terms = self.terms(f, batch, likelihood, n, asked)
@@ -329,7 +329,7 @@ class ModelRecorder:
             except Exception:
                 if not self.findings.copies.axes and not self.findings.broadcast:
                     raise  # the model's own
-                self._again(batch, attempt, Verdict({}, mixed=tuple(self.findings.copies.axes)))
+                self._again(batch, attempt, Verification({}, mixed=tuple(self.findings.copies.axes)))
                 continue
             with sdpa_kernel(kernels):
                 layouts, failed = self._verified(batch, run, kernels, explained)
@@ -339,20 +339,20 @@ class ModelRecorder:
             self._again(batch, attempt, failed)
         raise AssertionError("unreachable: nothing is left that could fail")
 
-    def _again(self, batch: Batch, attempt: int, verdict: Verdict) -> None:
+    def _again(self, batch: Batch, attempt: int, verification: Verification) -> None:
         """Propose anew: by looking at all examples, later by leaving out what failed."""
         assert self.findings is not None
         if attempt == 0:
             self._propose(batch, whole=True)
             return
-        failed = dict.fromkeys(specs_at(self.table, verdict.lost), NO_AXIS) | dict(verdict.reasons)
-        self._uncopied.update(verdict.mixed)
+        failed = dict.fromkeys(specs_at(self.table, verification.lost), NO_AXIS) | dict(verification.reasons)
+        self._uncopied.update(verification.mixed)
         notes = replace(self.findings, broadcast=frozenset()) if attempt > 1 else self.findings
         self._adopt(notes, {**self._fallen, **failed})
 
     def _verified(
         self, batch: Batch, run: "_Run", kernels: list[SDPBackend], explained: bool
-    ) -> tuple[Mapping[int, Layout], Verdict | None]:
+    ) -> tuple[Mapping[int, Layout], Verification | None]:
         """Where the examples are in every call of a forward, and what is wrong with it (None: nothing).
 
         A graph that has been verified before is not verified again.
@@ -370,14 +370,14 @@ class ModelRecorder:
         steady = graph.steady and (self.check == "first" or explained)
         if steady and key in known:
             return known[key], None
-        verdict = verify(tape, f, found.output, n, copies)
-        if (copies or found.broadcast) and verdict.right:
-            verdict = self._compared(batch, kernels, run, verdict)
-        if steady and verdict.right and verdict.conclusive and self._covers(tape, graph, copies):
+        verification = verify(tape, f, found.output, n, copies)
+        if (copies or found.broadcast) and verification.right:
+            verification = self._compared(batch, kernels, run, verification)
+        if steady and verification.right and verification.conclusive and self._covers(tape, graph, copies):
             if len(known) >= MOST_GRAPHS:
                 known.pop(next(iter(known)))
-            known[key] = verdict.layouts
-        return verdict.layouts, None if verdict.right else verdict
+            known[key] = verification.layouts
+        return verification.layouts, None if verification.right else verification
 
     def forget(self) -> None:
         """What has been verified of this model: every graph is a new one."""
@@ -414,27 +414,29 @@ class ModelRecorder:
         own = all(event.site.own_forward for event in tape.events)
         return own and all(uses[id(copy)] <= 1 for copy in copies.values())
 
-    def _compared(self, batch: Batch, kernels: list[SDPBackend], run: "_Run", verdict: Verdict) -> Verdict:
+    def _compared(
+        self, batch: Batch, kernels: list[SDPBackend], run: "_Run", verification: Verification
+    ) -> Verification:
         """Whether the output and the gradients of copied parameters are those of the model as it is."""
         with undisturbed(self.model):
             plain = self._run(batch, kernels, plain=True)
         own = tolerance(run.f.dtype)
         if plain.f.shape != run.f.shape or not torch.allclose(plain.f, run.f, rtol=1e-2 * own + 1e-6, atol=1e-6):
             lost = self.findings.broadcast if self.findings is not None else ()
-            return replace(verdict, mixed=tuple(run.copies), lost=tuple(lost))
+            return replace(verification, mixed=tuple(run.copies), lost=tuple(lost))
         params = [dict(self.model.named_parameters())[name] for name in run.copies]
         if not params:
-            return verdict
+            return verification
         with plain.tape.replaying():
             grads = torch.autograd.grad(plain.f, params, noise(plain.f), allow_unused=True)
         wrong = []
         for name, p, g in zip(run.copies, params, grads, strict=True):
-            mine = verdict.truth[name]
+            mine = verification.truth[name]
             truth = p.new_zeros(p.shape) if g is None else g
             gap = truth if mine is None else mine.reshape(p.shape) - truth
             if float(gap.double().norm()) > own * float(truth.double().norm()):
                 wrong.append(name)
-        return replace(verdict, mixed=tuple(wrong))
+        return replace(verification, mixed=tuple(wrong))
 
 
 class _Run(NamedTuple):
@@ -495,7 +497,7 @@ class RecordedBatch:
         f, mask, leaves = self.terms.f, self.terms.mask, list(self.copies.values())
         self.tape.kept = self.terms.kept
         check = Explanation(self.tape, v, self.batch.number) if self.explained else None
-        consume_rows = consume if check is None else check.looking(consume)
+        consume_rows = consume if check is None else check.checking(consume)
         of_params: list[Tensor | None] = []
         if v.shape[0] == 1:
             more = [] if check is None else list(check.params.values())

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from layerwise.foundations.errors import InputError, UnsupportedError, describe
 from layerwise.foundations.types import unwrap
 from layerwise.layers.capture.model_call import backward_of_another, in_own_forward, own_backward, without_fast_path
-from layerwise.layers.capture.uses import Use, Watch, same_use
+from layerwise.layers.capture.uses import ProductTracer, Use, same_use
 from layerwise.layers.capture.vectorised import batched_grad
 from layerwise.layers.form import RULES
 from layerwise.layers.io.layer_io import CHUNK_BYTES, LayerCall, LayerIO, Layout, RecordedIO
@@ -72,7 +72,7 @@ class Event:
 
 
 _PATCHES: "weakref.WeakKeyDictionary[nn.Module, dict[int, Callable[..., None]]]" = weakref.WeakKeyDictionary()
-"""Modules whose forward is their rule's own at present, with what each open tape records by."""
+"""Modules whose forward is replaced by their rule's at present, with the record function of each open tape."""
 
 
 OUTPUT_PROJECTION = nn.modules.linear.NonDynamicallyQuantizableLinear
@@ -82,7 +82,7 @@ GRAPHED = ("GraphedBackward", "CompiledFunctionBackward")
 
 
 def _unpatch(module: nn.Module, tape: "Tape") -> None:
-    """One tape fewer; after the last, the class's own forward is back."""
+    """Take a tape off a patched module; after the last one, the forward of its class is restored."""
     recorders = _PATCHES.get(module, {})
     recorders.pop(id(tape), None)
     if not recorders and "forward" in vars(module):
@@ -127,8 +127,8 @@ class Tape:
     ) -> None:
         self.broadcast, self.examples = broadcast, examples
         self.sizes = sizes
-        """Entries of the input of each module in `broadcast` before any of them was given an axis for the examples: one
-        that has more has the axis from a module before it. None where `broadcast` has no such modules."""
+        """Numbers of input entries of the modules in `broadcast`, recorded without broadcasting: an input with more of
+        them has got its example axis from an earlier module already. None: inputs are not compared."""
         self.spread: set[str] = set()
         """Modules of `broadcast` whose input was given an axis for the examples."""
         self.by_rows = by_rows
@@ -153,7 +153,7 @@ class Tape:
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._held: list[nn.Module] = []
         self._own = False
-        self._watch: Watch | None = None
+        self._tracer: ProductTracer | None = None
         self._self: weakref.ref[Tape] = weakref.ref(self)
 
     # --- recording ---------------------------------------------------------------------------------------
@@ -184,15 +184,15 @@ class Tape:
             self._handles.append(module.register_forward_hook(self._hook(of_module), with_kwargs=True))
         self._recording, self._own = True, in_own_forward()
         if by_use:
-            self._watch = Watch(self.model, self._product(by_use))
-            self._watch.__enter__()
+            self._tracer = ProductTracer(self.model, self._product(by_use))
+            self._tracer.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._recording = False
-        if self._watch is not None:
-            self._watch.__exit__(None, None, None)
-            self._watch = None
+        if self._tracer is not None:
+            self._tracer.__exit__(None, None, None)
+            self._tracer = None
         self._open.__exit__(None, None, None)
         for handle in self._handles:
             handle.remove()
@@ -293,7 +293,7 @@ class Tape:
     def _record(self, site: Site, x: Any, out: Any) -> None:
         if not self._recording or not isinstance(x, Tensor) or not isinstance(out, Tensor):
             return
-        if in_own_forward() != self._own:  # someone else looks at the model while this forward is under way
+        if in_own_forward() != self._own:  # a forward of the library's inside one of the user's, or the reverse
             return
         where = (site.module_name, site.key)
         before = self._events_at.get(where)
@@ -445,7 +445,7 @@ class Tape:
             self.layouts = {event.key: layouts[event.order] for event in self.events if event.order in layouts}
 
     def subscriptions(self) -> tuple[dict[int, list[LayerSpec]], dict[str, int]]:
-        """For listeners of their own: which layers wait for which event, and for how many each of them."""
+        """For callers with hooks of their own: the layers that need each event's gradient, and how many each lacks."""
         self._recording = False
         return self._subscribe(self._recorded_specs())
 
@@ -467,7 +467,7 @@ class Tape:
         return [spec for spec in self.table.layers if spec.sites and self.calls_of(spec)]
 
     def _subscribe(self, specs: Iterable[LayerSpec]) -> tuple[dict[int, list[LayerSpec]], dict[str, int]]:
-        """Which layers wait for which event, and how many events each layer waits for."""
+        """The layers that need each event's gradient, and how many gradients each layer still lacks."""
         waiting: dict[int, list[LayerSpec]] = {}
         missing: dict[str, int] = {}
         for spec in specs:

@@ -1,8 +1,8 @@
 """Record by use: a parameter that enters a matrix product is a layer, whichever module or function multiplies by it.
 
 ``F.linear(h, self.proj.weight)``, Hugging Face's `Conv1D`, the experts ``[E, in, out]`` of a mixture, or a weight that
-two places share need no module type: while a model runs, `Watch` sees every product that its parameters enter, and
-`propose` makes layers of those whose every use was seen. The proposal is verified like everything that is recorded
+two places share need no module type: while a model runs, `ProductTracer` sees every product that its parameters enter,
+and `propose` makes layers of those whose every use was seen. The proposal is verified like everything that is recorded
 (`layerwise.layers.capture.verify`): what was not understood falls back.
 """
 
@@ -19,7 +19,7 @@ from layerwise.layers.capture.graph import Graph
 from layerwise.layers.form import Form, Part
 from layerwise.layers.rules.products import Product, grouped, readings
 
-Rows = tuple[int, int] | None
+RowRange = tuple[int, int] | None
 """First and last row along the first axis of a parameter; None: all."""
 
 
@@ -28,11 +28,11 @@ class Use:
     """How one product uses a parameter."""
 
     weight: str
-    rows: Rows
+    rows: RowRange
     transposed: bool
     """Whether the parameter is stored [K, I, O]."""
     bias: str | None = None
-    bias_rows: Rows = None
+    bias_rows: RowRange = None
     first: bool = True
     """Whether it counts as one of the parameter's uses: of the groups of a grouped product only the first does."""
 
@@ -50,7 +50,7 @@ class Used:
         return self.form.weight is not None and self.form.weight.rows is None and len(self.form.weight.shape) == 3
 
 
-class Watch(TorchFunctionMode):
+class ProductTracer(TorchFunctionMode):
     """Sees the products that a model's parameters enter, while it is on.
 
     `seen` is called with each, and may give an output in place of the product's.
@@ -96,7 +96,7 @@ class Watch(TorchFunctionMode):
         bias = None if product.bias is None else self._place(product.bias)
         return Use(name, rows, product.transposed != flipped, *(bias[:2] if bias else (None, None)))
 
-    def _place(self, t: Tensor) -> tuple[str, Rows, bool] | None:
+    def _place(self, t: Tensor) -> tuple[str, RowRange, bool] | None:
         """The parameter that a tensor is or shows, which rows of it, and whether its last two axes are swapped."""
         known = self._parameters.get(id(t))
         if known is not None:
@@ -156,13 +156,13 @@ def _layers_of(
     return found
 
 
-def _pieces(shape: tuple[int, ...], used: set[Rows]) -> list[Rows] | None:
+def _pieces(shape: tuple[int, ...], used: set[RowRange]) -> list[RowRange] | None:
     """The rows that are layers by themselves, together all of the parameter."""
     if None in used:
         return [None] if len(used) == 1 else None
     if len(shape) == 3:  # experts: those that got no token in this batch are layers too
         return [(e, e + 1) for e in range(shape[0])] if all(r[1] - r[0] == 1 for r in used if r) else None
-    pieces, end = list[Rows](), 0
+    pieces, end = list[RowRange](), 0
     for start, stop in sorted(rows for rows in used if rows is not None):
         if start < end:
             return None
@@ -173,7 +173,7 @@ def _pieces(shape: tuple[int, ...], used: set[Rows]) -> list[Rows] | None:
 
 
 def _bias_of(
-    name: str, rows: Rows, parameters: Mapping[str, Tensor], uses: Sequence[Use], whole: set[str]
+    name: str, rows: RowRange, parameters: Mapping[str, Tensor], uses: Sequence[Use], whole: set[str]
 ) -> Part | None:
     """The bias that comes with every use of a weight, and with nothing else."""
     own = [use for use in uses if (use.weight, use.rows) == (name, rows)]

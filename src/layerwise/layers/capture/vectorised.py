@@ -90,7 +90,7 @@ def dense(g: Tensor) -> Tensor:
 def _is_right(
     way: object, kind: object, f: Tensor, inputs: Sequence[Any], v: Tensor, found: Sequence[Tensor | None]
 ) -> bool:
-    """By what is known of this graph, else by a mixture; the host waits for that, once."""
+    """By what is known of this graph, else by a mixture: one synchronization for each new graph."""
     if (way, kind) in _verdicts:
         return _verdicts[way, kind]
     right, certain = _adds_up(f, inputs, v, found)

@@ -36,7 +36,7 @@ POWERS = 6
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verification:
     """What verification found."""
 
     layouts: Mapping[int, Layout]
@@ -58,7 +58,7 @@ class Verdict:
         return not (self.lost or self.reasons or self.mixed)
 
 
-def verify(tape: Tape, f: Tensor, output: Layout, n: int, copies: Mapping[str, Tensor] | None = None) -> Verdict:
+def verify(tape: Tape, f: Tensor, output: Layout, n: int, copies: Mapping[str, Tensor] | None = None) -> Verification:
     """Verify what a tape holds of the forward that gave f, whose examples are where `output` says."""
     copies = copies or {}
     u = noise(f)
@@ -66,9 +66,9 @@ def verify(tape: Tape, f: Tensor, output: Layout, n: int, copies: Mapping[str, T
     rows = [None if g is None else _row_sizes(event, g) for event, g in zip(tape.events, grads, strict=True)]
     flags = Flags()
     for i, r in enumerate(rows):
-        flags.ask(("seen", i), False if r is None else _tells(r))
+        flags.add(("seen", i), False if r is None else _tells(r))
     for name, g in (*params.items(), *zip(copies, of_copies, strict=True)):
-        flags.ask(("used", name), True if g is None else _tells(g))
+        flags.add(("used", name), True if g is None else _tells(g))
     possible = [_possible(event, n) for event in tape.events]
     mixed: tuple[str, ...] = ()
     for number in range(ROUNDS if n > 1 else 0):
@@ -79,9 +79,9 @@ def verify(tape: Tape, f: Tensor, output: Layout, n: int, copies: Mapping[str, T
             scaled = None if g is None else _row_sizes(event, g)
             for layout in possible[i]:
                 ok = True if r is None or scaled is None else _follows(r, scaled, layout, n, scales, event.out_dtype)
-                flags.ask((i, layout), ok)
+                flags.add((i, layout), ok)
         for name, before, after in zip(beside, of_copies, copies_again, strict=False):
-            flags.ask(("own", name), _follows_copies(before, after, n, scales))
+            flags.add(("own", name), _follows_copies(before, after, n, scales))
         told = flags.read()
         possible = [[layout for layout in left if told[i, layout]] for i, left in enumerate(possible)]
         mixed += tuple(name for name in beside if not told["own", name])
@@ -98,7 +98,7 @@ def verify(tape: Tape, f: Tensor, output: Layout, n: int, copies: Mapping[str, T
     conclusive = all(ok for what, ok in told.items() if what[0] in ("seen", "used"))
     summed = [g if g is None or n == 1 else g.sum(0) for g in of_copies]
     truth = {**params, **dict(zip(copies, summed, strict=True))}
-    return Verdict(layouts, tuple(dict.fromkeys(lost)), reasons, mixed, conclusive, truth)
+    return Verification(layouts, tuple(dict.fromkeys(lost)), reasons, mixed, conclusive, truth)
 
 
 def aligned_calls(tape: Tape, f: Tensor) -> frozenset[int]:
@@ -118,7 +118,7 @@ def aligned_calls(tape: Tape, f: Tensor) -> frozenset[int]:
             by_example = [_position_sizes(tape, event, g, n) for g in (before, after)]
             if by_example[0].shape[1] == s:
                 told = _follows(by_example[0], by_example[1], Layout(1), s, scales, event.out_dtype)
-        flags.ask(("aligned", event.order), told)
+        flags.add(("aligned", event.order), told)
     return frozenset(order for (_, order), ok in flags.read().items() if ok)
 
 
@@ -134,26 +134,26 @@ def _smallest(dtype: torch.dtype) -> float:
 
 
 class Flags:
-    """Answers that the device gives, read all at once: each look by itself would wait for it."""
+    """Boolean results on the device, read back together: each readback by itself would be a synchronization."""
 
     def __init__(self) -> None:
-        self._asked: dict[tuple[Any, Any], Tensor] = {}
-        self._told: dict[tuple[Any, Any], bool] = {}
+        self._pending: dict[tuple[Any, Any], Tensor] = {}
+        self._read: dict[tuple[Any, Any], bool] = {}
 
-    def ask(self, what: tuple[Any, Any], answer: Tensor | bool) -> None:
-        """A question that is known, or whose answer is on its way."""
+    def add(self, what: tuple[Any, Any], answer: Tensor | bool) -> None:
+        """One more, by its name: known already, or a tensor on the device."""
         if isinstance(answer, Tensor):
-            self._asked[what] = answer
+            self._pending[what] = answer
         else:
-            self._told[what] = answer
+            self._read[what] = answer
 
     def read(self) -> dict[tuple[Any, Any], bool]:
-        """All answers."""
-        if self._asked:
-            values = Readback(torch.stack([t.reshape(()) for t in self._asked.values()])).array()
-            self._told.update({what: bool(value) for what, value in zip(self._asked, values, strict=True)})
-            self._asked = {}
-        return self._told
+        """All of them, after one readback."""
+        if self._pending:
+            values = Readback(torch.stack([t.reshape(()) for t in self._pending.values()])).array()
+            self._read.update({what: bool(value) for what, value in zip(self._pending, values, strict=True)})
+            self._pending = {}
+        return self._read
 
 
 def noise(f: Tensor) -> Tensor:

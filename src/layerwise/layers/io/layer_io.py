@@ -444,7 +444,7 @@ def multiplied_in(t: Tensor, statistics: torch.dtype) -> torch.dtype:
 def where_kept(t: Tensor, keep: Bool[Tensor, "N S"], offset: int = 0) -> Tensor:
     """Rows ``[*offset, N, S, K, P]`` with zeros where positions do not count.
 
-    Picking those that do would ask the device how many they are.
+    Selecting those that do would synchronize, to find out how many they are.
     """
     shape = (*[1] * offset, *keep.shape, *[1] * (t.ndim - offset - 2))
     return torch.where(keep.view(shape), t, 0)

@@ -22,7 +22,7 @@ class OneHot:
     def counts(self, keep: Tensor | None, dtype: torch.dtype) -> Float[Tensor, "I"]:
         """Diagonal of ``Σ a aᵀ``: how often each token occurs.
 
-        Integers add up exactly; `torch.bincount` would ask the device for the largest of them.
+        Integers add up exactly; `torch.bincount` would synchronize, to find the largest of them.
         """
         index = self.index if keep is None else torch.where(keep, self.index, -1)
         index = index.reshape(-1).long() + 1
@@ -42,11 +42,11 @@ class OneHot:
         """Pairs (example, token), all distinct: the token of each, and for each position which pair it is in.
 
         Rows of one example that fall on one token add up before they are squared. On a GPU there are as many pairs as
-        positions, so that nobody waits for their number; those that are left over have the token −1.
+        positions, so that their number need not be read back; those that are left over have the token −1.
         """
         index = self.index.reshape(self.index.shape[0], -1)
         if index.device.type != "cpu":
-            return _pairs_without_waiting(index)
+            return _pairs_by_sorting(index)
         example = torch.arange(index.shape[0]).unsqueeze(1)
         pairs, inverse = torch.unique(example * (self.size + 1) + index + 1, return_inverse=True)
         return pairs % (self.size + 1) - 1, inverse.reshape(-1)
@@ -57,10 +57,10 @@ class OneHot:
         return torch.nn.functional.pad(eye, (0, 0, 1, 0))[self.index + 1].unsqueeze(-2)
 
 
-def _pairs_without_waiting(index: Int[Tensor, "N S"]) -> tuple[Int[Tensor, "M"], Int[Tensor, "M"]]:
+def _pairs_by_sorting(index: Int[Tensor, "N S"]) -> tuple[Int[Tensor, "M"], Int[Tensor, "M"]]:
     """`OneHot.example_tokens`, a pair named by where its token begins in the sorted row of its example.
 
-    `torch.unique` would ask the device how many pairs there are.
+    `torch.unique` would synchronize, to find out how many pairs there are.
     """
     n, s = index.shape
     index = index.contiguous()  # torch warns otherwise

@@ -145,7 +145,7 @@ class Standard(Chunk):
         added in float32: the errors of single products average out over examples.
         """
         if self.g.dtype in HALF:
-            return self._rotated_squares_by_halves(U_A, U_G)
+            return self._rotated_squares_in_bfloat16(U_A, U_G)
         s, o = self.g.shape[2], self.g.shape[-1]
         i = self.a.shape[-1]
         if isinstance(self.a, OneHot) or U_A is None or s * (i * i + o * o) <= o * i * (o + i):
@@ -154,7 +154,7 @@ class Standard(Chunk):
         grads = self.per_example_grads()
         return torch.einsum("kop,vnkoi,kij->vnkpj", U_G, grads, U_A).square().sum((0, 1))
 
-    def _rotated_squares_by_halves(self, U_A: Tensor | None, U_G: Tensor) -> Float[Tensor, "K O I"]:
+    def _rotated_squares_in_bfloat16(self, U_A: Tensor | None, U_G: Tensor) -> Float[Tensor, "K O I"]:
         """`rotated_squared_sum` with bfloat16 operands, whose range is that of float32.
 
         A basis may be wider than a and g, which zeros then continue: tensor cores want widths of 8 or more.
