@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from layerwise.layers.io.patch_moment import patch_moment
-from layerwise.layers.rules.windows import rows_of_patches, sliding_windows
+from layerwise.layers.rules.patches import patch_moment, rows_of_patches, sliding_windows
 
 
 @st.composite

@@ -19,8 +19,7 @@ from layerwise.foundations.operators import Block, BlockOperator, Diagonal
 from layerwise.foundations.registry import import_folder
 from layerwise.foundations.types import statistics_dtype
 from layerwise.layers.capture.source import Sweep, Totals
-from layerwise.layers.io.flat_rows import flat_rows
-from layerwise.layers.io.layer_io import LayerIO
+from layerwise.layers.io.layer_io import LayerIO, flat_rows
 from layerwise.layers.parts import layers_of
 from layerwise.layers.table import LayerSpec, LayerTable, TableChanged, matches
 

@@ -31,7 +31,7 @@ from layerwise.layers.capture.model_call import in_own_arithmetic, refuse_train_
 from layerwise.layers.capture.recorder import Check, ModelRecorder
 from layerwise.layers.capture.source import COTANGENT_BYTES
 from layerwise.layers.form import Part
-from layerwise.layers.io.flat_rows import flat_rows
+from layerwise.layers.io.layer_io import flat_rows
 from layerwise.layers.parts import find_layer, layers_of, own_name, own_shapes
 from layerwise.layers.rules.generic import is_random
 from layerwise.layers.table import LayerTable, OnUnsupported

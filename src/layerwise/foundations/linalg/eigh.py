@@ -160,7 +160,8 @@ def guarded_inverse(
     >>> guarded_inverse(torch.tensor([[[3.0]]]), torch.tensor([1.0])).item()
     0.25
     """
-    require_square(M, name)
+    if M.shape[-1] != M.shape[-2]:
+        require_square(M, name)
     A = M.mT.clone()  # as LAPACK wants it: one copy, which it is given in the order of its columns
     A.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
     if A.dtype in (torch.float32, torch.float64):
@@ -176,7 +177,7 @@ def _is_trusted(L: Float[Tensor, "*batch n n"], A: Float[Tensor, "*batch n n"]) 
     Some LAPACKs report success where a pivot is rounding noise, others failure: without this test the answer would
     depend on the processor. Pivots tell of all entries: what is not finite in a row makes its pivot so.
     """
-    pivots, diagonal = (X.diagonal(dim1=-2, dim2=-1) for X in (L, A))
+    pivots, diagonal = L.diagonal(dim1=-2, dim2=-1), A.diagonal(dim1=-2, dim2=-1)
     noise = 4 * torch.finfo(A.dtype).eps * A.shape[-1] ** 0.5 if A.dtype != torch.float64 else 0.0
     return bool((torch.isfinite(pivots) & (pivots.square() > noise * diagonal)).all())
 

@@ -5,7 +5,7 @@ unfolded convolution or per-example gradients never have to fit at once.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,13 +13,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from layerwise.foundations.columns import to_flat
 from layerwise.foundations.errors import UnsupportedError, describe
 from layerwise.foundations.linalg.symmetric_product import bordered, grouped_gram, linear_moment, row_gram
 from layerwise.foundations.types import statistics_dtype
 from layerwise.layers.io.one_hot import OneHot
 from layerwise.layers.io.standard import HALF, Chunk, Gradients, Standard
 from layerwise.layers.rules.linear import LinearRule
-from layerwise.layers.table import LayerSpec, Site
+from layerwise.layers.table import LayerSpec, LayerTable, Site
 
 CHUNK_BYTES = 128 * 2**20
 """Scratch that one layer's standard form may take at a time."""
@@ -448,3 +449,20 @@ def where_kept(t: Tensor, keep: Bool[Tensor, "N S"], offset: int = 0) -> Tensor:
     """
     shape = (*[1] * offset, *keep.shape, *[1] * (t.ndim - offset - 2))
     return torch.where(keep.view(shape), t, 0)
+
+
+def flat_rows(
+    ios: Mapping[str, LayerIO], table: LayerTable, start: int, stop: int, vectors: int, like: Tensor
+) -> Float[Tensor, "VN d"]:
+    """Per-example gradients of all parameters, ``[V·n, d]`` in flat order, of the examples start … stop.
+
+    Zero for layers that were not called.
+    """
+    blocks = {}
+    for spec in table.layers:
+        if spec.name in ios:
+            blocks[spec.name] = ios[spec.name].narrow(start, stop).rows().to(like)
+        else:
+            blocks[spec.name] = like.new_zeros(vectors, stop - start, *spec.form.shape)
+    params = table.to_params(blocks)
+    return to_flat({k: t.flatten(0, 1) for k, t in params.items()}, table.shapes)

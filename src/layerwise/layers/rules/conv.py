@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from layerwise.foundations.types import statistics_dtype
 from layerwise.layers.form import Form, LayerRule, Moment, Part, layer_rule
-from layerwise.layers.io.patch_moment import patch_moment
-from layerwise.layers.rules.windows import rows_of_patches, sliding_windows
+from layerwise.layers.rules.patches import patch_moment, rows_of_patches, sliding_windows
 
 Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 

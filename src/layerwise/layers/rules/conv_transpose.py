@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from layerwise.layers.form import Form, LayerRule, Part, layer_rule
-from layerwise.layers.rules.windows import rows_of_patches, sliding_windows
+from layerwise.layers.rules.patches import rows_of_patches, sliding_windows
 
 ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerwise.layers.rules import windows
-from layerwise.layers.rules.windows import rows_of_patches, sliding_windows
+from layerwise.layers.rules import patches
+from layerwise.layers.rules.patches import rows_of_patches, sliding_windows
 
 
 def test_the_example_in_the_docstring_runs():
-    assert doctest.testmod(windows).failed == 0
+    assert doctest.testmod(patches).failed == 0
 
 
 @settings(max_examples=25, deadline=None)

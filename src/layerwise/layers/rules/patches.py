@@ -1,4 +1,6 @@
-"""Second moment of all patches of a batch, ``Σ_p patch_p patch_pᵀ``, without forming the patches.
+"""Patches of an image or sequence: what a convolution's kernel sees at each output position, and their second moment.
+
+`sliding_windows` shows patches as a view. `patch_moment` gives ``Σ_p patch_p patch_pᵀ`` without forming them.
 
 Unfolding a k × k convolution copies the input k² times and multiplies (C k²)² numbers a pixel. Here only the
 axes after the first are unfolded (k copies). Along the first, two rows of the kernel, o and o', see inputs
@@ -11,13 +13,42 @@ pairs differ only in which border rows take part, and those are corrected one by
 For a 3 × 3 kernel that is 24 products of C × C a pixel instead of 81.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.layers.rules.windows import sliding_windows
+
+def sliding_windows(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
+    """``[*head, *space] -> [*head, *out, *kernel]``, without a copy.
+
+    >>> import torch
+    >>> sliding_windows(torch.arange(5.0), (3,), (1,), (1,)).tolist()
+    [[0.0, 1.0, 2.0], [1.0, 2.0, 3.0], [2.0, 3.0, 4.0]]
+    """
+    dims = len(kernel)
+    head, space = x.shape[: x.ndim - dims], x.shape[x.ndim - dims :]
+    out = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(space, kernel, stride, dilation, strict=True)]
+    strides = x.stride()[x.ndim - dims :]
+    return x.as_strided(
+        (*head, *out, *kernel),
+        (
+            *x.stride()[: x.ndim - dims],
+            *(s * t for s, t in zip(stride, strides, strict=True)),
+            *(d * t for d, t in zip(dilation, strides, strict=True)),
+        ),
+        x.storage_offset(),
+    )
+
+
+def rows_of_patches(windows: Tensor, dims: int, groups: int) -> Tensor:
+    """``[*head, C, *out, *kernel] -> [*head, S, K, C/K · kernel]``: one row an output position and group."""
+    head = windows.ndim - 2 * dims - 1
+    out = windows.shape[head + 1 : head + 1 + dims]
+    channels_after_space = windows.movedim(head, head + dims)
+    return channels_after_space.reshape(*windows.shape[:head], math.prod(out), groups, -1)
 
 
 def patch_moment(
@@ -58,14 +89,7 @@ def _unfold_all_but_first(
     # N K c H *out *taps -> K H N *out c *taps
     order = (1, 3, 0, *range(4, 4 + dims), 2, *range(4 + dims, 4 + 2 * dims))
     moved = windows.permute(*order)
-    return moved.reshape(groups, x.shape[2], n * _size(moved.shape[3 : 3 + dims]), -1)
-
-
-def _size(shape: Sequence[int]) -> int:
-    size = 1
-    for s in shape:
-        size *= s
-    return size
+    return moved.reshape(groups, x.shape[2], n * math.prod(moved.shape[3 : 3 + dims]), -1)
 
 
 def _fill_diagonal(
