@@ -23,8 +23,8 @@ from layerwise.optim.rule import Context, Observation, Recorded, Requirements, S
 
 ALL = slice(None)
 Side = Literal["P", "Q"]
-Shifts = Callable[[], tuple[Tensor | None, Tensor | None]]
-"""What damping adds to P and Q, one number a group: a function, since a captured refresh evaluates it in its graph."""
+Shifts = Callable[[Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None]]
+"""What damping adds to P and Q, one number a group, from the mean eigenvalues of both (None: it is missing)."""
 
 
 class Kept(ABC):
@@ -109,12 +109,9 @@ class InverseRoots(Kept):
         """Renew some groups, of ``scale·M + shift I``. What cannot be decomposed keeps its last root."""
 
     @abstractmethod
-    def apply(self, X: Float[Tensor, "K O I"], context: Context, shifts: Shifts) -> Float[Tensor, "K O I"]:
-        """``P⁻ᵖ X Q⁻ᑫ``. `shifts` are those of now, for a backend that keeps eigenvalues in place of roots."""
-
     def direction(self, X: Float[Tensor, "K O I"], context: Context, shifts: Shifts) -> Any:
-        """The same where it is subtracted next: a backend may leave a division to the pass that does that."""
-        return self.apply(X, context, shifts)
+        """``P⁻ᵖ X Q⁻ᑫ``, perhaps not yet divided by a scale (`Backend.tensor`). `shifts` are for a backend that keeps
+        eigenvalues in place of roots."""
 
 
 class Eigenbasis(Kept):

@@ -34,7 +34,6 @@ from layerwise.optim.options import (
     known,
     parameter_groups,
     positive,
-    rate,
     show_options,
     switch,
 )
@@ -61,8 +60,7 @@ from layerwise.optim.step.clip import Clip
 from layerwise.optim.step.damping import Damping
 from layerwise.optim.step.graft import Graft
 from layerwise.optim.step.stack import Stack
-from layerwise.optim.step.update import EagerExecutor, Executor, SolveTogether
-from layerwise.optim.step.update_size import UpdateSize, unit_of
+from layerwise.optim.step.update import EagerExecutor, Executor, SolveTogether, UpdateSize, unit_of
 
 OWN_MOMENTUM = {"momentum", "nesterov", "betas"}
 """Options of the optimizer's own rule, which a fallback that averages by itself does not take."""
@@ -454,7 +452,8 @@ class Layerwise(Checkpointed):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._damping.before(_number(loss) if loss is not None and self._damping.adaptive else None)
+        if self._damping.adaptive:
+            self._damping.before(None if loss is None else _number(loss))
         self._step()
         if closure is not None and self._damping.wants_result(self.steps_taken):
             self._measure_again(closure)
@@ -495,10 +494,10 @@ class Layerwise(Checkpointed):
             return
         self._require_known()
         capture, counts, seen = self._capture, None, dict[str, Sums]()
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
         if capture is not None:
             counts = capture.collect()
             device = self.param_groups[0]["params"][0].device
-            several = torch.distributed.is_available() and torch.distributed.is_initialized()
             accumulator = self._accumulator
             seen = accumulator.take_all(capture.table.layers, device) if several else accumulator.take()
             if capture.reader is not None or capture.scale_free or capture.estimator == "empirical":
@@ -511,11 +510,13 @@ class Layerwise(Checkpointed):
             self._warn_unseen(seen, counts)
         self.steps_taken += 1
         self._health.steps += 1
-        self._damping.check(self.steps_taken)
+        if self._damping.adaptive:
+            self._damping.check(self.steps_taken)
         scale, examples = 1.0, 1
         if counts is not None and counts.examples:
-            scale = 1.0 if self._scale_free else self._scale.to_mean_gradient(counts.examples, counts.tokens)
-            examples = counts.examples * self.processes.count
+            if not (capture is not None and capture.scale_free) and not self._scale_free:
+                scale = self._scale.to_mean_gradient(counts.examples, counts.tokens)
+            examples = counts.examples * (self.processes.count if several else 1)
         contexts = [self._context(stack, examples) for stack in self._stacks or []]
         self._executor.run(contexts, seen, scale, self._solve_together)
         if capture is not None:
@@ -646,7 +647,7 @@ class Layerwise(Checkpointed):
             damping = self._damping.at(group, max(step, 1))
         return Context(
             step,
-            float(group["lr"]) if not stack.fallback else rate(group, True),
+            float(group["lr"]) * (float(group.get("fallback_ratio", 1.0)) if stack.fallback else 1.0),
             damping,
             self._damping.relative,
             options,

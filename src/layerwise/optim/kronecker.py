@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.kronecker import split_damping
-from layerwise.optim.backend import ALL, Backend, Factor, InverseRoots, Side
+from layerwise.optim.backend import Backend, Factor, Shifts, Side
 from layerwise.optim.rule import Context, Observation, Requirements, Shape, State, UpdateRule
 
 LEFT = ("outgrads", "gradient", "identity")
@@ -45,11 +45,6 @@ class FactorPair:
                 describe(f'sua=True with right="{self.right}"', 'right="inputs"', "leave sua out: it is about inputs")
             )
 
-    @property
-    def is_curvature(self) -> bool:
-        """Whether ``P ⊗ Q`` approximates a curvature matrix."""
-        return self.left == "outgrads" and self.right == "inputs"
-
     def sides(self, shape: Shape) -> tuple[bool, bool]:
         """Whether a stack has P and Q: a factor that would be too large is left out."""
         left = self.left != "identity" and shape.outputs <= self.max_factor
@@ -68,6 +63,7 @@ class FactorPair:
         return Requirements(
             inputs=Q and self.right == "inputs",
             outgrads=P and self.left == "outgrads",
+            gradient="gradient" in (self.left, self.right),
             by_channel=self.by_channel,
             refreshes=any(used),
             powers=tuple(power if on else None for power, on in zip(powers, used, strict=True)),  # type: ignore[arg-type]
@@ -98,30 +94,29 @@ class FactorPair:
         if Q is not None and seen.A is not None:
             Q.update_(seen.A, decay, context, seen.seen)
 
-    def shifts(
-        self, state: State, groups: slice, context: Context, split: str = "trace"
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def shifts(self, context: Context, split: str = "trace") -> Shifts:
         """What damping λ adds to P and to Q, one number a group.
 
         λ is relative to the mean eigenvalue of ``P ⊗ Q`` (or of the one factor that there is): each of two curvature
         factors takes its root, ``√λ tr P/O`` and ``√λ tr Q/I``. Absolute, it is divided between the two by `split`:
         "trace", ``√λ/π`` to P and ``π√λ`` to Q with ``π² = (tr Q/I)/(tr P/O)``, or "equal", π = 1.
         """
-        P, Q, damping = state.get("P"), state.get("Q"), context.damping
-        mean_P = None if P is None else P.mean_eigenvalue(groups)
-        mean_Q = None if Q is None else Q.mean_eigenvalue(groups)
-        curvature = self.is_curvature and mean_P is not None and mean_Q is not None
-        if context.relative:
-            d = damping**0.5 if curvature else damping
-            left = None if mean_P is None else (d * mean_P).clamp_min(torch.finfo(mean_P.dtype).tiny)
-            right = None if mean_Q is None else (d * mean_Q).clamp_min(torch.finfo(mean_Q.dtype).tiny)
-            return left, right
-        if curvature:
-            assert mean_P is not None
-            assert mean_Q is not None
-            return split_damping(damping, split, mean_Q, mean_P)
-        left = None if mean_P is None else torch.full_like(mean_P, damping)
-        return left, None if mean_Q is None else torch.full_like(mean_Q, damping)
+        damping, is_curvature = context.damping, self.left == "outgrads" and self.right == "inputs"
+
+        def of_means(mean_P: Tensor | None, mean_Q: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+            curvature = is_curvature and mean_P is not None and mean_Q is not None
+            if context.relative:
+                d = damping**0.5 if curvature else damping
+                left = None if mean_P is None else (d * mean_P).clamp_min(torch.finfo(mean_P.dtype).tiny)
+                return left, None if mean_Q is None else (d * mean_Q).clamp_min(torch.finfo(mean_Q.dtype).tiny)
+            if curvature:
+                assert mean_P is not None
+                assert mean_Q is not None
+                return split_damping(damping, split, mean_Q, mean_P)
+            left = None if mean_P is None else torch.full_like(mean_P, damping)
+            return left, None if mean_Q is None else torch.full_like(mean_Q, damping)
+
+        return of_means
 
     def words(self, shape: Shape) -> tuple[str | None, str | None, str]:
         """P and Q with what they are made of, and what was left out."""
@@ -184,20 +179,19 @@ class KroneckerRoots(UpdateRule):
     def refresh(self, state: State, groups: slice, context: Context) -> None:
         """Inverse roots of the damped factors."""
         if "roots" in state:
-            roots: InverseRoots = state["roots"]
-            shifts = lambda: self.pair.shifts(state, groups, context, self.split)  # noqa: E731
-            roots.refresh_(state.get("P"), state.get("Q"), shifts, groups, context)
+            shifts = self.pair.shifts(context, self.split)
+            state["roots"].refresh_(state.get("P"), state.get("Q"), shifts, groups, context)
             context.health.refreshes += 1
 
     def direction(self, state: State, grad: Float[Tensor, "K O I"], context: Context) -> Any:
         """``P⁻ᵖ ∇L Q⁻ᑫ``."""
         if "roots" not in state:  # both sides are too long for a factor
             return grad
-        return state["roots"].direction(grad, context, lambda: self.pair.shifts(state, ALL, context, self.split))
+        return state["roots"].direction(grad, context, self.pair.shifts(context, self.split))
 
     def conditions(self, state: State, context: Context) -> tuple[Tensor, Tensor] | None:
         """Bounds on condition numbers, and the damping added, per group."""
-        return factor_conditions(state, self.pair.shifts(state, ALL, context, self.split))
+        return factor_conditions(state, self.pair.shifts(context, self.split))
 
     def quadratic(self, state: State, D: Float[Tensor, "K O I"]) -> Tensor | None:
         """``⟨D, P D Q⟩``."""
@@ -217,11 +211,11 @@ def formula_words(P: str | None, between: str, Q: str | None, power: tuple[float
     return " ".join(term for term in terms if term is not None)
 
 
-def factor_conditions(state: State, shifts: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor] | None:
+def factor_conditions(state: State, shifts: Shifts) -> tuple[Tensor, Tensor] | None:
     """The larger of both factors' bounds, and of what damping adds to them."""
-    found: list[tuple[Factor, Tensor]] = [
-        (state[side], shift) for side, shift in zip(("P", "Q"), shifts, strict=True) if shift is not None
-    ]
+    factors: list[Factor | None] = [state.get("P"), state.get("Q")]
+    added = shifts(*(None if factor is None else factor.mean_eigenvalue() for factor in factors))
+    found = [(M, shift) for M, shift in zip(factors, added, strict=True) if M is not None and shift is not None]
     if not found:
         return None
     bounds = [factor.condition(shift) for factor, shift in found]

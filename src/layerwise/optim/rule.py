@@ -90,6 +90,8 @@ class Requirements:
     """Whether second moments of layer inputs are taken; of a shape, whether of this one."""
     outgrads: bool = False
     """The same of output gradients."""
+    gradient: bool = False
+    """Whether statistics of the step's own gradient are taken, before its direction is made."""
     examples: bool = False
     """Whether it looks at single examples: a batch's inputs and output gradients are kept for it."""
     moments: bool = True

@@ -27,10 +27,10 @@ from layerwise.foundations.likelihoods import Bernoulli, Gaussian
 from layerwise.foundations.modes import evaluating
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.members.ekfac import EKFAC
-from layerwise.optim.members.sgd import SGD
 from layerwise.optim.members.foof import FOOF
 from layerwise.optim.members.kfac import KFAC
 from layerwise.optim.members.muon import Muon
+from layerwise.optim.members.sgd import SGD
 from layerwise.optim.members.shampoo import Shampoo
 from layerwise.optim.members.soap import SOAP
 from layerwise.training.loop import BUDGET, NOT_FINITE, order_seed, seeded

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from layerwise.optim.factors import YOUNG_STEPS, Factors
+from layerwise.optim.rotated_adam import RotatedAdam
 from torch import Tensor
 
 from layerwise.optim.cuda import basis as bases
@@ -13,8 +15,6 @@ from layerwise.optim.cuda.basis_monitor import CLOSELY_COUPLED, LOOSELY_COUPLED,
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.monitor import LAG, SLOW_TURNS, Plan
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
-from layerwise.optim.factors import YOUNG_STEPS, Factors
-from layerwise.optim.rotated_adam import RotatedAdam
 from layerwise.optim.rule import Context, Health, Shape
 from random_tensors import randn as normal
 

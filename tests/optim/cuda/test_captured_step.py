@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_graphs import captured, here
 from optim_tools import batches, flat, squares
 from optim_tools import member as any_member
-from emulated_graphs import captured, here
 from torch import Tensor, nn
 
 from layerwise.optim.cuda import captured_step as recorded

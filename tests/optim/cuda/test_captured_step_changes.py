@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from optim_tools import member as any_member
 from emulated_graphs import captured, here
+from optim_tools import member as any_member
 from test_captured_step import assert_same, net, replays, trained
 from torch import Tensor, nn
 

@@ -7,25 +7,31 @@ from torch import Tensor
 
 import layerwise as lw
 from layerwise.foundations.kronecker import split_spectrum
-from layerwise.optim import eigenbasis
-from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.eigenbasis import CorrectedEigenvalues
-from layerwise.optim.rule import Context, Health, Shape, State
+from layerwise.optim.backend import Backend
+from layerwise.optim.cuda import backend as cuda_backend
+from layerwise.optim.cuda.backend import CudaBackend
+from layerwise.optim.cuda.device_step import DeviceStep
+from layerwise.optim.engine import Layerwise
+from layerwise.optim.members.ekfac import CorrectedEigenvalues
+from layerwise.optim.reference import DenseBasis, Reference
+from layerwise.optim.rule import Context, Shape, State
 
 CPU = torch.device("cpu")
+BACKENDS = pytest.mark.parametrize("backend", [Reference(), CudaBackend()], ids=["reference", "cuda"])
 
 
 def rule_and_state(
-    padding: tuple[int, int] = (0, 0), dtype: torch.dtype = torch.float64, **options: str | float
+    backend: Backend, padding: tuple[int, int] = (0, 0), dtype: torch.dtype = torch.float64, **options: str | float
 ) -> tuple[CorrectedEigenvalues, State, Shape]:
     """Three groups of a 4 × 5 layer with random bases, scalings and eigenvalues."""
     rule = CorrectedEigenvalues(**options)  # type: ignore[arg-type]
     shape = Shape(3, 4 + padding[0], 5 + padding[1], dtype, CPU, padding=padding)
-    state, generator = rule.init(shape), torch.Generator().manual_seed(0)
-    for name, own in (("P", 4), ("Q", 5)):
-        U = torch.linalg.qr(torch.randn(3, own, own, generator=generator, dtype=torch.float64)).Q
-        state[f"U_{name}"][:, :own, :own] = U.to(dtype)
-        state[f"s_{name}"][:, :own] = torch.rand(3, own, generator=generator, dtype=torch.float64).to(dtype)
+    state, generator = rule.init(shape, backend), torch.Generator().manual_seed(0)
+    basis = state["basis"]
+    for U, values, own in ((basis.U_P, basis.values_P, 4), (basis.U_Q, basis.values_Q, 5)):
+        vectors = torch.linalg.qr(torch.randn(3, own, own, generator=generator, dtype=torch.float64)).Q
+        U[:, :own, :own] = vectors.to(dtype)
+        values[:, :own] = torch.rand(3, own, generator=generator, dtype=torch.float64).to(dtype)
     state["s"][:, :4, :5] = torch.rand(3, 4, 5, generator=generator, dtype=torch.float64).to(dtype)
     return rule, state, shape
 
@@ -36,13 +42,17 @@ def gradient(shape: Shape, seed: int = 1) -> Tensor:
     return G
 
 
-def context_of(shape: Shape, relative: bool = True, gate: Tensor | None = None, damping: float = 0.1) -> Context:
-    return Context(7, 0.1, damping, relative, {}, examples=6, gate=gate, shape=shape)
+def context_of(
+    backend: Backend, shape: Shape, relative: bool = True, finite: Tensor | None = None, damping: float = 0.1
+) -> Context:
+    step = None if finite is None else DeviceStep(finite)
+    return Context(7, 0.1, damping, relative, {}, backend, examples=6, shape=shape, device_step=step)
 
 
 def added_before(split: str, relative: bool, damping: float, state: State) -> Tensor:
     """What was added to every scaling, written out."""
-    s, s_P, s_Q = state["s"][:, :4, :5], state["s_P"][:, :4], state["s_Q"][:, :5]
+    basis = state["basis"]
+    s, s_P, s_Q = state["s"][:, :4, :5], basis.values_P[:, :4], basis.values_Q[:, :5]
     if not relative:
         return torch.as_tensor(split_spectrum(damping, split, s_Q, s_P), dtype=s.dtype).expand(3, 4, 5)
     tiny = torch.finfo(s.dtype).tiny
@@ -55,20 +65,22 @@ def added_before(split: str, relative: bool, damping: float, state: State) -> Te
     return torch.where(left * right > 0, added.clamp_min(tiny), 1.0)
 
 
+@BACKENDS
 @pytest.mark.parametrize("padding", [(0, 0), (2, 3)])
 @pytest.mark.parametrize("relative", [True, False])
 @pytest.mark.parametrize("split", ["exact", "equal", "trace"])
-def test_what_damping_adds(split: str, relative: bool, padding: tuple[int, int]):
-    rule, state, shape = rule_and_state(padding, split=split)
-    for name in ("s", "s_P", "s_Q"):
-        state[name][0] = 0.0  # a group without statistics
-    state["s_P"][1] = 1e-300  # the product of means underflows
-    context, G = context_of(shape, relative), gradient(shape)
-    found = rule.direction(state, G, context, Health())
+def test_what_damping_adds(split: str, relative: bool, padding: tuple[int, int], backend: Backend):
+    rule, state, shape = rule_and_state(backend, padding, split=split)
+    basis = state["basis"]
+    for numbers in (state["s"], basis.values_P, basis.values_Q):
+        numbers[0] = 0.0  # a group without statistics
+    basis.values_P[1] = 1e-300  # the product of means underflows
+    context, G = context_of(backend, shape, relative), gradient(shape)
+    found = rule.direction(state, G, context)
     added = added_before(split, relative, 0.1, state)
-    Y = rule.rotate(state, G)
+    Y = basis.rotate(G)
     Y[:, :4, :5] /= state["s"][:, :4, :5] + added
-    torch.testing.assert_close(found, rule.unrotate(state, Y), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, basis.unrotate(Y, context), rtol=1e-12, atol=1e-12)
     assert not found[:, 4:].any()
     assert not found[:, :, 5:].any()
     conditions = rule.conditions(state, context)
@@ -76,61 +88,74 @@ def test_what_damping_adds(split: str, relative: bool, padding: tuple[int, int])
     torch.testing.assert_close(conditions[1], added.flatten(1).amax(1), rtol=1e-9, atol=1e-12)
 
 
+@BACKENDS
+@pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("scaling", ["running", "none"])
-def test_the_gradient_is_rotated_once(scaling: str, monkeypatch: pytest.MonkeyPatch):
-    count, rotate = [0], eigenbasis.scaled_rotate
+def test_the_gradient_is_rotated_once(scaling: str, own: bool, backend: Backend, monkeypatch: pytest.MonkeyPatch):
+    """Of an average in the gradient's place (`scale="adam"`), both are: squares are of the gradient itself."""
+    rotations, rotate = [], DenseBasis.rotate
 
-    def counted(state: State, X: Tensor, largest: Tensor | None = None, *, rough: bool = False) -> Tensor | Scaled:
-        count[0] += 1
-        return rotate(state, X, largest, rough=rough)
+    def counted(self: DenseBasis, X: Tensor, context: Context | None = None) -> Tensor:
+        rotations.append(X)
+        return rotate(self, X, context)
 
-    monkeypatch.setattr(eigenbasis, "scaled_rotate", counted)
-    rule, state, shape = rule_and_state(scaling=scaling)
-    context, G = context_of(shape), gradient(shape)
-    rule.rescale(state, None, G, context)
-    rule.direction(state, G, context, Health())
-    assert count == [1]
-    assert "rotated" not in context.memory
+    monkeypatch.setattr(DenseBasis, "rotate", counted)
+    rule, state, shape = rule_and_state(backend, scaling=scaling)
+    context, G = context_of(backend, shape), gradient(shape)
+    context.gradient = G
+    rule.direction(state, G if own else gradient(shape, seed=2), context)
+    assert len(rotations) == (1 if own or scaling == "none" else 2)
 
 
-@pytest.mark.parametrize("change", ["another", "in place", "refresh", "step", "again"])
-def test_no_stale_rotation_is_used(change: str):
-    rule, state, shape = rule_and_state(scaling="running")
-    context, G = context_of(shape), gradient(shape)
-    rule.rescale(state, None, G, context)
-    if change == "another":
-        G = gradient(shape, seed=2)
-    elif change == "in place":
-        G.mul_(-2.0)
-    elif change == "refresh":
-        state["P"].copy_(torch.diag(torch.arange(1.0, 5.0)))
-        state["Q"].copy_(torch.diag(torch.arange(1.0, 6.0)))
-        rule.refresh(state, slice(0, 3), context, Health())
-    elif change == "step":
-        context.step += 1
-        kept = context.memory["rotated"][-1]
-        kept.fill_(torch.nan)  # as a buffer that a kernel has filled anew behind autograd's back
-    else:
-        rule.direction(state, G, context, Health())
-    expected = rule.unrotate(state, rule.rotate(state, G) / rule._damped(state, context))
-    torch.testing.assert_close(rule.direction(state, G, context, Health()), expected, rtol=1e-12, atol=1e-12)
+@BACKENDS
+@pytest.mark.parametrize("change", ["nothing", "another", "refresh", "again"])
+@pytest.mark.parametrize("split", ["exact", "trace"])
+def test_every_direction_is_of_the_present_basis_and_scalings(split: str, change: str, backend: Backend):
+    """Scalings are averages of the step's own gradient, whatever is divided by them."""
+    rule, state, shape = rule_and_state(backend, scaling="running", split=split)
+    context, G = context_of(backend, shape), gradient(shape)
+    context.gradient = G
+    if change == "refresh":
+        rule.direction(state, G, context)
+        state["P"].mean.copy_(torch.diag(torch.arange(1.0, 5.0)))
+        state["Q"].mean.copy_(torch.diag(torch.arange(1.0, 6.0)))
+        rule.refresh(state, slice(0, 3), context)
+    elif change == "again":
+        rule.direction(state, G, context)
+    before, basis = state["s"].clone(), state["basis"]
+    X = gradient(shape, seed=2) if change == "another" else G
+    found = rule.direction(state, X.clone() if change == "again" else X, context)
+    averaged = rule.scaling_decay * before + (1 - rule.scaling_decay) * 6 * basis.rotate(G).square()
+    torch.testing.assert_close(state["s"], averaged, rtol=1e-12, atol=1e-12)
+    damped = averaged + added_before(split, True, 0.1, state)
+    expected = basis.unrotate(basis.rotate(X) / damped, context)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("is_open", [True, False])
-def test_a_gated_average_is_the_plain_one_or_none(is_open: bool):
-    rule, plain, shape = rule_and_state(dtype=torch.float32, scaling="running", scaling_decay=0.3)
-    gated, G = {name: x.clone() for name, x in plain.items()}, gradient(shape)
-    before = plain["s"].clone()
-    rule.rescale(plain, None, G, context_of(shape))
-    rule.rescale(gated, None, G if is_open else G * torch.nan, context_of(shape, gate=torch.tensor(is_open)))
-    torch.testing.assert_close(gated["s"], plain["s"] if is_open else before, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("split", ["exact", "trace"])
+def test_a_gated_average_is_the_plain_one_or_none(split: str, is_open: bool):
+    """In a pass of its own, and in one with the quotient."""
+    plain, cuda = Reference(), CudaBackend()
+    options = {"scaling": "running", "scaling_decay": 0.3, "split": split}
+    rule, state, shape = rule_and_state(plain, dtype=torch.float32, **options)
+    gated, G = rule_and_state(cuda, dtype=torch.float32, **options)[1], gradient(shape)
+    before = state["s"].clone()
+    given = G if is_open else torch.full_like(G, torch.nan)
+    for of, backend, X, finite in ((state, plain, G, None), (gated, cuda, given, torch.tensor(is_open))):
+        context = context_of(backend, shape, finite=finite)
+        context.gradient = X
+        rule.direction(of, X, context)
+    torch.testing.assert_close(gated["s"], state["s"] if is_open else before, rtol=1e-6, atol=1e-6)
 
 
-def test_a_group_that_is_not_finite_keeps_its_scalings():
-    rule, state, shape = rule_and_state(scaling="running")
+@BACKENDS
+def test_a_group_that_is_not_finite_keeps_its_scalings(backend: Backend):
+    rule, state, shape = rule_and_state(backend, scaling="running")
     G, before = gradient(shape), state["s"].clone()
     G[1, 2, 3] = torch.inf
-    rule.rescale(state, None, G, context_of(shape))
+    context = context_of(backend, shape)
+    backend.average_squares_(state["s"], state["basis"].rotate(G, context), rule.scaling_decay, context)
     assert torch.equal(state["s"][1], before[1])
     assert not torch.equal(state["s"][0], before[0])
     assert state["s"].isfinite().all()
@@ -139,9 +164,10 @@ def test_a_group_that_is_not_finite_keeps_its_scalings():
 @pytest.mark.parametrize("positions", [(), (40,)])
 def test_examples_in_half_precision_train_alike(positions: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
     """The route of a GPU, on a CPU: the scalings are near those of float64."""
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
     found = []
     for by_halves in (False, True):
-        monkeypatch.setattr(CorrectedEigenvalues, "_by_halves", lambda rule, device, calls, on=by_halves: on)
+        monkeypatch.setattr(cuda_backend, "in_half_precision", lambda device, calls, on=by_halves: on)
         model = mlp(5, 6, 6, 3)
         opt = lw.optim.EKFAC(model, 0.01, 0.1, 0.0, refresh_every=1, clip=None, scale="formula")
         for x, y in batches(3, *positions, 5, positions=positions):

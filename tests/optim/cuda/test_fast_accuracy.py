@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from layerwise.optim.factors import YOUNG_STEPS, Factors
 from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.optim.cuda.linalg.jacobi import tracked_basis
 from layerwise.optim.cuda.monitor import LAG
 from layerwise.optim.eigenbasis import CorrectedEigenvalues
-from layerwise.optim.factors import YOUNG_STEPS, Factors
 from layerwise.optim.rule import Context, Health, Shape
 from random_tensors import randn64 as randn
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from layerwise.optim.factors import Factors
 from torch import Tensor
 
 from layerwise.optim.cuda import storage as stored
 from layerwise.optim.cuda.inverse import EXACT_BATCHES, Refined, _verdict
 from layerwise.optim.cuda.monitor import REFUSED, WANTING
-from layerwise.optim.factors import Factors
 from layerwise.optim.rule import Context, Health, Shape
 
 pytestmark = pytest.mark.usefixtures("untyped")

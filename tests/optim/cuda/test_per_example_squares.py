@@ -7,16 +7,19 @@ import torch
 from torch import nn
 
 import layerwise as lw
+from layerwise.optim.cuda import backend as cuda_backend
 from layerwise.optim.cuda import contraction_orders as example_orders
 from layerwise.optim.cuda.contraction_orders import Sizes
 from layerwise.optim.cuda.per_example_squares import alike, squares_of_stack
-from layerwise.optim.eigenbasis import CorrectedEigenvalues
+from layerwise.optim.engine import Layerwise
+from layerwise.optim.members.ekfac import CorrectedEigenvalues
+from layerwise.optim.rule import Observation
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16: torch goes on
 
 
 def observed(
-    monkeypatch: pytest.MonkeyPatch, width: int, hidden: int, positions: int, bias: bool = True
+    monkeypatch: pytest.MonkeyPatch, width: int, hidden: int, positions: int, bias: bool = True, solver: str = "auto"
 ) -> list[tuple[CorrectedEigenvalues, dict, Any, Any]]:
     """What the rule is given in one step, for each stack of three layers."""
     torch.manual_seed(0)
@@ -28,7 +31,7 @@ def observed(
         found.append((self, state, seen, context))
 
     monkeypatch.setattr(CorrectedEigenvalues, "_rescale_by_examples", kept)
-    opt = lw.optim.EKFAC(model, lr=1e-3, scaling="batch", scale="formula")
+    opt = lw.optim.EKFAC(model, lr=1e-3, scaling="batch", solver=solver, scale="formula")
     with torch.autocast("cpu", torch.bfloat16):
         f = model(torch.randn(4, positions, width))
     f.float().square().sum().backward()
@@ -44,12 +47,17 @@ def test_the_same_as_layer_by_layer(
     """Whichever side is turned before and whichever after."""
     stacks = observed(monkeypatch, width, hidden, positions, bias)
     assert len(stacks) == 2
-    for rule, state, seen, context in stacks:
+    for _, state, seen, context in stacks:
         assert alike(seen.recorded)
-        layers = [rule._squares_of_layer(state, slice(k, k + 1), seen.recorded[k], context) for k in range(3)]
-        exact = torch.cat(layers)
+        basis = state["basis"]
+        exact = torch.cat(
+            [
+                context.backend.squares_of_layer(basis, slice(k, k + 1), seen.recorded[k], torch.float32)
+                for k in range(3)
+            ]
+        )
         scale = torch.full((3,), 2.0)
-        P, Q = (2 * state["U_P"], scale), (2 * state["U_Q"], scale)
+        P, Q = (2 * basis.U_P, scale), (2 * basis.U_Q, scale)
         found = squares_of_stack(seen.recorded, P, Q)
         assert found.shape == exact.shape
         assert float((found - exact).norm() / exact.norm()) < 2e-2
@@ -64,8 +72,9 @@ def test_the_same_as_layer_by_layer(
 def test_wider_bases(monkeypatch: pytest.MonkeyPatch):
     _, state, seen, _ = observed(monkeypatch, 32, 16, 5)[0]
     one = torch.ones(3)
-    exact = squares_of_stack(seen.recorded, (state["U_P"], one), (state["U_Q"], one))
-    wide = [torch.stack([torch.block_diag(u, torch.eye(3)) for u in state[name]]) for name in ("U_P", "U_Q")]
+    bases = (state["basis"].U_P, state["basis"].U_Q)
+    exact = squares_of_stack(seen.recorded, (bases[0], one), (bases[1], one))
+    wide = [torch.stack([torch.block_diag(u, torch.eye(3)) for u in U]) for U in bases]
     found = squares_of_stack(seen.recorded, (wide[0], one), (wide[1], one))
     O, I = exact.shape[1:]
     torch.testing.assert_close(found[:, :O, :I], exact, rtol=1e-2, atol=1e-6)
@@ -85,13 +94,19 @@ def test_layers_that_are_not_alike(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_step_takes_them_at_once(monkeypatch: pytest.MonkeyPatch):
     """Where it is said to, and with the same scalings."""
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
+    taken = []
 
     def scalings(at_once: bool) -> torch.Tensor:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
-        opt = lw.optim.EKFAC(model, lr=1e-3, scaling="batch", scale="formula")
-        allowed = lambda self, state, seen: at_once and alike(seen.recorded)  # noqa: E731
-        monkeypatch.setattr(CorrectedEigenvalues, "_at_once", allowed)
+        opt = lw.optim.EKFAC(model, lr=1e-3, scaling="batch", solver="newton", scale="formula")
+
+        def allowed(device: torch.device, seen: Observation) -> bool:
+            taken.append(at_once and alike(seen.recorded))
+            return taken[-1]
+
+        monkeypatch.setattr(cuda_backend, "at_once", allowed)
         with torch.autocast("cpu", torch.bfloat16):
             f = model(torch.randn(4, 5, 16))
         f.float().square().sum().backward()
@@ -100,15 +115,21 @@ def test_a_step_takes_them_at_once(monkeypatch: pytest.MonkeyPatch):
 
     expected = scalings(False)
     assert float((scalings(True) - expected).norm() / expected.norm()) < 2e-2
+    assert taken == [False, True]
 
 
 @pytest.mark.parametrize("positions", [5, 40])
 def test_scalings_take_them(positions: int, monkeypatch: pytest.MonkeyPatch):
     """In every order: long sequences are turned as gradients."""
     with monkeypatch.context() as patch:
-        stacks = observed(patch, 16, 32, positions)
-    monkeypatch.setattr(CorrectedEigenvalues, "_at_once", lambda *_: True)
+        stacks = observed(patch, 16, 32, positions, solver="newton")
+    monkeypatch.setattr(cuda_backend, "at_once", lambda *_: True)
+    made = []
+    monkeypatch.setattr(
+        cuda_backend, "squares_of_stack", lambda *given: made.append(squares_of_stack(*given)) or made[-1]
+    )
     for rule, state, seen, context in stacks:
         before = state["s"].clone()
         rule._rescale_by_examples(state, seen, context)
         assert not torch.equal(state["s"], before)
+    assert len(made) == len(stacks)

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from layerwise.optim.averaging import update_mean
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim.averaging import update_mean
 from layerwise.optim.cuda import rows
 from layerwise.optim.cuda.deferred_statistics import accumulate as observe
 from layerwise.optim.cuda.rows import Rows, RowsOfStack, average_rows_, together

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_param_lists import drop, flat, train, zoo
 from test_padding import MEMBERS as PADDED
 from test_padding import made as made_words
 from test_padding import train as train_words
+from test_param_lists import drop, flat, train, zoo
 
 import layerwise as lw
 from interpreter import only_interpreted

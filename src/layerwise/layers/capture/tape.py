@@ -202,7 +202,8 @@ class Tape:
         self._handles, self._patched = [], []
 
     def release(self) -> None:
-        """Give modules inside a checkpoint their own forward back, now that their backward is over."""
+        """Nothing more is expected: nobody is notified, and modules inside a checkpoint have their own forward back."""
+        self._recording, self._arrived = False, None
         for module in self._held:
             _unpatch(module, self)
         self._held = []

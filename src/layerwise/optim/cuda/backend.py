@@ -3,9 +3,8 @@
 Nothing here asks the device for a value while a step is under way that nobody waits for (`context.device_step`).
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -132,7 +131,7 @@ class CudaBackend(Backend):
             # One inverse alone (FOOF's) is no great part of a state, and making squares of it a twentieth of the step.
             triangle = len(found) == 2 and halves > 0 and factor.packs_inverse(shape, size)
             sides[M.side] = RefinedInverse(StoredMatrix.keep(shape.eye(size), halves, triangle=triangle), M.own)
-        return RefinedRoots(power, sides, by_eigh=self.solver == "eigh")
+        return RefinedRoots(power, sides, self.solver == "eigh", (P, Q))
 
     def eigenbasis(self, P: Factor | None, Q: Factor | None, shape: Shape, *, measured: bool) -> Eigenbasis:
         """Tracked by products, where one of the factors is.
@@ -262,7 +261,8 @@ class CudaBackend(Backend):
             weight = (finite.to(torch.float32) * (1 - decay)).expand(len(s))
             squares_ema_(s, R, weight, context.examples)
             return
-        squares = context.examples * unscaled(R).square()
+        R = R if isinstance(R, Tensor) else unscaled(replace(R, C=R.C.clone()))  # the quotient still reads R
+        squares = context.examples * R.square()
         good = torch.isfinite(squares.flatten(1).sum(1)).view(-1, 1, 1)
         good = good if finite is None else good & finite
         former = s.to(squares.dtype)
@@ -315,12 +315,11 @@ class CudaBackend(Backend):
         """In half precision where a GPU's layer computed in it; a basis on channels has products of its own."""
         if isinstance(basis, DenseBasis):
             U_P, U_Q, bias = basis.matrices(groups)
-            on_gpu = basis.values_P.device.type == "cuda" and bias is None and _whole(basis)
         else:
             assert isinstance(basis, TrackedBasis)
             U_P, U_Q = (None if side is None else side.matrix.value(groups) for side in (basis.P, basis.Q))
-            bias, on_gpu = None, basis.values_P.device.type == "cuda"
-        if on_gpu and all(was_half(io) for io, _, _ in calls):
+            bias = None
+        if not _by_channel(basis) and in_half_precision(basis.values_P.device, calls):
             U_P, U_Q = (None if U is None else U.bfloat16() for U in (U_P, U_Q))
             return squares_of_layer((U_P, U_Q, None), calls, dtype, half_chunks)
         if isinstance(basis, TrackedBasis):
@@ -333,11 +332,23 @@ class CudaBackend(Backend):
         """Plain linear maps that a GPU computed in half precision, all layers together."""
         if not isinstance(basis, TrackedBasis) or basis.P is None or basis.Q is None:
             return None
-        if s.device.type != "cuda" or not alike(seen.recorded):
+        if not at_once(s.device, seen):
             return None
         return squares_of_stack(seen.recorded, basis.P.matrix.rough(), basis.Q.matrix.rough())
 
 
-def _whole(basis: DenseBasis) -> bool:
-    """Whether a basis is that of the whole side, not of channels."""
-    return basis.U_Q is None or basis.U_Q.shape[-1] == math.prod(basis.values_Q.shape[1:])
+def in_half_precision(device: torch.device, calls: Sequence[Recorded]) -> bool:
+    """Whether a GPU's layer computed in half precision, so that squares of its examples are made in it."""
+    return device.type == "cuda" and all(was_half(io) for io, _, _ in calls)
+
+
+def at_once(device: torch.device, seen: Observation) -> bool:
+    """Whether a GPU looks at the examples of all layers together."""
+    return device.type == "cuda" and alike(seen.recorded)
+
+
+def _by_channel(basis: Eigenbasis) -> bool:
+    """Whether a basis is that of the channels alone (SUA)."""
+    if not isinstance(basis, DenseBasis) or basis.U_Q is None:
+        return False
+    return basis.bias is not None or basis.U_Q.shape[-1] != basis.values_Q.shape[-1]

@@ -58,8 +58,8 @@ def rotated(
 def unrotated(
     P: Kept | None, Y: Float[Tensor, "*B K O I"] | Half, Q: Kept | None, bias: Tensor | None = None
 ) -> Float[Tensor, "*B K O I"] | Scaled:
-    """``U_P Y U_Qᵀ``, perhaps not yet divided. Nothing magnifies its rounding: of a basis in split fp16 the first halves
-    are enough. Y may be fp16 with room (`orthogonal`) where the basis is."""
+    """``U_P Y U_Qᵀ``, perhaps not yet divided. Nothing magnifies its rounding: of a basis in split fp16 the first
+    halves are enough. Y may be fp16 with room (`orthogonal`) where the basis is."""
     if isinstance(Y, Tensor) and (isinstance(P, Tensor) or isinstance(Q, Tensor)):
         Y = Y if P is None else P @ Y  # type: ignore[operator]
         return Y if Q is None else times_inputs(Y, Q.mT, bias)  # type: ignore[arg-type]

@@ -192,7 +192,7 @@ class AsynchronousExecutor(Executor):
     @staticmethod
     def learn_gradient(part: DevicePart) -> None:
         """The gradient's own statistics, where this step takes some."""
-        if part.context.observes:
+        if part.context.observes and part.stack.requires.gradient:
             part.stack.rule.observe(part.stack.state, Observation(gradient=part.handed), part.context)
 
     def _refresh_due(self, stack: Stack, context: Context) -> None:
@@ -382,8 +382,8 @@ def _gradient(stack: Stack, scale: float, finite: Tensor) -> tuple[Tensor, list[
             out = lists.room(stack.shape)
             gather_(lists.matrices(out), *layers, scale, finite)
             return out, [True] * len(stack.specs)
-    grad = stack.gradient(scale)
-    return torch.where(finite.to(grad.device), grad, 0.0).contiguous(), stack.active()
+    grad, active = stack.gradient(scale)
+    return torch.where(finite.to(grad.device), grad, 0.0).contiguous(), active
 
 
 def _momentum_of(stack: Stack, lists: ParamLists) -> Tensor:

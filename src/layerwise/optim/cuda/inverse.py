@@ -1,5 +1,5 @@
-"""`RefinedRoots`: inverse roots that are refined from the last ones by products, tested on the device, and solved exactly
-where that fails.
+"""`RefinedRoots`: inverse roots that are refined from the last ones by products, tested on the device, and solved
+exactly where that fails.
 
 | rounds | | products of whole matrices |
 |---|---|---|
@@ -159,6 +159,8 @@ class RefinedRoots(InverseRoots):
     power: tuple[float, float]
     sides: dict[Side, RefinedInverse | TrackedSide | Tensor]
     by_eigh: bool = False
+    of: tuple[Factor | None, Factor | None] = (None, None)
+    """The factors P and Q."""
     before: list[Tensor] = field(default_factory=list)
     """The largest entries of the last direction: from which scale the next is written in fp16."""
 
@@ -226,7 +228,7 @@ class RefinedRoots(InverseRoots):
             side = self.sides.get(name)
             if side is None or not isinstance(factor, DeviceFactor):
                 continue
-            shift = lambda place=place: shifts()[place]  # noqa: E731
+            shift = lambda place=place: shifts(*means((P, Q), groups))[place]  # noqa: E731
             if isinstance(side, TrackedSide):
                 side.refresh_((id(self), name), factor, groups, context)
             elif isinstance(side, RefinedInverse) and scale is None:
@@ -241,12 +243,8 @@ class RefinedRoots(InverseRoots):
                     root = side[groups]
                     root.copy_(guarded_root(M, added, self.power[place], root, context.health, self.by_eigh))
 
-    def apply(self, X: Float[Tensor, "K O I"], context: Context, shifts: Shifts) -> Float[Tensor, "K O I"]:
-        """``P⁻ᵖ X Q⁻ᑫ``."""
-        return unscaled(self.direction(X, context, shifts))
-
     def direction(self, X: Float[Tensor, "K O I"], context: Context, shifts: Shifts) -> Tensor | Scaled:
-        """The same, perhaps not yet divided by the scales of fp16."""
+        """``P⁻ᵖ X Q⁻ᑫ``, perhaps not yet divided by the scales of fp16."""
         P, Q, largest = self.sides.get("P"), self.sides.get("Q"), largest_of(X, context)
         both = isinstance(P, RefinedInverse) and isinstance(Q, RefinedInverse)
         if both and P.matrix.packed_pair and Q.matrix.packed_pair and X.dtype == torch.float32:
@@ -268,7 +266,7 @@ class RefinedRoots(InverseRoots):
         P, Q = (side if isinstance(side, TrackedSide) else None for side in (self.sides.get("P"), self.sides.get("Q")))
         a, b = (
             None if side is None or shift is None else (side.values + shift.unsqueeze(-1)).pow(-power)
-            for side, shift, power in zip((P, Q), shifts(), self.power, strict=True)
+            for side, shift, power in zip((P, Q), shifts(*means(self.of)), self.power, strict=True)
         )
         kept = [side.matrix for side in (P, Q) if side is not None]
         U_P, U_Q = (None if side is None else side.matrix.matrix() for side in (P, Q))
@@ -280,3 +278,8 @@ class RefinedRoots(InverseRoots):
         else:
             Y = scaled(R, a, b, out=R.C if isinstance(R, Scaled) else R, along=along)
         return with_along(unrotated(U_P, Y, U_Q), context)
+
+
+def means(factors: tuple[Factor | None, Factor | None], groups: slice = ALL) -> list[Tensor | None]:
+    """Mean eigenvalues, which damping is relative to."""
+    return [None if factor is None else factor.mean_eigenvalue(groups) for factor in factors]

@@ -1,5 +1,5 @@
-"""What the host hears of refinements on the device, without waiting for it: which matrices must be solved exactly, and in
-how many rounds the others are refined."""
+"""What the host hears of refinements on the device, without waiting for it: which matrices must be solved exactly, and
+in how many rounds the others are refined."""
 
 from abc import ABC, abstractmethod
 from collections import deque

@@ -7,11 +7,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from layerwise.optim.backend import ALL, Backend
+from layerwise.optim.backend import Backend
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.kronecker import FactorPair, factor_conditions, formula_words
 from layerwise.optim.options import LOSS_AVERAGE, Overrides
 from layerwise.optim.rule import Context, Observation, Requirements, Shape, State, UpdateRule
+
+
+def _one(mean_P: Tensor | None, mean_Q: Tensor | None) -> tuple[None, Tensor | None]:
+    """The I of ``I + ηQ``."""
+    return None, None if mean_Q is None else torch.ones_like(mean_Q)
 
 
 @final
@@ -44,18 +49,16 @@ class LocalStep(UpdateRule):
     def refresh(self, state: State, groups: slice, context: Context) -> None:
         """The inverse of ``I + η Q``; η may have changed since."""
         if "roots" in state:
-            Q = state["Q"]
-            ones = torch.ones_like(Q.trace(groups))
-            state["roots"].refresh_(None, Q, lambda: (None, ones), groups, context, scale=context.lr)
+            state["roots"].refresh_(None, state["Q"], _one, groups, context, scale=context.lr)
             context.health.refreshes += 1
 
     def direction(self, state: State, grad: Float[Tensor, "K O I"], context: Context) -> Any:
         """``∇L (I + η Q)⁻¹``."""
-        return state["roots"].direction(grad, context, lambda: (None, None)) if "roots" in state else grad
+        return state["roots"].direction(grad, context, _one) if "roots" in state else grad
 
     def conditions(self, state: State, context: Context) -> tuple[Tensor, Tensor] | None:
         """As if Q were damped."""
-        return factor_conditions(state, self.pair.shifts(state, ALL, context))
+        return factor_conditions(state, self.pair.shifts(context))
 
     def describe(self, shape: Shape) -> str:
         """Of what Q is."""

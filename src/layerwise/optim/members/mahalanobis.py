@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from layerwise.foundations.likelihoods import Likelihood
-from layerwise.optim.backend import ALL, Backend
+from layerwise.optim.backend import Backend
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.kronecker import FactorPair, check_choice, factor_conditions, formula_words
 from layerwise.optim.newton_schulz import newton_schulz, polar
@@ -52,7 +52,7 @@ class InducedMahalanobis(UpdateRule):
     def refresh(self, state: State, groups: slice, context: Context) -> None:
         """Inverse square roots."""
         if "roots" in state:
-            shifts = lambda: self.pair.shifts(state, groups, context)  # noqa: E731
+            shifts = self.pair.shifts(context)
             state["roots"].refresh_(state.get("P"), state.get("Q"), shifts, groups, context)
             context.health.refreshes += 1
 
@@ -68,13 +68,13 @@ class InducedMahalanobis(UpdateRule):
 
     def _whitened(self, state: State, X: Tensor, context: Context) -> Tensor:
         """``P^-½ X Q^-½``."""
-        return (
-            state["roots"].apply(X, context, lambda: self.pair.shifts(state, ALL, context)) if "roots" in state else X
-        )
+        if "roots" not in state:
+            return X
+        return context.backend.tensor(state["roots"].direction(X, context, self.pair.shifts(context)))
 
     def conditions(self, state: State, context: Context) -> tuple[Tensor, Tensor] | None:
         """Bounds on condition numbers, and the damping added, per group."""
-        return factor_conditions(state, self.pair.shifts(state, ALL, context))
+        return factor_conditions(state, self.pair.shifts(context))
 
     def quadratic(self, state: State, D: Float[Tensor, "K O I"]) -> Tensor | None:
         """``⟨D, P D Q⟩``."""

@@ -46,6 +46,7 @@ class RotatedAdam(UpdateRule):
         return replace(
             self.pair.requirements(shape, (0.0, 0.0)),
             factors={**names, "power": "{:g}, {:g}".format(*self.power)},
+            gradient=False,  # the factors take it after the direction
             renewed=("V", "M"),
             own_momentum="betas",
             capturable=True,

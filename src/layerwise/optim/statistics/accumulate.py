@@ -223,12 +223,16 @@ def _means(stack: Stack, known: Sequence[Sums | None]) -> tuple[Tensor | None, T
             continue
         if s.A is not None:
             own = tuple(s.A.shape[1:])
-            A = shape.zeros(*(size + shape.padding[1] for size in own)) if A is None else A
+            if A is None:
+                size = own[-1] + shape.padding[1]
+                A = torch.zeros(shape.groups, *[size] * len(own), dtype=shape.dtype, device=shape.device)
             place = A[(groups, *map(slice, own))]
             torch.div(s.A.to(shape.dtype), max(s.rows, 1), out=place)
         if s.G is not None:
             own = tuple(s.G.shape[1:])
-            G = shape.zeros(*(size + shape.padding[0] for size in own)) if G is None else G
+            if G is None:
+                size = own[-1] + shape.padding[0]
+                G = torch.zeros(shape.groups, size, size, dtype=shape.dtype, device=shape.device)
             place = G[(groups, *map(slice, own))]
             torch.div(s.G.to(shape.dtype), max(s.examples, 1), out=place)
     return A, G

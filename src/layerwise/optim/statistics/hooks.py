@@ -77,7 +77,6 @@ class Forward:
             self.arrivals.close()
             self.arrivals = None
         if self.tape is not None:
-            self.tape.notify(None)
             self.tape.release()
             self.tape = None
 

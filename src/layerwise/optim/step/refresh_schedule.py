@@ -74,7 +74,7 @@ class RefreshSchedule:
             owners = self.processes.owners([float(groups.stop - groups.start) for groups in due])
             rank = self.processes.rank
         for groups, in_turn, owner in zip(due, regular, owners, strict=True):
-            for part in self._ready_parts(stack, groups):
+            for part in [groups] if False not in fresh[groups] else self._ready_parts(stack, groups):
                 if not in_turn and part != groups and all(fresh[part]):
                     continue  # only its neighbours are new
                 if owner == rank:
@@ -88,9 +88,10 @@ class RefreshSchedule:
 
     @staticmethod
     def _ready_parts(stack: Stack, groups: slice) -> list[slice]:
-        """All groups, or those that have something to decompose: an expert without tokens stops no other."""
-        factors, ready = stack.factors(), []
-        known = [factor.trace(groups) > 0 for factor in factors]
+        """Of groups that were never refreshed those that have something to decompose, or all together: an expert
+        without tokens stops no other."""
+        ready = []
+        known = [factor.trace(groups) > 0 for factor in stack.factors]
         if all(bool(on.all()) for on in known):
             return [groups]
         for place, k in enumerate(range(groups.start, groups.stop)):

@@ -87,6 +87,13 @@ class Stack:
         """What is known of each layer, of each of its groups."""
         return [on for spec, on in zip(self.specs, layers, strict=True) for _ in range(spec.form.groups)]
 
+    @cached_property
+    def plain(self) -> bool:
+        """Whether every layer is one parameter that holds one matrix, row by row."""
+        forms = [spec.form for spec in self.specs]
+        whole = all(form.groups == 1 and len(form.parts) == 1 and form.parts[0].rows is None for form in forms)
+        return whole and not any(form.transposed for form in forms) and self.shape.padding == (0, 0)
+
     def active(self) -> list[bool]:
         """Which layers have a gradient this step."""
         found = []
@@ -97,10 +104,19 @@ class Stack:
             found.append(on)
         return found
 
-    def gradient(self, scale: float = 1.0) -> Float[Tensor, "K O I"]:
-        """All gradients times a number; zero where there is none."""
-        grad = self.join({name: p.grad for name, p in self.params.items()})
-        return grad if scale == 1.0 else grad * scale
+    def gradient(self, scale: float = 1.0) -> tuple[Float[Tensor, "K O I"], list[bool]]:
+        """All gradients times a number, zero where there is none; and which layers have one."""
+        if self.plain:
+            shape, blocks, active = self.shape, list[Tensor](), list[bool]()
+            for p in self.params.values():
+                g = p.grad
+                active.append(g is not None)
+                g = torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
+                blocks.append(g.to(shape.dtype).reshape(1, shape.outputs, shape.inputs))
+            grad = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        else:
+            grad, active = self.join({name: p.grad for name, p in self.params.items()}), self.active()
+        return (grad if scale == 1.0 else grad * scale), active
 
     def weight(self) -> Float[Tensor, "K O I"]:
         """All parameters."""
@@ -124,9 +140,14 @@ class Stack:
 
     def pieces(
         self, D: Float[Tensor, "K O I"], lr: float, active: Iterable[bool]
-    ) -> Iterator[tuple[Tensor, Tensor, float, float]]:
+    ) -> list[tuple[Tensor, Tensor, float, float]]:
         """Each parameter of the active layers with its part of a direction, its learning rate and weight decay."""
-        decay, shape = self.group["weight_decay"], self.shape
+        decay, shape, found = self.group["weight_decay"], self.shape, []
+        if self.plain and not self.own_groups:
+            for p, block, on in zip(self.params.values(), D, active, strict=True):
+                if on:
+                    found.append((p, block.reshape(p.shape), lr, decay))
+            return found
         for (spec, groups), on in zip(self.layers, active, strict=True):
             if not on:
                 continue
@@ -134,9 +155,10 @@ class Stack:
             for part, piece in spec.form.split(own):
                 group = self.own_groups.get(part.name)
                 if group is None:
-                    yield part.of(self.params), piece, lr, decay
+                    found.append((part.of(self.params), piece, lr, decay))
                 else:
-                    yield part.of(self.params), piece, rate(group, self.fallback), group["weight_decay"]
+                    found.append((part.of(self.params), piece, rate(group, self.fallback), group["weight_decay"]))
+        return found
 
     # --- state, layer by layer ---------------------------------------------------------------------------
 
@@ -205,6 +227,7 @@ class Stack:
                 if not on:
                     X[groups] = before[name][groups] if name in before else 0
 
+    @cached_property
     def factors(self) -> list[Factor]:
         """P and Q, as far as there are such."""
         return [entry for entry in kept(self.state) if isinstance(entry, Factor)]
@@ -213,6 +236,14 @@ class Stack:
         """Some groups of all that a refresh renews, as it is stored."""
         found = [X[groups] for entry in kept(self.state) if entry.renewed for X in entry.tensors().values()]
         return found + [self.state[name][groups] for name in self.requires.renewed]
+
+
+def gradients(stacks: Iterable[Stack], scale: float) -> list[tuple[Tensor, list[bool]]]:
+    """Of all stacks (`Stack.gradient`)."""
+    found = []
+    for stack in stacks:
+        found.append(stack.gradient(scale))
+    return found
 
 
 def _means_the_same(owner: Kept | None, name: str, shared: Collection[str]) -> bool:

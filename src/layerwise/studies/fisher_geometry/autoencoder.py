@@ -13,9 +13,9 @@ from torch import nn
 from layerwise import data
 from layerwise.foundations.errors import NameLookupError, unknown
 from layerwise.optim.members.ekfac import EKFAC
-from layerwise.optim.members.sgd import SGD
 from layerwise.optim.members.kfac import KFAC
 from layerwise.optim.members.muon import Muon
+from layerwise.optim.members.sgd import SGD
 from layerwise.optim.members.shampoo import Shampoo
 from layerwise.optim.members.soap import SOAP
 from layerwise.training import Budget, Method, Problem, tensor_batches
