@@ -73,7 +73,7 @@ KEPT = {
     "test_rotations.py::test_a_basis_has_the_fixed_scale_when_it_is_resumed": r"EKFAC",
     "test_compiled.py::test_a_model_compiled_after_the_optimizer_was_built": r"KFAC",
     "test_feature_learning_plain.py::test_every_algorithm_is_the_plain_loop": r"kfac$|amgd|adam|altminmin|shampoo",
-    "test_captured_step.py::test_recorded_steps_are_the_same": r"KFAC|SOAP|Shampoo",
+    "test_captured_step.py::test_captured_steps_are_the_same": r"KFAC|SOAP|Shampoo",
     "test_single_index_theory.py::test_correlations_equal_simulation": r"^300-200",
     "test_fast_accuracy.py::test_random_factors": r"0",
     "test_sua.py::test_kfac": r"exact-absolute-padding|equal-relative-one|trace-absolute-one",

@@ -23,7 +23,12 @@ def steps_of(grads: list[Tensor], counts: list[float], dtype: torch.dtype) -> tu
 
 
 def by_formula(grads: list[Tensor], counts: list[float], dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
-    m, v, steps, D = torch.zeros(2, 5, 3, dtype=dtype), torch.zeros(2, 5, 3, dtype=dtype), torch.tensor(counts), grads[0]
+    m, v, steps, D = (
+        torch.zeros(2, 5, 3, dtype=dtype),
+        torch.zeros(2, 5, 3, dtype=dtype),
+        torch.tensor(counts),
+        grads[0],
+    )
     (b1, b2), steps = BETAS, steps.to(dtype)
     for grad in grads:
         steps = steps + 1

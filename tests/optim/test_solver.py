@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.foundations.errors import InputError
-from layerwise.optim.cuda.monitor import FAILED, LAG, REFUSED, SOLVED, TURNS, WANTING, InverseWatch, method
+from layerwise.optim.cuda.basis import TrackedSide
+from layerwise.optim.cuda.monitor import FAILED, LAG, REFUSED, SOLVED, TURNS, WANTING, InverseMonitor
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.rule import Health
+from layerwise.optim.solver import method
 
 pytestmark = pytest.mark.usefixtures("untyped")
 SIZE = 12
@@ -200,8 +202,8 @@ def test_a_factor_that_is_replaced_is_followed(
         step(number)
     before = opt.health().refusals
     assert opt._stacks is not None
-    state = next(s.state for s in opt._stacks if s.state["Q"].shape[-1] >= size)
-    state["Q"][0, : size + 1, : size + 1] = size_of_change * unrelated(size + 1)
+    state = next(s.state for s in opt._stacks if s.state["Q"].mean.shape[-1] >= size)
+    state["Q"].mean[0, : size + 1, : size + 1] = size_of_change * unrelated(size + 1)
     for number in range(20, 20 + 4 * every + LAG):
         step(number)
     assert opt.health().refusals > before
@@ -212,27 +214,27 @@ def test_a_factor_that_is_replaced_is_followed(
 
 
 def test_the_host_hears_after_its_lag():
-    watch, health = InverseWatch.over(3, torch.device("cpu")), Health()
-    assert watch.take_exact(1, slice(0, 3), health)  # new ones are solved exactly
-    watch.verdict[1:] = torch.tensor([SOLVED, REFUSED])
-    watch.post(5, slice(1, 3))
-    assert not watch.take_exact(5 + LAG - 1, slice(0, 3), health)
-    assert not watch.take_exact(5 + LAG, slice(0, 2), health)
-    assert watch.take_exact(5 + LAG, slice(2, 3), health)
-    assert not watch.take_exact(5 + LAG, slice(2, 3), health)  # it has been
+    monitor, health = InverseMonitor.over(3, torch.device("cpu")), Health()
+    assert monitor.take_exact(1, slice(0, 3), health)  # new ones are solved exactly
+    monitor.verdict[1:] = torch.tensor([SOLVED, REFUSED])
+    monitor.send(5, slice(1, 3))
+    assert not monitor.take_exact(5 + LAG - 1, slice(0, 3), health)
+    assert not monitor.take_exact(5 + LAG, slice(0, 2), health)
+    assert monitor.take_exact(5 + LAG, slice(2, 3), health)
+    assert not monitor.take_exact(5 + LAG, slice(2, 3), health)  # it has been
     assert (health.refusals, health.fallbacks) == (1, 0)
-    assert [watch.rounds(slice(*ends)) for ends in ((0, 2), (1, 3))] == [1, 3]
-    watch.verdict[:] = torch.tensor([WANTING + 2, FAILED, 2])
-    watch.post(8, slice(0, 3))
-    watch.hear(8 + LAG, health)
+    assert [monitor.rounds(slice(*ends)) for ends in ((0, 2), (1, 3))] == [1, 3]
+    monitor.verdict[:] = torch.tensor([WANTING + 2, FAILED, 2])
+    monitor.send(8, slice(0, 3))
+    monitor.poll(8 + LAG, health)
     assert (health.refusals, health.fallbacks) == (2, 1)
-    assert [watch.rounds(slice(k, k + 1)) for k in range(3)] == [2, 1, 3]
-    watch.verdict[:] = 1
+    assert [monitor.rounds(slice(k, k + 1)) for k in range(3)] == [2, 1, 3]
+    monitor.verdict[:] = 1
     for turn in range(1, TURNS + 1):  # as many rounds as one of the last turns needed
-        watch.post(9, slice(0, 3))
-        watch.hear(9 + LAG, health)
+        monitor.send(9, slice(0, 3))
+        monitor.poll(9 + LAG, health)
         needed = [2 if turn < TURNS else 1, 1, [3, 2, 1][turn - 1]]
-        assert [watch.rounds(slice(k, k + 1)) for k in range(3)] == needed
+        assert [monitor.rounds(slice(k, k + 1)) for k in range(3)] == needed
 
 
 # --- checkpoints -------------------------------------------------------------------------------------------
@@ -272,7 +274,7 @@ def test_a_resumed_basis_is_not_begun_again(name: str, monkeypatch: pytest.Monke
     other = make(model, lr=0.01, refresh_every=2, solver="newton")
     other.load_state_dict(copy.deepcopy(opt.state_dict()))
     begun = list[str]()
-    monkeypatch.setattr("layerwise.optim.cuda.basis.begin", lambda state, side, *rest: begun.append(side))
+    monkeypatch.setattr(TrackedSide, "_begin", lambda side, *rest: begun.append(side.side))
     train(other, model, 3, 6)
     assert not begun
     assert other.health().refreshes > 0

@@ -17,7 +17,7 @@ def tensors(*trees: Any) -> list[Tensor]:
 
 
 class Notes(TorchDispatchMode):
-    """Every operation, its arguments and what it gave; one that asks the device for a value cannot be recorded."""
+    """Every operation, its arguments and what it gave; one that asks the device for a value cannot be captured."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Notes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__.split(".")[0] in ASKED:
-            raise RuntimeError(f"{func} while recording")
+            raise RuntimeError(f"{func} while a graph is captured")
         found = func(*args, **(kwargs or {}))
         given = {X.untyped_storage().data_ptr() for X in tensors(args, kwargs)}
         made = [X for X in tensors(found) if X.untyped_storage().data_ptr() not in given]
@@ -42,7 +42,7 @@ class Notes(TorchDispatchMode):
 
 
 def captured(_: Any, call: Callable[[], None]) -> Callable[[], None]:
-    """In place of `Graphs._captured`. A graph does nothing while it is recorded: what the call changes is put back."""
+    """In place of `Graphs._graph_of`. A graph does nothing while it is captured: what the call changes is put back."""
     kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     class Undone(TorchDispatchMode):

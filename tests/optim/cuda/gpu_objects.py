@@ -1,4 +1,4 @@
-"""Objects of the `cuda` backend on a CPU, by themselves: contexts of steps that nobody waits for, monitors, matrices."""
+"""Objects of the `cuda` backend on a CPU, by themselves: contexts of asynchronous steps, monitors, matrices."""
 
 from typing import Any
 

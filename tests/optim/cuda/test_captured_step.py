@@ -1,4 +1,4 @@
-"""Recorded steps: the same as steps that are taken as they are, whatever changes between them."""
+"""Captured steps: the same as steps that are taken as they are, whatever changes between them."""
 
 import copy
 from collections.abc import Callable
@@ -11,12 +11,14 @@ from optim_tools import batches, flat, squares
 from optim_tools import member as any_member
 from torch import Tensor, nn
 
-from layerwise.optim.cuda import captured_step as recorded
-from layerwise.optim.cuda import graphs
+from layerwise.optim.cuda import captured_step, graphs
+from layerwise.optim.cuda.captured_step import CapturedStep
 from layerwise.optim.cuda.elementwise import finish_
+from layerwise.optim.cuda.executor import AsynchronousExecutor
 from layerwise.optim.cuda.graphs import Graphs
 from layerwise.optim.elementwise import AdamRule
 from layerwise.optim.engine import Layerwise
+from layerwise.optim.rule import Requirements
 
 pytestmark = pytest.mark.usefixtures("untyped")
 STEPS = 12
@@ -39,9 +41,9 @@ Edit = Callable[[Layerwise, nn.Module, int], None]
 def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, with graphs that note operations."""
     monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
-    monkeypatch.setattr(Graphs, "_captured", captured)
+    monkeypatch.setattr(Graphs, "_graph_of", captured)
     monkeypatch.setattr(graphs, "beside", here)
-    monkeypatch.setattr(recorded, "capturable", lambda device: True)
+    monkeypatch.setattr(captured_step, "capturable", lambda device: True)
 
 
 def net() -> nn.Sequential:
@@ -54,10 +56,10 @@ def nothing(opt: Layerwise, model: nn.Module, step: int) -> None:
     """All steps are alike."""
 
 
-def trained(name: str, record: bool, edit: Edit = nothing, steps: int = STEPS, **options: Any):
+def trained(name: str, cuda_graphs: bool | None, edit: Edit = nothing, steps: int = STEPS, **options: Any):
     """The model after some steps with a rate that falls, and its optimizer."""
     model = net()
-    opt = any_member(name, model, lr=1e-2, weight_decay=0.1, record=record, **{**MEMBERS[name], **options})
+    opt = any_member(name, model, lr=1e-2, weight_decay=0.1, cuda_graphs=cuda_graphs, **{**MEMBERS[name], **options})
     assert isinstance(opt, Layerwise)
     for step, (x, y) in enumerate(batches(steps, 5, n=24)):
         for group in opt.param_groups:
@@ -69,9 +71,17 @@ def trained(name: str, record: bool, edit: Edit = nothing, steps: int = STEPS, *
     return model, opt
 
 
+def captured_of(opt: Layerwise) -> CapturedStep:
+    """The optimizer's graphs."""
+    executor = opt._executor
+    assert isinstance(executor, AsynchronousExecutor)
+    return executor.captured
+
+
 def replays(opt: Layerwise) -> tuple[int, int]:
     """How many graphs of each kind there are."""
-    return len(opt._recorded._gathering._recorded), len(opt._recorded._descending._recorded)
+    step = captured_of(opt)
+    return len(step._gathering._captured), len(step._descending._captured)
 
 
 def assert_same(name: str, edit: Edit = nothing, **options: Any) -> Layerwise:
@@ -83,15 +93,15 @@ def assert_same(name: str, edit: Edit = nothing, **options: Any) -> Layerwise:
 
 
 @pytest.mark.parametrize("name", MEMBERS)
-def test_recorded_steps_are_the_same(name: str):
+def test_captured_steps_are_the_same(name: str):
     opt = assert_same(name)
-    assert all(replays(opt)), (opt._recorded._gathering.failed, opt._recorded._descending.failed)
+    assert all(replays(opt)), (captured_of(opt)._gathering.failed, captured_of(opt)._descending.failed)
 
 
-def test_examples_in_turn_are_looked_at_beside_the_graphs():
+def test_deferred_examples_are_looked_at_beside_the_graphs():
     opt = assert_same("EKFAC", examples_over=3)
     assert all(replays(opt))
-    assert opt._descent.spread.over == 3
+    assert opt._executor.examples.over == 3
 
 
 def test_what_changes_between_steps_is_noticed():
@@ -135,47 +145,47 @@ def test_behind_a_shut_gate_nothing_moves_and_it_is_counted():
 
 
 def test_numbers_that_change_at_every_step_are_not_kept():
-    """A batch of another size at every step: nothing is recorded, and nothing piles up."""
+    """A batch of another size at every step: nothing is captured, and nothing piles up."""
     model = net()
-    opt = any_member("EKFAC running", model, lr=1e-2, record=True)
+    opt = any_member("EKFAC running", model, lr=1e-2, cuda_graphs=True)
     assert isinstance(opt, Layerwise)
     for step in range(12):
         opt.zero_grad()
         model(torch.randn(5 + step, 5)).square().mean().backward()
         opt.step()
     assert replays(opt) == (0, 0)
-    assert not opt._recorded._made
+    assert not captured_of(opt)._made
 
 
 @pytest.mark.parametrize("name", ["MahalanobisSpectral", "LocoProp", "NGD"])
-def test_rules_that_do_not_say_so_are_not_recorded(name: str):
+def test_rules_that_do_not_say_so_are_not_captured(name: str):
     model = net()
-    opt = any_member(name, model, record=True)
+    opt = any_member(name, model, cuda_graphs=True)
     assert isinstance(opt, Layerwise)
     for x, y in batches(5, 5, n=24):
         opt.zero_grad()
         squares(model(x.float()), y).backward()
         opt.step()
-    assert not opt._recorded._possible()
+    assert not captured_of(opt)._possible()
 
 
-def test_who_is_recorded(monkeypatch: pytest.MonkeyPatch):
-    class Own(AdamRule):
-        """Inherits, and says nothing of its own."""
-
-    assert recorded.allows(AdamRule())
-    assert not recorded.allows(Own())
-    _, small = trained("Muon", record=True, steps=1)
-    assert small._recorded._possible()
-    monkeypatch.setattr(recorded, "LARGEST", 10)
-    _, large = trained("Muon", record=None, steps=1)  # type: ignore[arg-type]
-    assert not large._recorded._possible()
+def test_who_is_captured(monkeypatch: pytest.MonkeyPatch):
+    """Rules that say so, of models that are not too large unless it is asked for."""
+    assert AdamRule().requirements().capturable
+    assert not Requirements().capturable
+    _, small = trained("Muon", cuda_graphs=True, steps=1)
+    assert captured_of(small)._possible()
+    monkeypatch.setattr(captured_step, "LARGEST", 10)
+    _, large = trained("Muon", cuda_graphs=None, steps=1)
+    assert not captured_of(large)._possible()
+    _, asked = trained("Muon", cuda_graphs=True, steps=1)
+    assert captured_of(asked)._possible()
     _, polar = trained("Muon", True, steps=1, orthogonalize="polar")
-    assert not polar._recorded._possible()
+    assert not captured_of(polar)._possible()
 
 
 def test_autograd_hears_of_replayed_steps():
-    model, opt = trained("Muon", record=True)
+    model, opt = trained("Muon", cuda_graphs=True)
     assert all(replays(opt))
     version = next(model.parameters())._version
     model(torch.randn(4, 5)).square().mean().backward()
@@ -192,7 +202,7 @@ def test_rates_on_the_device():
     assert all(torch.allclose(a, b) for a, b in zip(W, expected, strict=True))
 
 
-def test_a_call_that_asks_the_device_is_not_recorded():
+def test_a_call_that_asks_the_device_is_not_captured():
     found, calls = Graphs(), []
 
     def call() -> None:
@@ -203,7 +213,7 @@ def test_a_call_that_asks_the_device_is_not_recorded():
     assert found.failed and calls == [2.0] * 3  # noqa: PT018
 
 
-def test_graphs_replay_what_was_recorded():
+def test_graphs_replay_what_was_captured():
     x, total = torch.ones(3), torch.zeros(3)
     found = Graphs()
 

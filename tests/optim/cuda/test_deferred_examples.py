@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.foundations.errors import InputError
-from layerwise.optim import factors
-from layerwise.optim.cuda import deferred_examples as spread
-from layerwise.optim.cuda.deferred_examples import WAITING, Spread
-from layerwise.optim.cuda.pending_checkpoint import Foreseen
-from layerwise.optim.eigenbasis import CorrectedEigenvalues
+from layerwise.optim.cuda import basis, deferred_examples, executor
+from layerwise.optim.cuda.deferred_examples import PENDING, DeferredExamples
+from layerwise.optim.cuda.executor import AsynchronousExecutor
+from layerwise.optim.cuda.pending_checkpoint import PendingScalings
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.rule import Context, Observation, State
+from layerwise.optim.members.ekfac import CorrectedEigenvalues
+from layerwise.optim.rule import Context, Observation, Requirements, State
 from layerwise.optim.step.stack import Stack
 
 EVERY = 4
@@ -27,18 +27,19 @@ DATA = batches(3 * EVERY, 5)
 
 
 class Run:
-    """An optimizer whose batches are noted, as they come for each stack."""
+    """An optimizer whose batches are noted, as they come for each stack. Layers take turns as large ones do."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, over: int | None = EVERY, waits: bool = True, **options: Any) -> None:
-        patch.setattr(Layerwise, "host_may_sync", property(lambda self: waits))
+    def __init__(self, patch: pytest.MonkeyPatch, over: int | None = EVERY, sync: bool = False, **options: Any) -> None:
+        patch.setattr(Layerwise, "host_may_sync", property(lambda self: sync))
+        patch.setattr(executor, "LAUNCHES", 0.0)
         self.noted: dict[int, tuple[Observation, Context]] = {}
-        shares = Spread._shares
+        pending = DeferredExamples._pending
 
-        def noting(spread: Spread, stack: Stack, seen: Observation, context: Context) -> list[Any]:
+        def noting(deferred: DeferredExamples, stack: Stack, seen: Observation, context: Context) -> list[Any]:
             self.noted[id(stack)] = (seen, context)
-            return shares(spread, stack, seen, context)
+            return pending(deferred, stack, seen, context)
 
-        patch.setattr(Spread, "_shares", noting)
+        patch.setattr(DeferredExamples, "_pending", noting)
         self.model = mlp(5, 6, 6, 6, 3)
         options = {"refresh_every": EVERY, "factor_every": EVERY, "examples_over": over, "momentum": 0.5} | options
         self.opt = lw.optim.EKFAC(self.model, 0.01, 0.1, **options, scale="formula")
@@ -58,7 +59,7 @@ class Run:
         return [stack for stack in self.opt._stacks or () if stack.rule is self.opt.rule]
 
     def waiting(self) -> list[slice]:
-        return [share.groups for stack in self.stacks for share in stack.memory.get(WAITING, [])]
+        return [share.groups for stack in self.stacks for share in stack.memory.get(PENDING, [])]
 
     def rows(self) -> list[weakref.ref[Tensor]]:
         """Inputs and output gradients of the last batch."""
@@ -67,15 +68,21 @@ class Run:
 
     def at_once(self, stack: Stack) -> Tensor:
         """The scalings of the last batch, of all layers in the present basis."""
-        state = {name: X.clone() for name, X in stack.state.items()}
-        stack.rule.look_at_examples(state, *self.noted[id(stack)])
+        state = {"basis": stack.state["basis"], "s": stack.state["s"].clone()}
+        stack.rule.observe(state, *self.noted[id(stack)])
         return state["s"]
 
+    @property
+    def examples(self) -> DeferredExamples:
+        found = self.opt._executor
+        assert isinstance(found, AsynchronousExecutor)
+        return found.examples
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_in_the_end_all_is_as_at_once(waits: bool, monkeypatch: pytest.MonkeyPatch):
+
+@pytest.mark.parametrize("solver", ["auto", "newton"])
+def test_in_the_end_all_is_as_at_once(solver: str, monkeypatch: pytest.MonkeyPatch):
     """Each layer's scalings are those of the batch in the basis that the layer has; then its rows are let go."""
-    run = Run(monkeypatch, waits=waits)
+    run = Run(monkeypatch, solver=solver)
     run.steps(EVERY + 1)
     left, kept = [len(run.waiting())], run.rows()
     before = {id(stack): stack.state["s"].clone() for stack in run.stacks}
@@ -116,7 +123,7 @@ def test_a_state_that_is_saved_in_between(monkeypatch: pytest.MonkeyPatch):
     assert run.waiting() == waiting
     found = {name: kept for of in saved["state"].values() for name, kept in of.items() if "s" in kept}
     for stack in run.stacks:
-        shares = [share.groups for share in stack.memory.get(WAITING, [])]
+        shares = [share.groups for share in stack.memory.get(PENDING, [])]
         for spec, groups in stack.slices():
             assert torch.equal(found[spec.name]["s"], before[id(stack)][groups])
             assert ("s_due" in found[spec.name]) == (groups in shares)
@@ -128,8 +135,8 @@ def test_a_state_that_is_saved_in_between(monkeypatch: pytest.MonkeyPatch):
 def test_examples_that_somebody_writes_over_are_neither_saved_nor_looked_at(monkeypatch: pytest.MonkeyPatch):
     run = Run(monkeypatch)
     run.steps(EVERY + 1)
-    stack = next(stack for stack in run.stacks if stack.memory.get(WAITING))
-    share, before = stack.memory[WAITING][0], stack.state["s"].clone()
+    stack = next(stack for stack in run.stacks if stack.memory.get(PENDING))
+    share, before = stack.memory[PENDING][0], stack.state["s"].clone()
     share.seen.recorded[0][0].io.calls[0].dy.mul_(100)
     saved = {name: kept for of in run.opt.state_dict()["state"].values() for name, kept in of.items()}
     for spec, groups in stack.slices():
@@ -140,13 +147,13 @@ def test_examples_that_somebody_writes_over_are_neither_saved_nor_looked_at(monk
 
 
 def test_examples_of_layers_that_are_no_longer_trained_are_let_go(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(spread, "LATE", 3)
+    monkeypatch.setattr(deferred_examples, "LATE", 3)
     run = Run(monkeypatch)
     run.steps(EVERY + 1)
     assert run.waiting()
     context = replace(run.noted[id(run.stacks[0])][1], step=run.taken + 20)
     for stack in run.stacks:
-        run.opt._descent.spread.run(stack, None, context, [False] * stack.groups)
+        run.examples.run(stack, None, context, [False] * stack.groups)
     assert not run.waiting()
 
 
@@ -160,13 +167,13 @@ def resumed(run: Run, patch: pytest.MonkeyPatch, **options: Any) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("waits", "every", "solver"),
-    [(True, EVERY, "auto"), (False, EVERY, "newton"), (False, 3 * EVERY, "auto"), (True, EVERY // 2, "newton")],
+    ("every", "solver"),
+    [(EVERY, "auto"), (EVERY, "newton"), (3 * EVERY, "auto"), (EVERY // 2, "newton")],
 )
-def test_a_resumed_run_takes_the_same_steps(waits: bool, every: int, solver: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_resumed_run_takes_the_same_steps(every: int, solver: str, monkeypatch: pytest.MonkeyPatch):
     """Whenever it was saved, before the examples of some layers were looked at, and again soon after."""
-    monkeypatch.setattr(factors, "YOUNG_STEPS", 2)  # then bases take as many sweeps as they need
-    options = {"waits": waits, "refresh_every": every, "solver": solver}
+    monkeypatch.setattr(basis, "YOUNG_STEPS", 2)  # then bases take as many sweeps as they need
+    options = {"refresh_every": every, "solver": solver}
     run = Run(monkeypatch, **options)
     run.steps(EVERY + 1)
     assert run.waiting()
@@ -207,25 +214,26 @@ def test_a_member_without_examples_takes_none(monkeypatch: pytest.MonkeyPatch):
 def test_a_layer_without_a_gradient_at_its_turn_looks_later(monkeypatch: pytest.MonkeyPatch):
     run = Run(monkeypatch)
     run.steps(EVERY + 1)
-    stack = next(stack for stack in run.stacks if stack.memory.get(WAITING))
-    share = min(stack.memory[WAITING], key=lambda share: share.step)
+    stack = next(stack for stack in run.stacks if stack.memory.get(PENDING))
+    share = min(stack.memory[PENDING], key=lambda share: share.step)
     context = Context(share.step, 0.0, 0.0, True, {})
-    run.opt._descent.spread.run(stack, None, context, [False] * len(stack.state["s"]))
-    assert share in stack.memory[WAITING]
-    run.opt._descent.spread.run(stack, None, context, [True] * len(stack.state["s"]))
-    assert share not in stack.memory[WAITING]
+    run.examples.run(stack, None, context, [False] * len(stack.state["s"]))
+    assert share in stack.memory[PENDING]
+    run.examples.run(stack, None, context, [True] * len(stack.state["s"]))
+    assert share not in stack.memory[PENDING]
 
 
 def test_a_batch_that_comes_before_the_last_is_done(monkeypatch: pytest.MonkeyPatch):
     """All layers of the last are looked at first."""
-    looks, look = [], CorrectedEigenvalues.look_at_examples
+    looks, observe = [], CorrectedEigenvalues.observe
 
     def noting(rule: CorrectedEigenvalues, state: State, seen: Observation, context: Context) -> None:
-        looks.append((seen.recorded[0][0].batch[0], seen.recorded[0][0].io.spec.name))
-        look(rule, state, seen, context)
+        if seen.recorded:
+            looks.append((seen.recorded[0][0].batch[0], seen.recorded[0][0].io.spec.name))
+        observe(rule, state, seen, context)
 
     run = Run(monkeypatch)
-    monkeypatch.setattr(CorrectedEigenvalues, "look_at_examples", noting)
+    monkeypatch.setattr(CorrectedEigenvalues, "observe", noting)
     run.steps(EVERY + 1)
     run.opt.factor_every = 1
     run.steps(2)
@@ -238,35 +246,38 @@ def test_a_batch_that_comes_before_the_last_is_done(monkeypatch: pytest.MonkeyPa
 
 def test_a_batch_that_is_left_out_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
     """Only the device knows: later steps remember its gate, not their own."""
-    run = Run(monkeypatch, waits=False)
+    run = Run(monkeypatch)
     run.steps(EVERY)
     run.steps(1, spoil=True)
     run.steps(EVERY - 1)
     assert not run.waiting()
     for stack in run.stacks:
-        s_P, s_Q = stack.state["s_P"], stack.state["s_Q"]
+        s_P, s_Q = stack.state["basis"].values_P, stack.state["basis"].values_Q
         assert torch.equal(stack.state["s"], s_P.unsqueeze(-1) * s_Q.unsqueeze(-2))  # as refreshes begin them
     assert run.opt.health().skipped_steps == 1
 
 
-@dataclass
-class Heir(CorrectedEigenvalues):
-    """Says nothing of examples."""
+def test_when_they_are_deferred(monkeypatch: pytest.MonkeyPatch):
+    def over(rule: CorrectedEigenvalues, every: int, by_itself: bool, processes: int = 1) -> int:
+        return DeferredExamples.of(rule.requirements(), every, by_itself, processes).over
 
-
-def test_when_they_are_spread(monkeypatch: pytest.MonkeyPatch):
     rule = CorrectedEigenvalues
-    assert Spread.of(rule(), 10, True, 1).over == 10
-    assert Spread.of(rule(), 10, False, 1).over == 1
-    assert Spread.of(rule(examples_over=3), 10, False, 1).over == 3
-    assert Spread.of(rule(examples_over=3), 2, True, 1).over == 2
-    for other, every, processes in ((rule(scaling="running"), 10, 1), (rule(), 10, 2), (rule(), 1, 1), (Heir(), 10, 1)):
-        assert Spread.of(other, every, True, processes).over == 1
-    for waits in (True, False):
-        run = Run(monkeypatch, over=None, waits=waits)
-        run.steps(2)
-        assert run.opt._descent.spread.over == 1  # a CPU
-        assert not run.noted
+    assert over(rule(), 10, True) == 10
+    assert over(rule(), 10, False) == 1
+    assert over(rule(examples_over=3), 10, False) == 3
+    assert over(rule(examples_over=3), 2, True) == 2
+    for other, every, processes in ((rule(scaling="running"), 10, 1), (rule(), 10, 2), (rule(), 1, 1)):
+        assert over(other, every, True, processes) == 1
+    says_nothing = Requirements(examples=True)
+    assert DeferredExamples.of(says_nothing, 10, True, 1).over == 1
+    run = Run(monkeypatch, over=None)
+    run.steps(2)
+    assert run.examples.over == 1  # a CPU
+    assert not run.noted
+    eager = Run(monkeypatch, over=None, sync=True)
+    eager.steps(2)
+    assert not isinstance(eager.opt._executor, AsynchronousExecutor)
+    assert not eager.noted
     with pytest.raises(InputError, match="examples_over=0"):
         lw.optim.EKFAC(nn.Linear(2, 2), examples_over=0, scale="formula")
 
@@ -277,6 +288,8 @@ def test_small_eigenvalues_in_other_places_are_another_basis():
     values = torch.tensor([[1.0, 8e-4, 1e-6]])
     scalings, ones = values.unsqueeze(-1) * torch.ones(1, 3, 2), torch.ones(1, 2)
     for s_P, taken in ((values, True), (values * (1 + 1e-4), True), (values[:, [0, 2, 1]], False)):
-        stack = SimpleNamespace(state={"s": torch.zeros(1, 3, 2), "s_P": s_P, "s_Q": ones})
-        Foreseen(slice(0, 1), 5, scalings, {"s_P": values, "s_Q": ones}).look(stack)  # type: ignore[arg-type]
+        basis = SimpleNamespace(values_P=s_P, values_Q=ones)
+        stack = SimpleNamespace(state={"s": torch.zeros(1, 3, 2), "basis": basis})
+        known = {"values_P": values, "values_Q": ones}
+        PendingScalings(slice(0, 1), 5, scalings, known).look(stack)  # type: ignore[arg-type]
         assert torch.equal(stack.state["s"], scalings if taken else torch.zeros(1, 3, 2))

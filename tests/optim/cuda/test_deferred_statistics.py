@@ -11,11 +11,9 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.foundations.errors import InputError
-from layerwise.optim.cuda import rows
-from layerwise.optim.cuda.deferred_statistics import AWAITED, Statistics
-from layerwise.optim.cuda.deferred_statistics import accumulate as observe
+from layerwise.optim.cuda import executor, rows
+from layerwise.optim.cuda.deferred_statistics import PENDING, DeferredStatistics, PendingRows
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.step import refresh_schedule as refreshes
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16: torch goes on
 
@@ -51,8 +49,9 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def rows_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, and layers take turns as large ones do."""
-    monkeypatch.setattr(observe, "waits_for_step", rows.has_plain_rows)
-    monkeypatch.setattr(refreshes, "LAUNCHES", 0.0)
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
+    monkeypatch.setattr(rows, "waits_for_step", rows.has_plain_rows)
+    monkeypatch.setattr(executor, "LAUNCHES", 0.0)
 
 
 class Run:
@@ -84,7 +83,7 @@ class Run:
         return [p.detach().clone() for p in self.model.parameters()]
 
     def waiting(self) -> int:
-        return sum(len(stack.memory.get(AWAITED, [])) for stack in self.opt._stacks or [])
+        return sum(len(stack.memory.get(PENDING, [])) for stack in self.opt._stacks or [])
 
 
 def assert_same(found: Run, expected: Run) -> None:
@@ -93,14 +92,19 @@ def assert_same(found: Run, expected: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("member", "waits"),
-    [("KFAC", True), ("KFAC", False), ("EKFAC", False), ("EKFAC running", True), ("K-FAC in a basis", False)],
+    ("member", "solver"),
+    [
+        ("KFAC", "auto"),
+        ("KFAC", "newton"),
+        ("EKFAC", "auto"),
+        ("EKFAC running", "newton"),
+        ("K-FAC in a basis", "auto"),
+    ],
 )
-def test_the_same_steps_as_at_once(member: str, waits: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: waits))
-    found = Run(4, member, record=False).steps(6)
+def test_the_same_steps_as_at_once(member: str, solver: str):
+    found = Run(4, member, cuda_graphs=False, solver=solver).steps(6)
     assert found.waiting() > 0
-    assert_same(found.steps(3), Run(1, member, record=False).steps(9))
+    assert_same(found.steps(3), Run(1, member, cuda_graphs=False, solver=solver).steps(9))
 
 
 @pytest.mark.parametrize(("factors", "decompositions", "over"), [(4, 6, 3), (6, 4, 6), (4, 1, 4)])
@@ -134,11 +138,11 @@ def test_a_report_changes_nothing():
     assert_same(found.steps(3), expected.steps(3))
 
 
-@pytest.mark.parametrize(("before", "waits"), [(4, False), (5, True), (5, False), (6, False)])
-def test_layers_without_a_gradient(before: int, waits: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("before", "solver"), [(4, "auto"), (5, "newton"), (5, "auto"), (6, "auto")])
+def test_layers_without_a_gradient(before: int, solver: str):
     """At the step of a batch, and after it; beside others in their turn."""
-    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: waits))
-    runs = [Run(over, record=False).steps(before).steps(1, without="blocks.1").steps(8 - before) for over in (4, 1)]
+    options = {"cuda_graphs": False, "solver": solver}
+    runs = [Run(over, **options).steps(before).steps(1, without="blocks.1").steps(8 - before) for over in (4, 1)]
     assert_same(*runs)
 
 
@@ -150,12 +154,19 @@ def test_rows_of_layers_that_are_dropped_are_let_go():
     assert run.waiting() == 0
 
 
-def test_rows_of_a_side_without_a_factor_do_not_wait():
+def test_rows_of_a_side_without_a_factor_are_not_kept(monkeypatch: pytest.MonkeyPatch):
+    made, of = list[PendingRows](), PendingRows.of
+
+    def noting(*given: Any) -> PendingRows:
+        made.append(of(*given))
+        return made[-1]
+
+    monkeypatch.setattr(PendingRows, "of", noting)
     run = Run(4, max_factor=24).steps(5)  # of the head's 32 outputs
-    shares = [share for stack in run.opt._stacks or [] for share in stack.memory.get(AWAITED, [])]
-    heads = [share for share in shares if share.seen.outgrads is None]
+    heads = [one for one in made if one.seen.G is None]
     assert len(heads) == 1
-    assert heads[0].seen.inputs is not None
+    assert heads[0].seen.A is not None
+    assert all(one.seen.A is not None for one in made)
     assert_same(run.steps(5), Run(1, max_factor=24).steps(10))
 
 
@@ -164,8 +175,8 @@ def test_rows_are_let_go_after_their_turn():
     kept = [
         weakref.ref(layer.x)
         for stack in run.opt._stacks or []
-        for share in stack.memory.get(AWAITED, [])
-        for layer in share.seen.outgrads.layers
+        for share in stack.memory.get(PENDING, [])
+        for layer in share.seen.G.layers
     ]
     assert kept
     assert all(x() is not None for x in kept)
@@ -176,24 +187,24 @@ def test_rows_are_let_go_after_their_turn():
 def test_rows_that_somebody_writes_over_are_left_out_and_counted():
     run = Run(4).steps(5)
     head = next(stack for stack in run.opt._stacks or [] if stack.specs[0].name == "head")
-    if not head.memory.get(AWAITED):
-        head = next(stack for stack in run.opt._stacks or [] if stack.memory.get(AWAITED))
-    share, before = head.memory[AWAITED][0], head.state["Q"].clone()
-    share.seen.inputs.layers[0].x.zero_()  # as `hidden[done] = 0` would
+    if not head.memory.get(PENDING):
+        head = next(stack for stack in run.opt._stacks or [] if stack.memory.get(PENDING))
+    share, before = head.memory[PENDING][0], head.state["Q"].mean.clone()
+    share.seen.A.layers[0].x.zero_()  # as `hidden[done] = 0` would
     assert run.opt.health().skipped_statistics == len(share.seen.known)
     groups = share.turn.groups
-    torch.testing.assert_close(head.state["Q"][groups], before[groups], rtol=0, atol=0)
+    torch.testing.assert_close(head.state["Q"].mean[groups], before[groups], rtol=0, atol=0)
     run.steps(4)
-    assert not head.memory.get(AWAITED)  # from then on at once
-    assert not torch.equal(head.state["Q"][groups], before[groups])
+    assert not head.memory.get(PENDING)  # from then on at once
+    assert not torch.equal(head.state["Q"].mean[groups], before[groups])
 
 
 def test_who_does_not_wait():
-    assert Statistics.of(None, 10, by_itself=True, alone=True).over == 10
-    assert Statistics.of(None, 10, by_itself=False, alone=True).over == 1
-    assert Statistics.of(3, 10, by_itself=False, alone=True).over == 3
-    assert Statistics.of(30, 10, by_itself=False, alone=True).over == 10
-    assert Statistics.of(3, 10, by_itself=True, alone=False).over == 1
+    assert DeferredStatistics.of(None, 10, by_itself=True, alone=True).over == 10
+    assert DeferredStatistics.of(None, 10, by_itself=False, alone=True).over == 1
+    assert DeferredStatistics.of(3, 10, by_itself=False, alone=True).over == 3
+    assert DeferredStatistics.of(30, 10, by_itself=False, alone=True).over == 10
+    assert DeferredStatistics.of(3, 10, by_itself=True, alone=False).over == 1
     assert Run(None).steps(5).waiting() == 0  # on a CPU, unless asked
     with pytest.raises(InputError, match="statistics_over=0"):
         Run(0)

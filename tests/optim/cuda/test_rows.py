@@ -1,58 +1,64 @@
-"""Rows that wait for the step, by torch on the CPU: the same means as from moments made in the backward."""
+"""Rows that are kept for the step, by torch on the CPU: the same means as from moments made in the backward."""
 
 import copy
 from typing import Any
 
 import pytest
 import torch
-from layerwise.optim.averaging import update_mean
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim.cuda import rows
-from layerwise.optim.cuda.deferred_statistics import accumulate as observe
-from layerwise.optim.cuda.rows import Rows, RowsOfStack, average_rows_, together
-from layerwise.optim.rule import Health
-from layerwise.optim.statistics.accumulate import Collector
+from layerwise.optim.cuda import factor, rows
+from layerwise.optim.cuda.device_step import DeviceStep
+from layerwise.optim.cuda.factor import DeviceFactor
+from layerwise.optim.cuda.rows import Rows, StackRows, average_rows_, together
+from layerwise.optim.engine import Layerwise
+from layerwise.optim.rule import Context, Health
+from layerwise.optim.statistics.accumulate import Accumulator
 from random_tensors import randn
 
 
-def stack_of(X: list[Tensor], bias: bool = False) -> RowsOfStack:
+def context_of(finite: bool | None = None) -> Context:
+    """Of an eager step, or of one whose gradients are finite or not as only the device knows."""
+    step = None if finite is None else DeviceStep(torch.tensor(finite))
+    return Context(1, 0.0, 0.0, True, {}, health=Health(on_device=step is not None), device_step=step)
+
+
+def stack_of(X: list[Tensor], bias: bool = False) -> StackRows:
     found = together([Rows(x, torch.bfloat16, 4.0 if not bias else 1.0, bias) for x in X], [40] * len(X))
     assert found is not None
     return found
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("gate", [None, True, False])
+@pytest.mark.parametrize("finite", [None, True, False])
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
-def test_the_same_as_moments(bias: bool, gate: bool | None, kind: torch.dtype):
+def test_the_same_as_moments(bias: bool, finite: bool | None, kind: torch.dtype):
     X = [randn(4, 10, 16, seed=k).to(kind) for k in range(3)]
     X[1][2, 3, 4] = torch.inf
     found, expected = (randn(3, 16 + bias, 16 + bias, seed=7) for _ in range(2))
     before = found.clone()
     counts = [torch.tensor([0.0, 1.0, 2.0]) for _ in range(2)]
-    healths = [Health(gate=None if gate is None else torch.tensor(gate)) for _ in range(2)]
+    contexts = [context_of(finite) for _ in range(2)]
     stack = stack_of(X, bias)
-    average_rows_(found, counts[0], stack, 0.9, healths[0])
+    average_rows_(found, counts[0], stack, 0.9, contexts[0])
     moments = torch.cat([layer.moment() for layer in stack.layers]) / stack.count
-    update_mean(expected, counts[1], moments, 0.9, None, healths[1])
+    DeviceFactor("Q", expected, counts[1], 16 + bias).update_(moments, 0.9, contexts[1])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(counts[0], counts[1])
     assert torch.equal(found[1], before[1])
-    for health in healths:
-        health.gate = None
-        health.settle()
-    assert healths[0].skipped_statistics == healths[1].skipped_statistics == (gate is not False)
+    for context in contexts:
+        context.health.settle()
+    assert [context.health.skipped_statistics for context in contexts] == [finite is not False] * 2
 
 
 def test_squares_that_overflow_are_left_out():
     X = [torch.ones(40, 16).bfloat16(), torch.full((40, 16), 1e20).bfloat16()]
-    mean, count, health = torch.zeros(2, 16, 16), torch.zeros(2), Health()
-    average_rows_(mean, count, stack_of(X), 0.9, health)
+    mean, count, context = torch.zeros(2, 16, 16), torch.zeros(2), context_of()
+    average_rows_(mean, count, stack_of(X), 0.9, context)
     assert count.tolist() == [1, 0]
     assert not mean[1].any()
-    assert health.skipped_statistics == 1
+    assert context.health.skipped_statistics == 1
 
 
 def test_only_layers_alike_go_together():
@@ -110,9 +116,10 @@ def train(
 
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Rows wait on the CPU, too; counts what is asked for."""
+    """As on a GPU: rows are kept for the step. Counts what is asked for."""
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
     calls = {"kept": 0, "again": 0, "averaged": 0}
-    keep, again, average = rows.Rows.of_inputs, Collector.add_rows, rows.average_rows_
+    keep, again, average = rows.Rows.of_inputs, Accumulator.add_rows, rows.average_rows_
 
     def kept(io):
         calls["kept"] += 1
@@ -127,10 +134,10 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         calls["averaged"] += 1
         average(*args)
 
-    monkeypatch.setattr(observe, "waits_for_step", rows.has_plain_rows)
+    monkeypatch.setattr(rows, "waits_for_step", rows.has_plain_rows)
     monkeypatch.setattr(rows.Rows, "of_inputs", staticmethod(kept))
-    monkeypatch.setattr(Collector, "add_rows", add_rows)
-    monkeypatch.setattr("layerwise.optim.factors.average_rows_", averaged)
+    monkeypatch.setattr(Accumulator, "add_rows", add_rows)
+    monkeypatch.setattr(factor, "average_rows_", averaged)
     return calls
 
 
@@ -146,7 +153,7 @@ def test_training_with_rows_that_wait(waiting: dict[str, int]):
     # Three linear layers after a norm, of which two have one shape; the first layer's input is the user's own.
     assert waiting == {"kept": 3, "again": 6, "averaged": 12}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(observe, "waits_for_step", lambda io: False)
+        patch.setattr(rows, "waits_for_step", lambda io: False)
         _, expected = train(plain)
     assert waiting["kept"] == 3
     assert_close(found, expected)
@@ -159,7 +166,7 @@ def test_examples_are_recorded_as_before_where_rows_are_kept_again(waiting: dict
     _, found = train(models[0], member=lw.optim.EKFAC)
     assert waiting["again"] == 6
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Collector, "add_rows", lambda *_: False)
+        patch.setattr(Accumulator, "add_rows", lambda *_: False)
         _, expected = train(models[1], member=lw.optim.EKFAC)
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
@@ -174,7 +181,7 @@ def test_what_does_not_wait(waiting: dict[str, int], case: str):
     if case == "reduce":
         assert waiting["kept"] == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(observe, "waits_for_step", lambda io: False)
+        patch.setattr(rows, "waits_for_step", lambda io: False)
         _, expected = train(plain, **options)
     assert_close(found, expected)
 
@@ -209,7 +216,7 @@ def test_gradients_in_between_do_not_count(waiting: dict[str, int]):
     for waits, m in ((True, model), (False, plain)):
         with pytest.MonkeyPatch.context() as patch:
             if not waits:
-                patch.setattr(observe, "waits_for_step", lambda io: False)
+                patch.setattr(rows, "waits_for_step", lambda io: False)
             opt = lw.optim.KFAC(m, lr=0.01, scale="formula")
             for step in range(3):
                 for discarded in (True, False):
