@@ -47,7 +47,9 @@ def weight_matrices(model: nn.Module) -> dict[str, Float[Tensor, "o i"]]:
                 describe(given, "nn.Linear and nn.Conv2d without groups", "leave such layers out of the comparison")
             )
         if seen & {id(p) for p in own}:
-            raise UnsupportedError(describe(f"{name}, whose weights are shared", "layers of their own", "untie them"))
+            raise UnsupportedError(
+                describe(f"{name}, whose weights are shared", "layers with weights of their own", "untie them")
+            )
         seen |= {id(p) for p in own}
         weight: Tensor = getattr(module, "weight")  # noqa: B009
         found[name] = weight.detach().flatten(1).double()
@@ -97,7 +99,7 @@ def neyshabur2019(model: nn.Module, initial: nn.Module, x: Float[Tensor, "N ..."
     """
     *hidden, (V, _) = _pairs(model, initial)
     if not hidden:
-        raise InputError(describe("a model of one layer", "two or more", "take another measure"))
+        raise InputError(describe("a model of one layer", "two layers or more", "take another measure"))
     names = list(weight_matrices(initial))
     seen = _chain(initial, names, x)
     moved = sum(float((W - W0).norm()) * s for (W, W0), s in zip(hidden, _others(hidden), strict=True))
@@ -189,7 +191,13 @@ def _pairs(model: nn.Module, initial: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Layers now and before."""
     now, before = weight_matrices(model), weight_matrices(initial)
     if {k: W.shape for k, W in now.items()} != {k: W.shape for k, W in before.items()}:
-        raise InputError(describe("an initial model with other layers", "a copy of the model", "copy.deepcopy it"))
+        raise InputError(
+            describe(
+                "an initial model with other layers",
+                "a copy of the model",
+                "pass copy.deepcopy(model), made before training",
+            )
+        )
     return [(now[name], before[name]) for name in now]
 
 

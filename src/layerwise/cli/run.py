@@ -188,8 +188,8 @@ def _name_first(argv: list[str]) -> tuple[str, list[str]]:
             return word, argv[:k] + argv[k + 1 :]
     raise InputError(
         describe(
-            shlex.join(["layerwise", "run", *argv]),
-            "layerwise run EXPERIMENT [options]",
+            f"`{shlex.join(['layerwise', 'run', *argv])}`",
+            "`layerwise run EXPERIMENT [options]`",
             f"name one of: {', '.join(known) or 'none'}",
         )
     )

@@ -235,7 +235,7 @@ def _named(layer: str) -> Iterator[None]:
     try:
         yield
     except LayerwiseError as error:
-        raise type(error)(f"layer {layer!r}: {error}") from error
+        raise type(error)(f"Layer {layer!r}: {error}") from error
 
 
 def _standalone(spec: LayerSpec) -> LayerSpec:

@@ -23,7 +23,7 @@ from layerwise.foundations.cotangents import (
     SampledLabels,
 )
 from layerwise.foundations.device import budget
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, not_one_of
 from layerwise.foundations.kronecker import check_split
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.progress import Progress
@@ -273,7 +273,9 @@ def gradient_moment(
     allowed = CENTERED_STRUCTURES if centered else STRUCTURES
     check_structure(structure, allowed, "the centered moment" if centered else "the gradient moment")
     if centered and normalize != "examples":
-        raise InputError(describe('normalize="terms" and centered=True', '"examples"', "leave one of them out"))
+        raise InputError(
+            describe('normalize="terms" and centered=True', 'normalize="examples"', "leave one of them out")
+        )
     given = _loss(loss, likelihood, likelihood_options)
     cotangent: Cotangent
     if isinstance(given, Likelihood):
@@ -320,7 +322,7 @@ def _loss(loss: Any, likelihood: Any, options: dict[str, Any]) -> Likelihood | L
             describe(
                 f"options {', '.join(options)} with a loss function",
                 "options of a likelihood",
-                "bind them inside",
+                "bind them inside the loss function",
             )
         )
     if not callable(given):
@@ -337,7 +339,7 @@ def _cotangent(law: Likelihood, estimator: str, samples: int, seed: int) -> Cota
         return SampledLabels(law, int(samples), seed)
     if estimator == "empirical":
         return LossGradient(law)
-    raise InputError(describe(f"estimator={estimator!r}", '"exact", "sampled" or "empirical"', "choose one of them"))
+    raise InputError(not_one_of("estimator", estimator, ("exact", "sampled", "empirical")))
 
 
 def _options(sharing: str, conv: str, split: str | None, completion: str | None) -> Options:
@@ -347,9 +349,7 @@ def _options(sharing: str, conv: str, split: str | None, completion: str | None)
         ("completion", completion, (None, "psd", "arrow")),
     ):
         if value not in known:
-            raise InputError(
-                describe(f"{name}={value!r}", " or ".join(f'"{k}"' for k in known if k), "choose one of them")
-            )
+            raise InputError(not_one_of(name, value, known))
     if split is not None:
         check_split(split, split)
     return Options(sharing, conv, split, completion)
@@ -376,7 +376,7 @@ def _sweep(
     matrices: Matrices | None,
 ) -> Sweep:
     if normalize not in ("examples", "terms"):
-        raise InputError(describe(f"normalize={normalize!r}", '"examples" or "terms"', "choose one of them"))
+        raise InputError(not_one_of("normalize", normalize, ("examples", "terms")))
     model = unwrap(model)
     # SUA makes kernel offsets independent; the bias has no offset, so it is a block of its own.
     separate = (nn.Conv1d, nn.Conv2d, nn.Conv3d) if conv == "sua" else ()

@@ -351,7 +351,9 @@ class ParamMatrix(OwnArithmetic, ABC, guard=in_own_arithmetic):
 
     def _check_k(self, k: int) -> None:
         if not 1 <= k <= self.numel():
-            raise InputError(describe(f"k={k}", f"1 … {self.numel()}", "choose how many eigenvalues to compute"))
+            raise InputError(
+                describe(f"k={k}", f"a number from 1 to {self.numel()}", "choose how many eigenvalues to compute")
+            )
 
     def _refuse_split(self, split: str | None) -> None:
         if split not in (None, "exact"):
@@ -616,7 +618,7 @@ def same_space(matrices: Iterable[ParamMatrix]) -> None:
                 describe(
                     f"matrices that differ in {', '.join(odd[:4])}",
                     "matrices on the same parameters",
-                    "select alike",
+                    "select the same layers for both",
                 )
             )
 

@@ -57,7 +57,9 @@ class MomentLikelihood(Likelihood):
     def standardize(self, f: Tensor, y: Any, mask: Tensor | None, arrange: Callable[[Tensor], Tensor]) -> Terms:
         """Outputs by example, flattened; the target keeps its shape (one row an example)."""
         if mask is not None:
-            raise UnsupportedError(describe("a mask with a loss function", "a mask with a likelihood", "mask inside"))
+            raise UnsupportedError(
+                describe("a mask with a loss function", "a likelihood beside a mask", "mask inside the loss function")
+            )
         if y is None:
             raise InputError(describe("a batch without a target", "a batch (x, y)", "give y"))
         by_example = arrange(f.unsqueeze(-1)).squeeze(-1)

@@ -43,7 +43,9 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> ParamMatrix:
     """
     path = Path(path)
     if not path.exists():
-        raise FileFormatError(describe(f"{path}, which does not exist", "a file written by F.save(path)", "check it"))
+        raise FileFormatError(
+            describe(f"{path}, which does not exist", "a file written by F.save(path)", "check the path")
+        )
     try:
         # On the host, where the checksum is computed, whatever the device.
         with safe_open(path, framework="pt", device="cpu") as file:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from layerwise.foundations.errors import FileFormatError, InputError, LayerwiseError, describe, nearest
+from layerwise.foundations.errors import FileFormatError, InputError, LayerwiseError, describe, not_one_of
 
 VARIABLE = "LAYERWISE_DATA"
 SPLITS = ("train", "test")
@@ -39,7 +39,7 @@ def root(folder: str | os.PathLike[str] | None = None) -> Path:
 def shards(folder: Path, places: Sequence[str], split: str, repository: str) -> list[Path]:
     """The files of a split, in order, from the first of `places` (subfolders) that has any."""
     if split not in SPLITS:
-        raise InputError(describe(f"split={split!r}", '"train" or "test"', nearest(split, SPLITS)))
+        raise InputError(not_one_of("split", split, SPLITS))
     for place in places:
         found = sorted((folder / place).glob(f"{split}-*-of-*.parquet"))
         if found:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layerwise.data.images import Images, from_bytes
 from layerwise.data.parquet import CHANNELS, decode
-from layerwise.foundations.errors import FileFormatError, InputError, describe, nearest
+from layerwise.foundations.errors import FileFormatError, InputError, describe, not_one_of
 from layerwise.foundations.optional import require
 from layerwise.foundations.progress import Progress, resolve
 
@@ -41,7 +41,7 @@ def hub(
         progress: None shows a bar on a terminal only; True, always; False, never.
     """
     if mode not in CHANNELS:
-        raise InputError(describe(f"mode={mode!r}", " or ".join(map(repr, CHANNELS)), nearest(mode, CHANNELS)))
+        raise InputError(not_one_of("mode", mode, CHANNELS))
     if limit is not None and limit < 1:
         raise InputError(describe(f"limit={limit}", "a number ≥ 1, or None for all", "leave it out"))
     rows = _rows(repository, split, folder, image, label)
@@ -54,7 +54,9 @@ def hub(
     sizes = sorted({tuple(p.shape) for p in pixels})
     if len(sizes) != 1:
         what = f"images of several sizes ({', '.join(map(str, sizes[:4]))})" if sizes else "no rows"
-        raise FileFormatError(describe(f"{repository} {split} with {what}", "images of one size", "choose another"))
+        raise FileFormatError(
+            describe(f"{repository} {split} with {what}", "images of one size", "choose another data set")
+        )
     return from_bytes(torch.stack(pixels), torch.tensor(labels, dtype=torch.int64))
 
 

@@ -30,7 +30,7 @@ def experiments() -> dict[str, Experiment]:
             continue
         if experiment.name in found:
             raise InputError(
-                describe(f"two experiments named {experiment.name!r}", "a name each", f"rename that of {module}")
+                describe(f"two experiments named {experiment.name!r}", "a name for each", f"rename that of {module}")
             )
         found[experiment.name] = experiment
     return dict(sorted(found.items()))

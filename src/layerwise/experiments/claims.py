@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from layerwise.experiments.intervals import at_most, mean_interval, share_interval
-from layerwise.foundations.errors import InputError, describe, nearest
+from layerwise.foundations.errors import InputError, describe, not_one_of
 
 COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 RELATIONS = (*COMPARE, "within")
@@ -76,7 +76,7 @@ class Claim:
         known = {"relation": RELATIONS, "test": TESTS, "expected": EXPECTED, "origin": tuple(ORIGINS)}
         for field, allowed in known.items():
             if (given := getattr(self, field)) not in allowed:
-                refuse(f"{field}={given!r}", f"one of {', '.join(map(repr, allowed))}", nearest(given, allowed))
+                raise InputError(not_one_of(field, given, allowed, where=f"in claim {self.name!r}"))
         if (self.relation == "within") != isinstance(self.target, tuple):
             refuse(
                 f"relation={self.relation!r} and target={self.target!r}",

@@ -90,14 +90,18 @@ class Experiment:
             raise InputError(describe(f"experiment {self.name!r} with {given}", expected, do))
 
         if not NAME.fullmatch(self.name):
-            refuse("that name", "lower-case words joined by dashes", 'name it like "head-to-head"')
+            refuse("a name of another form", "lower-case words joined by dashes", 'name it like "head-to-head"')
         if sorted(self.presets) != sorted(PRESETS):
             refuse(f"presets {sorted(self.presets)}", f"the presets {', '.join(PRESETS)}", "declare all three")
         for preset, config in self.presets.items():
             if not dataclasses.is_dataclass(config) or isinstance(config, type):
                 refuse(f"preset {preset} = {config!r}", "a dataclass instance", "make it a frozen dataclass")
             if not _is_frozen(config) or type(config) is not type(self.presets["smoke"]):
-                refuse(f"preset {preset}", "frozen dataclasses of one class", "use one @dataclass(frozen=True)")
+                refuse(
+                    f"preset {preset} of another kind",
+                    "frozen dataclasses of one class",
+                    "use one @dataclass(frozen=True)",
+                )
             seeds = getattr(config, "seeds", None)
             if not isinstance(seeds, int) or seeds < 1:
                 refuse(f"preset {preset} with seeds={seeds!r}", "an integer field seeds ≥ 1", "add seeds: int")

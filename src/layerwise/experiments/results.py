@@ -219,7 +219,11 @@ def _declared(opening: Record, path: Path, experiments: Sequence[Experiment] | N
         raise InputError(unknown("experiment", name, known))
     if not isinstance(source, str) or REFERENCE.fullmatch(source) is None:
         raise InputError(
-            describe(f"a manifest with the source {source!r}", "module:ATTRIBUTE", "move the file away, it is not ours")
+            describe(
+                f"a manifest with the source {source!r}",
+                "module:ATTRIBUTE",
+                "move the file away: `layerwise run` has not written it",
+            )
         )
     raise StrangerError(
         f"{path} is of {source}, which is not part of layerwise; judge it with `layerwise check {source}`"

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, not_one_of
 from layerwise.foundations.linalg import guarded_cholesky, guarded_eigh
 from layerwise.foundations.operators import BlockOperator, EigenOperator, damped_spectrum
 
@@ -24,7 +24,7 @@ def check_split(split: str | None, default: str) -> str:
     if split is None:
         return default
     if split not in SPLITS:
-        raise InputError(describe(f"damping_split={split!r}", '"exact", "trace" or "equal"', "choose one of them"))
+        raise InputError(not_one_of("damping_split", split, SPLITS))
     return split
 
 

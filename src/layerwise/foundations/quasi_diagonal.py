@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.foundations.errors import InputError, NumericalError, describe
+from layerwise.foundations.errors import InputError, NumericalError, describe, not_one_of
 from layerwise.foundations.linalg import guarded_eigh, squared_norm
 from layerwise.foundations.operators import BlockOperator, damped_spectrum
 
@@ -230,7 +230,7 @@ class QuasiDiagonal(BlockOperator):
         """The inverse of `tensors` and `options`."""
         completion = options["completion"]
         if completion not in (None, "psd", "arrow"):
-            raise InputError(describe(f"completion={completion!r}", '"psd", "arrow" or None', "choose one of them"))
+            raise InputError(not_one_of("completion", completion, ("psd", "arrow", None)))
         return cls(tensors["D"], tensors["f"], tensors["cross"], completion)
 
     def numel(self) -> int:

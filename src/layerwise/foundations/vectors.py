@@ -114,13 +114,13 @@ class ParamVector:
         parameters = trainable(model)
         for name in self._tensors:
             if name not in parameters:
-                raise NameLookupError(unknown("trainable parameter of the model", name, parameters))
+                raise NameLookupError(unknown("trainable parameter", name, parameters, where="of the model"))
         for name, t in self._tensors.items():
             parameters[name].add_(t.to(parameters[name]), alpha=scale)
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._tensors:
-            raise NameLookupError(unknown("parameter of this vector", name, self._tensors))
+            raise NameLookupError(unknown("parameter", name, self._tensors, where="of this vector"))
         return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -188,7 +188,7 @@ def _target(target: Any, kernel: Kernel) -> Kernel | Float[Tensor, "B NP"]:
         describe(
             f"a target that is {given}",
             f"a kernel or matrix of {rows} rows, integer labels ({n},), or values ({n}, {P})",
-            "labels must be integers, values floating-point",
+            "pass labels as integers, values as floating-point numbers",
         )
     )
 

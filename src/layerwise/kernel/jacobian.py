@@ -341,7 +341,7 @@ def read_functions(
         describe(
             given,
             f"a tensor of shape {shaped}({rows},) or ({rows}, columns)",
-            "one number for each function of each example, example-major",
+            "give one number for each function of each example, example-major",
         )
     )
 

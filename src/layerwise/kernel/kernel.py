@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.arithmetic import OwnArithmetic
-from layerwise.foundations.errors import InputError, NumericalError, UnsupportedError, describe
+from layerwise.foundations.errors import InputError, NumericalError, UnsupportedError, describe, not_one_of
 from layerwise.foundations.linalg import conjugate_gradient, guarded_cholesky, guarded_eigh, lanczos_top, norm
 from layerwise.foundations.random import stream
 from layerwise.kernel.jacobian import read_functions
@@ -253,7 +253,7 @@ class Kernel(OwnArithmetic, ABC, guard=in_own_arithmetic):
         if not (ridge >= 0 and ridge < float("inf")):
             raise InputError(describe(f"ridge={ridge}", "a finite number ≥ 0", "pass e.g. ridge=1e-3"))
         if method not in ("auto", "dense", "cg"):
-            raise InputError(describe(f"method={method!r}", '"auto", "dense" or "cg"', "choose one of them"))
+            raise InputError(not_one_of("method", method, ("auto", "dense", "cg")))
         columns, kind = read_functions(y, self.n, self.out_shape, self.dtype, self.device)
         if method == "dense" or (method == "auto" and (self.has_matrix() or self.shape[0] <= DENSE_EIGH)):
             found = self._solve_dense(columns, ridge)
@@ -383,7 +383,7 @@ class MatrixKernel(Kernel):
 def check_centering(centering: str) -> None:
     """A centering by name."""
     if centering not in CENTERINGS:
-        raise InputError(describe(f"centering={centering!r}", '"per-output", "global" or "none"', "choose one of them"))
+        raise InputError(not_one_of("centering", centering, CENTERINGS))
 
 
 def center(rows: Float[Tensor, "*B NP"], functions: int, centering: str) -> Float[Tensor, "*B NP"]:

@@ -7,7 +7,14 @@ from fnmatch import fnmatchcase
 import torch
 
 from layerwise.foundations.device import readable, require
-from layerwise.foundations.errors import InputError, MemoryBudgetError, NameLookupError, describe, nearest, unknown
+from layerwise.foundations.errors import (
+    InputError,
+    MemoryBudgetError,
+    NameLookupError,
+    describe,
+    not_one_of,
+    unknown,
+)
 from layerwise.kernel.contraction import ORDERS
 from layerwise.kernel.cost import START, TRAFFIC, Cost, LayerSizes, cost
 from layerwise.kernel.examples import RECORDING, recording_sizes
@@ -263,9 +270,7 @@ def _asked(name: str, algorithm: Algorithm) -> str:
     else:
         chosen = next((order for pattern, order in algorithm.items() if fnmatchcase(name, pattern)), "auto")
     if chosen not in (*ORDERS, "auto"):
-        raise InputError(
-            describe(f"algorithm={chosen!r}", f"one of: auto, {', '.join(ORDERS)}", nearest(chosen, ["auto", *ORDERS]))
-        )
+        raise InputError(not_one_of("algorithm", chosen, ("auto", *ORDERS)))
     return chosen
 
 

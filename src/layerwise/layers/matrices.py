@@ -47,7 +47,7 @@ def split(parts: int, heads: int = 1) -> Split:
     """
     for name, value in (("parts", parts), ("heads", heads)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InputError(describe(f"{name}={value!r}", "a whole number ≥ 1", "e.g. lw.split(3, heads=12)"))
+            raise InputError(describe(f"{name}={value!r}", "a whole number ≥ 1", "pass e.g. lw.split(3, heads=12)"))
     return Split(parts, heads)
 
 
@@ -63,14 +63,14 @@ def batched() -> Batched:
 def checked(matrices: Any) -> dict[str, Split | Batched]:
     """The option, or what is wrong with it."""
     if not isinstance(matrices, Mapping):
-        raise InputError(describe(f"matrices={matrices!r}", "a mapping", 'e.g. {"*.qkv": lw.split(3)}'))
+        raise InputError(describe(f"matrices={matrices!r}", "a mapping", 'pass e.g. {"*.qkv": lw.split(3)}'))
     for pattern, how in matrices.items():
         if not isinstance(how, Split | Batched):
             raise InputError(
                 describe(
                     f"matrices={{{pattern!r}: {how!r}}}",
                     "lw.split(parts, heads) or lw.batched()",
-                    'e.g. {"*.qkv": lw.split(3, heads=12)}',
+                    'pass e.g. {"*.qkv": lw.split(3, heads=12)}',
                 )
             )
     return dict(matrices)

@@ -15,6 +15,7 @@ from layerwise.foundations.errors import (
     NameLookupError,
     UnsupportedError,
     describe,
+    not_one_of,
     unknown,
 )
 from layerwise.foundations.types import trainable, unwrap
@@ -122,13 +123,7 @@ class LayerTable:
         """Read a model: tied weights, frozen parameters and unknown modules included."""
         matrices = {} if matrices is None else checked(matrices)
         if on_unsupported not in ("elementwise", "skip", "raise"):
-            raise InputError(
-                describe(
-                    f"on_unsupported={on_unsupported!r}",
-                    '"elementwise", "skip" or "raise"',
-                    "choose one of them",
-                )
-            )
+            raise InputError(not_one_of("on_unsupported", on_unsupported, ("elementwise", "skip", "raise")))
         model = unwrap(model)
         parameters = trainable(model)
         if not parameters:
@@ -136,7 +131,7 @@ class LayerTable:
                 describe(
                     "a model without trainable parameters",
                     "at least one parameter with requires_grad",
-                    "unfreeze",
+                    "unfreeze some",
                 )
             )
         _check_parameters(parameters)

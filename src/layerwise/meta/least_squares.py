@@ -204,7 +204,7 @@ class LeastSquares:
         """‖w − w*‖², where the labels' weights are known; the loss on new examples is half of it plus σ²/2."""
         if self.truth is None:
             given = "tasks whose true weights are not known"
-            raise InputError(describe(given, "truth", "judge by the loss on held-out examples instead"))
+            raise InputError(describe(given, "tasks with truth=", "judge by the loss on held-out examples instead"))
         return (weights - self.truth[:, None]).square().sum(2)
 
     @property

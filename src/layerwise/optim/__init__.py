@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from layerwise.optim.members.sign import Sign as Sign
     from layerwise.optim.members.soap import SOAP as SOAP
     from layerwise.optim.members.supernat import SuperNat as SuperNat
+    from layerwise.optim.options import Execution as Execution
+    from layerwise.optim.options import Refresh as Refresh
+    from layerwise.optim.options import Statistics as Statistics
     from layerwise.optim.rule import UpdateRule as UpdateRule
 
 import_when_used(__name__)

@@ -26,16 +26,19 @@ from layerwise.optim.choice import fallen_matrices, rule_of, why_fallback
 from layerwise.optim.options import (
     LIKELIHOOD,
     LOSS_AVERAGE,
+    Execution,
     Overrides,
+    Refresh,
+    Statistics,
     about_unknown,
     check_number,
     check_numbers,
     fallback_rule,
+    grouped,
     known,
     parameter_groups,
     positive,
     show_options,
-    switch,
 )
 from layerwise.optim.parameters import BareParameters, model_of
 from layerwise.optim.reference import Reference
@@ -51,7 +54,7 @@ from layerwise.optim.report import (
     unseen,
 )
 from layerwise.optim.rule import Context, Health, UpdateRule
-from layerwise.optim.solver import SOLVERS, check_solver
+from layerwise.optim.solver import check_solver
 from layerwise.optim.statistics.accumulate import Accumulator, Moments, Sums
 from layerwise.optim.statistics.hooks import Capture, Seen
 from layerwise.optim.statistics.loss_scale import LossScale
@@ -101,21 +104,15 @@ class Layerwise(Checkpointed):
         factor_every: steps between statistics.
         refresh_every: steps between decompositions; layers take turns, so that no step is slow.
         factor_decay: ρ of the statistics' running mean.
-        statistics_over: steps over which a batch's statistics are taken in, at most `factor_every`: each layer's before
-            its next decomposition, with the same result, so that no step is slow; rows are kept until then. 1: at once.
-            None: on a GPU as many as there are between statistics, where labels are drawn or rows kept anyway; else 1.
-            Where CUDA graphs of your own write over activations or gradients (`torch.cuda.make_graphed_callables`), 1.
         estimator: "empirical" (the loss's own gradients), "sampled" or "exact" (labels of the model; need
             `likelihood`).
         likelihood: "categorical", "gaussian", "bernoulli", an object of `lw.likelihoods`, or "auto": categorical and
             Bernoulli outputs are recognised by the first backward; others have empirical statistics, with a warning.
-        samples: labels drawn an example.
-        sharing: "expand" or "reduce", for weights shared over positions.
         graft: None, "gradient" or "adam": whose norm each layer's direction takes.
         clip: None, a number κ (the step's predicted change ``η² ⟨D, ∇L⟩`` stays below it), or ("norm", c).
         scale: "formula": the update is as large as the formula says. "adam", the members' default: the gradient is
             averaged as AdamW does, then preconditioned, and the update has the norm of AdamW's: `lr` means what it
-            means there, and the loss's own scale nothing. See `layerwise.optim.step.update_scale`.
+            means there, and the loss's own scale nothing. See `layerwise.optim.step.update`.
         betas: AdamW's, with ``scale="adam"``, of the size of updates and of parameters without a rule; the first is
             also the momentum, where the member has none of its own. By default `momentum` and 0.999.
         update_fallback: "adam", "sgd", or a rule, for parameters that the rule does not treat.
@@ -127,18 +124,15 @@ class Layerwise(Checkpointed):
             output says otherwise, an error.
         accumulate: k, where the loss is divided by k and gradients are accumulated over k batches; likewise.
         grad_scaler: the `torch.amp.GradScaler` of your loop; likewise.
-        example_axis: axis of the examples in the input, where it is not the first.
         max_factor: a side longer than this has no factor.
         matrices: parameters that hold several matrices, each with factors or a direction of its own, by pattern:
             ``{"*.qkv": lw.split(3, heads=12)}``. For members of gradients alone (Muon, Shampoo, SOAP) every parameter
             of two axes is a matrix and every one of three a stack, but for tables of embeddings.
-        solver: how inverses, roots and bases are found: "auto", "eigh", "cholesky" or "newton" (products alone,
-            warm-started and tested); see `layerwise.optim.cuda.monitor`.
-        precision: of products where factors are treated by "newton": "high" (pairs of float16, 22 bits), or "half" (11
-            bits, a third of the work and half the state: enough where gradients are computed in bfloat16 and carry 8).
-        cuda_graphs: whether steps on a GPU are captured as CUDA graphs and replayed; None: for models of up to 2²⁵
-            parameters, whose steps are launches rather than work. See `layerwise.optim.cuda.captured_step`.
         seed: of sampled labels.
+        statistics: a `Statistics` with what is seldom said of them: samples, sharing, over, example_axis.
+        refresh: a `Refresh`: by which solver inverses, roots and bases are found.
+        execution: an `Execution`: precision and CUDA graphs on a GPU.
+        others: the fields of those three, each by itself: ``samples=2``, ``solver="eigh"``, ``cuda_graphs=True``.
     """
 
     fixed: ClassVar[tuple[str, ...]] = ()
@@ -163,11 +157,8 @@ class Layerwise(Checkpointed):
         factor_every: int = 1,
         refresh_every: int = 1,
         factor_decay: float = 0.95,
-        statistics_over: int | None = None,
         estimator: str | None = None,
         likelihood: str | Likelihood | None = LIKELIHOOD,
-        samples: int = 1,
-        sharing: str = "expand",
         graft: str | None = None,
         clip: float | tuple[str, float] | None = None,
         scale: str = "formula",
@@ -178,23 +169,23 @@ class Layerwise(Checkpointed):
         loss_average: str | None = LOSS_AVERAGE,
         accumulate: int | None = None,
         grad_scaler: Any = None,
-        example_axis: int | None = None,
         max_factor: int = 8192,
         separate_bias: bool | None = None,
         matrices: Matrices | None = None,
-        solver: str = "auto",
-        precision: str = "high",
-        cuda_graphs: bool | None = None,
         seed: int | torch.Generator = 0,
-        **unknown: Any,
+        statistics: Statistics | None = None,
+        refresh: Refresh | None = None,
+        execution: Execution | None = None,
+        **others: Any,
     ) -> None:
-        if unknown:
-            raise TypeError(about_unknown(type(self), unknown))
+        self._how = grouped(others, statistics, refresh, execution)
+        if others:
+            raise TypeError(about_unknown(type(self), others))
+        statistics, refresh, execution = self._how
         self.rule = rule or rule_of(left, right, power, basis, damping_split, max_factor)
         self.requires = self.rule.requirements()
         self.model = model_of(model, self.rule, type(self).__name__)
-        check_solver(known("solver", solver, SOLVERS), self.requires.powers)
-        self._solver, self._precision = solver, known("precision", precision, ("high", "half"))
+        check_solver(refresh.solver, self.requires.powers)
         self.fallback = fallback_rule(update_fallback, betas)
         self._damping = Damping(damping, damping_scale)
         self._graft, self._clip, self._size = Graft(graft), Clip.read(clip), UpdateSize(scale, betas)
@@ -206,13 +197,16 @@ class Layerwise(Checkpointed):
             positive("factor_every", factor_every),
             positive("refresh_every", refresh_every),
         )
-        self.statistics_over = None if statistics_over is None else positive("statistics_over", statistics_over)
-        self.sharing = known("sharing", sharing, ("expand", "reduce"))
         self._health = Health()
         self._scale = LossScale(loss_average, accumulate, grad_scaler)
-        self._settings = {"estimator": estimator, "likelihood": likelihood, "samples": samples, "recognised": None}
+        self._settings = {
+            "estimator": estimator,
+            "likelihood": likelihood,
+            "samples": statistics.samples,
+            "recognised": None,
+        }
         self.separate_bias = scale == "adam" if separate_bias is None else separate_bias
-        self._cuda_graphs, self._matrices = switch("cuda_graphs", cuda_graphs), matrices
+        self._matrices = matrices
         self.table = self._read_table()
         self._stacks: list[Stack] | None = None
         self._loaded: dict[str, dict[str, Tensor]] = {}
@@ -240,7 +234,7 @@ class Layerwise(Checkpointed):
         self._owners = owners(self.model)
         self.processes = Processes()
         self._accumulator = self._make_accumulator()
-        self._capture = self._make_capture(example_axis, seed_of(seed))
+        self._capture = self._make_capture(statistics.example_axis, seed_of(seed))
         self.param_groups[0]["engine"] = self._engine()
 
     def __init_subclass__(cls) -> None:
@@ -271,14 +265,15 @@ class Layerwise(Checkpointed):
 
     def _make_backend(self) -> Backend:
         """The reference on a CPU; that of `cuda` on a GPU, or where factors are to be refined by products."""
-        if self.host_may_sync and self._solver != "newton":
-            return Reference(self._solver)
+        _, refresh, execution = self._how
+        if self.host_may_sync and refresh.solver != "newton":
+            return Reference(refresh.solver)
         from layerwise.optim.cuda.backend import CudaBackend  # the GPU's code is not read where there is none
 
-        return CudaBackend(self._solver, self._precision)
+        return CudaBackend(refresh.solver, execution.precision)
 
     def _make_accumulator(self) -> Accumulator:
-        found, known = Accumulator(self.requires, self.sharing, self.processes), dict[str, Moments | None]()
+        found, known = Accumulator(self.requires, self._how[0].sharing, self.processes), dict[str, Moments | None]()
         optimizer = weakref.ref(self)  # nothing that the model's hooks reach may keep it alive
 
         def moments(spec: LayerSpec) -> Moments | None:
@@ -327,7 +322,6 @@ class Layerwise(Checkpointed):
                 )
             )
         self._settings["estimator"] = estimator
-        positive("samples", self._settings["samples"])
         found = Capture(
             self.model, self.table, estimator, law, self._settings["samples"], seed, self._scale, example_axis
         )
@@ -431,9 +425,9 @@ class Layerwise(Checkpointed):
             *how,
             self.refresh_every,
             factor_every=self.factor_every,
-            statistics_over=self.statistics_over,
+            statistics_over=self._how[0].over,
             draws_labels=self.requires.outgrads and self._settings["estimator"] != "empirical",
-            cuda_graphs=self._cuda_graphs,
+            cuda_graphs=self._how[2].cuda_graphs,
         )
 
     def rule_for(self, spec: LayerSpec, group: Mapping[str, Any]) -> UpdateRule:

@@ -84,11 +84,13 @@ class FactorPair:
         decay = context.options["factor_decay"]
         P, Q = state.get("P"), state.get("Q")
         if seen.gradient is not None:
-            of_gradient: list[Side] = ["P"] if P is not None and self.left == "gradient" else []
-            of_gradient += ["Q"] if Q is not None and self.right == "gradient" else []
-            if of_gradient:
-                for side, new in context.backend.gradient_moments(seen.gradient, of_gradient, context):
-                    state[side].update_(new, decay, context, how=how)
+            of_gradient: list[Side] = []
+            if P is not None and self.left == "gradient":
+                of_gradient.append("P")
+            if Q is not None and self.right == "gradient":
+                of_gradient.append("Q")
+            for side, new in context.backend.gradient_moments(seen.gradient, of_gradient, context):
+                state[side].update_(new, decay, context, how=how)
         if P is not None and seen.G is not None:
             P.update_(seen.G, decay, context, seen.seen)
         if Q is not None and seen.A is not None:

@@ -3,7 +3,9 @@
 import difflib
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,6 +18,7 @@ from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.elementwise import AdamRule, GradientDescent
 from layerwise.optim.parameters import BareParameters
 from layerwise.optim.rule import UpdateRule
+from layerwise.optim.solver import SOLVERS
 
 GROUP_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "damping", "factor_decay", "betas", "update")
 """What a parameter group may have of its own; the first two also a part of a layer."""
@@ -36,6 +39,85 @@ TORCHS_OWN = {
 """Options of torch's AdamW that a loop may bring along."""
 BOUNDS = {"lr": math.inf, "momentum": 1.0, "weight_decay": math.inf, "damping": math.inf, "factor_decay": 1.0}
 """Numbers from 0 to below this."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """How second moments are taken; each field may also be given to an optimizer by itself.
+
+    >>> import torch, layerwise as lw
+    >>> opt = lw.optim.KFAC(torch.nn.Linear(4, 3), likelihood="categorical", statistics=lw.optim.Statistics(samples=2))
+    """
+
+    samples: int = 1
+    """Labels drawn an example."""
+    sharing: str = "expand"
+    """ "expand" or "reduce", for weights shared over positions."""
+    over: int | None = None
+    """Steps over which a batch's statistics are taken in, at most `factor_every`: each layer's before its next
+    decomposition, with the same result, so that no step is slow; rows are kept until then. 1: at once. None: on a GPU
+    as many as there are between statistics, where labels are drawn or rows kept anyway; else 1. Where CUDA graphs of
+    your own write over activations or gradients (`torch.cuda.make_graphed_callables`), 1. (`statistics_over`)"""
+    example_axis: int | None = None
+    """Axis of the examples in the input, where it is not the first."""
+
+    def __post_init__(self) -> None:
+        positive("samples", self.samples)
+        known("sharing", self.sharing, ("expand", "reduce"))
+        if self.over is not None:
+            positive("statistics_over", self.over)
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """How inverses, roots and bases are found; see `layerwise.optim.solver`."""
+
+    solver: str = "auto"
+    """ "auto", "eigh", "cholesky" or "newton" (products alone, warm-started and tested)."""
+
+    def __post_init__(self) -> None:
+        known("solver", self.solver, SOLVERS)
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How steps run on a GPU."""
+
+    precision: str = "high"
+    """Of products where factors are refined by "newton": "high" (split fp16, 22 bits), or "half" (fp16, 11 bits, a
+    third of the work and half the state: enough where gradients are computed in bfloat16 and carry 8)."""
+    cuda_graphs: bool | None = None
+    """Whether steps are captured as CUDA graphs and replayed; None: for models of up to 2²⁵ parameters, whose steps are
+    launches rather than work. See `layerwise.optim.cuda.captured_step`."""
+
+    def __post_init__(self) -> None:
+        known("precision", self.precision, ("high", "half"))
+        switch("cuda_graphs", self.cuda_graphs)
+
+
+GROUPED = {"samples": "samples", "sharing": "sharing", "statistics_over": "over", "example_axis": "example_axis"}
+"""From the name of an option by itself to that of its field in `Statistics`."""
+
+
+def grouped(
+    given: dict[str, Any], statistics: Statistics | None, refresh: Refresh | None, execution: Execution | None
+) -> tuple[Statistics, Refresh, Execution]:
+    """The three groups, with what was given by itself, which is taken out of `given`."""
+    if "record" in given:
+        warnings.warn("record= is called cuda_graphs= now", DeprecationWarning, stacklevel=4)
+        given["cuda_graphs"] = given.pop("record")
+    own = {GROUPED[name]: given.pop(name) for name in GROUPED if name in given}
+    solver = {"solver": given.pop("solver")} if "solver" in given else {}
+    how = {name: given.pop(name) for name in ("precision", "cuda_graphs") if name in given}
+    for name, group, alone in (
+        ("statistics", statistics, own),
+        ("refresh", refresh, solver),
+        ("execution", execution, how),
+    ):
+        if group is not None and alone:
+            field = next(iter(alone))
+            raise InputError(describe(f"{field} beside {name}=", "one of them", f"put {field} into {name}="))
+    return statistics or Statistics(**own), refresh or Refresh(**solver), execution or Execution(**how)
 
 
 def parameter_groups(
@@ -140,7 +222,8 @@ def show_options(member: Callable[..., Any], engine: Callable[..., Any], hidden:
 
 def about_unknown(member: type, unknown: Collection[str]) -> str:
     """What to do about options that a member does not have: torch's own, or misspelt ones."""
-    name, known = next(iter(unknown)), list(inspect.signature(member).parameters)
+    alone = (*GROUPED, "solver", "precision", "cuda_graphs")
+    name, known = next(iter(unknown)), [*inspect.signature(member).parameters, *alone]
     near = difflib.get_close_matches(name, known, 1)
     if name in TORCHS_OWN:
         do = f"leave {name} out: {TORCHS_OWN[name]}"

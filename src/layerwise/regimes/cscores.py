@@ -75,7 +75,9 @@ def estimate_cscores(
     counts = torch.stack([each.sum(0) for each in left_out])
     if not bool((counts.sum(0) > 0).all()):
         given = f"{int((counts.sum(0) == 0).sum())} examples that are in every subset, so that they have no score"
-        raise InputError(describe(given, "a subset without it, for each example", "more repeats or smaller fractions"))
+        raise InputError(
+            describe(given, "a subset without it, for each example", "take more repeats or smaller fractions")
+        )
     correct = [torch.cat(list(runs.trained(model_fn, steps, lr, batch))) for runs in groups]
     right = torch.stack([(a & b).sum(0) for a, b in zip(correct, left_out, strict=True)])
     shares, sizes = right.double() / counts.clamp_min(1), counts > 0
@@ -177,6 +179,6 @@ def _check(x: Tensor, y: Tensor, fractions: Sequence[float], repeats: int, steps
         raise InputError(describe(given, "one integer label an input", "give labels as class numbers"))
     if not fractions or not all(0 < round(f * len(x)) < len(x) for f in fractions):
         given = f"fractions={tuple(fractions)} of {len(x)} examples"
-        raise InputError(describe(given, "parts that keep an example, and leave one out", "e.g. (0.25,)"))
+        raise InputError(describe(given, "parts that keep an example, and leave one out", "pass e.g. (0.25,)"))
     if min(repeats, steps, batch or 1) < 1:
         raise InputError(describe(f"repeats={repeats}, steps={steps}, batch={batch}", "1 at least", "change them"))

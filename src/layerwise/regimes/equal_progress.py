@@ -122,7 +122,7 @@ def _read(column: Sequence[float | int], place: tuple[int, int, float]) -> float
 def _check(log: Log, name: str, columns: Sequence[str]) -> None:
     for column in columns:
         if column not in log:
-            raise NameLookupError(unknown(f"column of {name}", column, log))
+            raise NameLookupError(unknown("column", column, log, where=f"of {name}"))
     lengths = {column: len(log[column]) for column in columns}
     if len(set(lengths.values())) > 1 or not all(lengths.values()):
         given = f"{name} with columns of lengths {lengths}"

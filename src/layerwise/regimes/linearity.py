@@ -117,7 +117,13 @@ def representation(model: nn.Module, x: Any) -> Float[Tensor, "N features"]:
                 _apply(model, batch)
             if last.input is None:
                 given = "a model without a linear layer"
-                raise InputError(describe(given, "nn.Linear or functional.linear", "its last input is the one taken"))
+                raise InputError(
+                    describe(
+                        given,
+                        "nn.Linear or functional.linear",
+                        "representations are the inputs of the last linear layer",
+                    )
+                )
             found.append(last.input.detach().flatten(1))
     return torch.cat(found)
 

@@ -74,7 +74,9 @@ class Linearized(nn.Module):
         if isinstance(alpha, bool) or not isinstance(alpha, float | int) or not alpha > 0:
             raise InputError(describe(f"alpha={alpha!r}", "a number above 0, or float('inf')", "take e.g. alpha=100"))
         if not any(p.requires_grad for p in model.parameters()):
-            raise InputError(describe("a model without trainable parameters", "a model to train", "see requires_grad"))
+            raise InputError(
+                describe("a model without trainable parameters", "a model to train", "set requires_grad of some")
+            )
         self.alpha, self.keep_initial = float(alpha), keep_initial
         self.start = frozen_copy(model)
         self.model = model

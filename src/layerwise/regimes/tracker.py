@@ -237,7 +237,9 @@ def _read_probes(probe: Any, examples: int) -> dict[str, tuple[Any, Tensor | Non
     """By name, inputs and labels of the first examples; the name is empty for one probe alone."""
     if isinstance(probe, Mapping):
         if not probe or not all(isinstance(name, str) and name for name in probe):
-            raise InputError(describe(f"probes named {list(probe)}", "some, each with a name", 'e.g. {"test": (x, y)}'))
+            raise InputError(
+                describe(f"probes named {list(probe)}", "some, each with a name", 'pass e.g. {"test": (x, y)}')
+            )
         return {name: _read_probe(one, examples, f"the probe {name!r}") for name, one in probe.items()}
     return {"": _read_probe(probe, examples, "the probe")}
 

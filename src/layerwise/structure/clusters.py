@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from layerwise.foundations.cotangents import Cotangent
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, not_one_of
 from layerwise.foundations.likelihoods import Categorical, Likelihood, Terms
 from layerwise.layers.capture.model_call import in_own_arithmetic
 from layerwise.layers.capture.recorder import RecordedBatch
@@ -81,11 +81,11 @@ def logit_gradient_clusters(
         options: as for `layer_hessian`.
     """
     if of not in ("weight", "output"):
-        raise InputError(describe(f"of={of!r}", '"weight" or "output"', "choose one of them"))
+        raise InputError(not_one_of("of", of, ("weight", "output")))
     chosen = one_layer(model, data, layer, likelihood, bias=bias, cotangent=LogitRoot, **options)
     if not isinstance(chosen.sweep.likelihood, Categorical):
         raise InputError(
-            describe(f"likelihood {likelihood!r}", "a categorical likelihood: logits and classes", "classify")
+            describe(f"likelihood {likelihood!r}", "a categorical likelihood: logits and classes", "use a classifier")
         )
     sums, counts = class_sums(chosen, of)
     present = counts > 0

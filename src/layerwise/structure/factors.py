@@ -20,7 +20,7 @@ from layerwise.curvature.approximation import Options
 from layerwise.curvature.kronecker import KroneckerApproximation
 from layerwise.foundations.arithmetic import OwnArithmetic
 from layerwise.foundations.device import require
-from layerwise.foundations.errors import InputError, UnsupportedError, describe
+from layerwise.foundations.errors import InputError, UnsupportedError, describe, not_one_of
 from layerwise.foundations.kronecker import InputFactor, Kronecker
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.linalg import guarded_eigh
@@ -177,7 +177,7 @@ def gather(layer: OneLayer, sharing: Sharing = "expand") -> Decoupled:
     Inputs get a column of ones, whose moment with them is their mean.
     """
     if sharing not in ("expand", "reduce"):
-        raise InputError(describe(f"sharing={sharing!r}", '"expand" or "reduce"', "choose one of them"))
+        raise InputError(not_one_of("sharing", sharing, ("expand", "reduce")))
     sums: list[KroneckerApproximation] = []
 
     def begin() -> Observe:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from layerwise.foundations import likelihoods
 from layerwise.foundations.cotangents import Cotangent, HessianRoot
 from layerwise.foundations.device import budget
-from layerwise.foundations.errors import InputError, NameLookupError, UnsupportedError, describe, unknown
+from layerwise.foundations.errors import InputError, NameLookupError, UnsupportedError, describe, not_one_of, unknown
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.progress import Progress
 from layerwise.foundations.random import seed_of
@@ -165,7 +165,7 @@ def one_layer(
     """Choose a layer; all options but `bias` are those of `lw.fisher`."""
     law = likelihoods.resolve(likelihood, **likelihood_options)
     if normalize not in ("examples", "terms"):
-        raise InputError(describe(f"normalize={normalize!r}", '"examples" or "terms"', "choose one of them"))
+        raise InputError(not_one_of("normalize", normalize, ("examples", "terms")))
     model = unwrap(model)
     require_finite_parameters(model)
     spec, table = choose(model, LayerTable.from_model(model, matrices=matrices), layer)
@@ -181,7 +181,7 @@ def choose(model: nn.Module, table: LayerTable, layer: str) -> tuple[LayerSpec, 
     """The one layer that a name or a pattern means, and a table of it and of those that share its parameters."""
     if not isinstance(layer, str):
         raise InputError(
-            describe(f"layer={layer!r}", "the name of a layer", f"one of: {', '.join(table.names()[:30])}")
+            describe(f"layer={layer!r}", "the name of a layer", f"pass one of: {', '.join(table.names()[:30])}")
         )
     found = [spec for spec in table.layers if matches(spec, layer)]
     if not found:  # a module without a rule: its parameters are layers of their own
@@ -199,7 +199,9 @@ def choose(model: nn.Module, table: LayerTable, layer: str) -> tuple[LayerSpec, 
         raise NameLookupError(unknown("layer", layer, table.names()))
     if len(found) > 1:
         names = ", ".join(spec.name for spec in found[:30])
-        raise InputError(describe(f"{layer!r}, which matches {len(found)} layers", "one layer", f"one of: {names}"))
+        raise InputError(
+            describe(f"{layer!r}, which matches {len(found)} layers", "one layer", f"name one of: {names}")
+        )
     spec = found[0]
     if spec.form.weight is None:
         raise InputError(

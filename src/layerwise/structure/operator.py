@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.arithmetic import OwnArithmetic
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, not_one_of
 from layerwise.foundations.linalg import Estimate, frobenius_squared, squared_norm
 from layerwise.foundations.random import stream
 from layerwise.layers.capture.model_call import in_own_arithmetic
@@ -92,7 +92,7 @@ class LayerOperator(OwnArithmetic, guard=in_own_arithmetic):
         if method == "gram":
             return self._gram_pairs(k)
         if method != "lanczos":
-            raise InputError(describe(f"method={method!r}", '"dense", "gram" or "lanczos"', "choose one of them"))
+            raise InputError(not_one_of("method", method, ("dense", "gram", "lanczos")))
         options: dict[str, Any] = {"tol": tol, "max_steps": max_steps, "seed": seed}
         return lanczos_pairs(self._times, self.numel(), k, dtype=self.dtype, device=self.device, **options)
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, not_one_of
 
 
 def overlap(U: Float[Tensor, "d p"], V: Float[Tensor, "e q"], k: int | None = None) -> Float[Tensor, ""]:
@@ -45,7 +45,9 @@ def random_overlap(k: int, d: int) -> float:
     0.025
     """
     if not 1 <= k <= d:
-        raise InputError(describe(f"k={k} and d={d}", "1 ≤ k ≤ d", "d is the number of entries of the weight"))
+        raise InputError(
+            describe(f"k={k} and d={d}", "1 ≤ k ≤ d", "take a smaller k: d is the number of entries of the weight")
+        )
     return k / d
 
 
@@ -102,7 +104,9 @@ def matricization(h: Float[Tensor, "*d"], shape: tuple[int, int]) -> Float[Tenso
     if h.ndim not in (1, 2) or h.shape[0] != m * n:
         raise InputError(
             describe(
-                f"vectors of shape {tuple(h.shape)} for a {m} × {n} weight", f"[{m * n}] or [{m * n}, k]", "reshape"
+                f"vectors of shape {tuple(h.shape)} for a {m} × {n} weight",
+                f"[{m * n}] or [{m * n}, k]",
+                "reshape them",
             )
         )
     return h.reshape(m, n) if h.ndim == 1 else h.mT.reshape(-1, m, n)
@@ -135,7 +139,7 @@ def correspondence(
     [0.0, 0.0, 1.0]
     """
     if side not in ("input", "output"):
-        raise InputError(describe(f"side={side!r}", '"input" or "output"', "choose one of them"))
+        raise InputError(not_one_of("side", side, ("input", "output")))
     p, d = basis.shape[0], h.shape[0]
     if basis.ndim != 2 or basis.shape[1] != p or d % p or not _is_orthonormal(basis):
         raise InputError(

@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
-from layerwise.foundations.errors import NameLookupError, nearest
+from layerwise.foundations.errors import NameLookupError, unknown
 
 Inputs = Tensor | tuple | Mapping
 Made = tuple[nn.Module, Inputs, Tensor]
@@ -108,7 +108,7 @@ def case(name: str) -> Case:
         NameLookupError: no case has it; the message names the nearest.
     """
     if name not in _cases:
-        raise NameLookupError(f"no case is named {name!r}: {nearest(name, _cases)}")
+        raise NameLookupError(unknown("case", name, _cases))
     return _cases[name]
 
 
@@ -120,8 +120,8 @@ def select(*tags: str, without: Iterable[str] = ()) -> tuple[Case, ...]:
     """
     without = frozenset(without)
     known = frozenset().union(*(c.tags for c in CASES))
-    if unknown := sorted({*tags, *without} - known):
-        raise NameLookupError(f"no case has the tag {unknown[0]!r}: {nearest(unknown[0], known)}")
+    if odd := sorted({*tags, *without} - known):
+        raise NameLookupError(unknown("tag", odd[0], known, where="of cases"))
     return tuple(c for c in CASES if c.tags.issuperset(tags) and not c.tags & without)
 
 

@@ -150,5 +150,7 @@ def spectrum(eigenvalues: Numbers, weights: Numbers | None = None) -> tuple[np.n
         raise InputError(describe(given, "a list of finite numbers ≥ 0, not all 0", "pass the eigenvalues of Σ"))
     if w.shape != t.shape or not np.isfinite(w).all() or w.min() < 0 or w.sum() == 0:
         given = f"weights of shape {w.shape}"
-        raise InputError(describe(given, f"{t.size} finite numbers ≥ 0, not all 0", "one weight for each eigenvalue"))
+        raise InputError(
+            describe(given, f"{t.size} finite numbers ≥ 0, not all 0", "give one weight for each eigenvalue")
+        )
     return t, w / w.sum()

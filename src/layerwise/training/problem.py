@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.foundations import likelihoods
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, not_one_of
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import stream
 
@@ -88,7 +88,9 @@ def tensor_batches(data: Mapping[str, tuple[Tensor, Tensor]], batch_size: int) -
         if len(x) != len(y) or len(x) == 0:
             raise InputError(
                 describe(
-                    f"split {split!r} of {len(x)} inputs and {len(y)} targets", "as many of both, not none", "check"
+                    f"split {split!r} of {len(x)} inputs and {len(y)} targets",
+                    "as many of both, not none",
+                    "check the data",
                 )
             )
 
@@ -105,7 +107,7 @@ class TensorBatches:
     def __call__(self, split: str, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """One pass over a split."""
         if split not in self.data:
-            raise InputError(describe(f"split {split!r}", f"one of {', '.join(self.data)}", "name one of them"))
+            raise InputError(not_one_of("split", split, self.data))
         return self._pass(*self.data[split], shuffled=split == "train", seed=seed)
 
     def _pass(self, x: Tensor, y: Tensor, shuffled: bool, seed: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -41,7 +41,13 @@ class Method:
                 given = f"grid of {self.name!r} with {name}={tuple(values)}"
                 raise InputError(describe(given, "finite numbers, each once", "give others in `fixed`, or to `make`"))
         if not self.grid:
-            raise InputError(describe(f"an empty grid of {self.name!r}", 'such as {"lr": (0.1, 0.01)}', "give one"))
+            raise InputError(
+                describe(
+                    f"an empty grid of {self.name!r}",
+                    'options and their values, such as {"lr": (0.1, 0.01)}',
+                    "give one",
+                )
+            )
 
     def points(self) -> list[dict[str, float | int]]:
         """Every combination of the grid's values."""

@@ -10,7 +10,7 @@ import torch
 
 from layerwise.bounds.pac_bayes.bases import METHODS
 from layerwise.bounds.pac_bayes.prior import PriorGrid, check_confidence
-from layerwise.foundations.errors import InputError, NameLookupError, describe, unknown
+from layerwise.foundations.errors import InputError, NameLookupError, describe, not_one_of, unknown
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
@@ -72,7 +72,7 @@ class Options:
         }
         for name, (value, known) in names.items():
             if value not in known:
-                raise InputError(describe(f"{name}={value!r}", f"one of {', '.join(known)}", "choose one of them"))
+                raise InputError(not_one_of(name, value, known))
         if self.method == "ekfac" and self.biases != "joint":
             given = f'method="ekfac" and bias={self.bias!r}'
             raise InputError(describe(given, '"joint": EKFAC counts biases as columns', 'leave it out, or take "iter"'))

@@ -62,7 +62,7 @@ class Run:
         data = self.examples.fingerprint()
         if not self.examples.whole and data != self.examples.fingerprint():
             given = "a checkpoint and a loader whose examples differ from pass to pass"
-            raise InputError(describe(given, "the same examples each time", "no augmentation, and drop_last=False"))
+            raise InputError(describe(given, "the same examples each time", "use no augmentation, and drop_last=False"))
         self.path, self._every = path, every
         frozen = {f"rest/{name}": tensor for name, tensor in rest(self.network).items()}
         tensors = {"mean": self.first, "init": self.objective.prior_mean, **frozen}

@@ -109,7 +109,7 @@ def _check(runs: Sequence[Run]) -> None:
         same = run.objective.parameters == first.objective.parameters and run.examples.count == first.examples.count
         if other or not same:
             given = f"runs that differ in {', '.join(other) or 'the size of their networks or data'}"
-            raise InputError(describe(given, "these alike", "optimize them one after another"))
+            raise InputError(describe(given, "runs alike in these", "optimize them one after another"))
     if any(run.options.biases == "leave" for run in runs):
         raise InputError(describe('bias="leave" in a stack', '"rotate" or "joint"', "optimize such a run alone"))
 

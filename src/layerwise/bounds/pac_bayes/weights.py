@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.vectors import ParamVector, trainable, unwrap
 
-COPY = "init = copy.deepcopy(model) before training"
+COPY = "make it before training: init = copy.deepcopy(model)"
 
 
 def inner(model: Any) -> nn.Module:
@@ -25,7 +25,7 @@ def flat_weights(model: nn.Module, init: Any) -> tuple[Tensor, Tensor]:
     """Trained and initial parameters, flat; whatever else the function depends on must be the same in both."""
     now = {name: p.detach() for name, p in trainable(model).items()}
     if not now:
-        raise InputError(describe("a model without trainable parameters", "at least one", "unfreeze"))
+        raise InputError(describe("a model without trainable parameters", "at least one", "unfreeze some"))
     before = _by_name(init)
     for name, p in now.items():
         if name not in before or before[name].shape != p.shape:
@@ -77,7 +77,9 @@ def _check_rest(now: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> None
             continue
         if name not in before:
             given = f"an init without {name!r}, which the model has and which is not trained by gradients"
-            raise InputError(describe(given, "all that the network's function depends on", f"give the module: {COPY}"))
+            raise InputError(
+                describe(given, "all that the network's function depends on", f"give the module, and {COPY}")
+            )
         if before[name].shape != tensor.shape or not torch.equal(before[name].to(tensor), tensor):
             given = f"{name!r}, which is not trained by gradients and differs between model and init"
             expected = "a function of the trained parameters alone: the prior may not depend on the data"

@@ -77,9 +77,11 @@ def check(config: Config) -> None:
         given = f"trials={config.trials} for {len(config.rates)} rates"
         raise InputError(describe(given, "a trial for each rate, and two rates to draw between", "change one of them"))
     if len(config.losses) < 2 or list(config.losses) != sorted(set(config.losses), reverse=True):
-        raise InputError(describe(f"losses={config.losses}", "falling numbers, two or more", "e.g. (1.0, 0.1)"))
+        raise InputError(describe(f"losses={config.losses}", "falling numbers, two or more", "pass e.g. (1.0, 0.1)"))
     if config.seeds > CHOOSING:
-        raise InputError(describe(f"seeds={config.seeds}", f"at most {CHOOSING}", "others choose the rates"))
+        raise InputError(
+            describe(f"seeds={config.seeds}", f"at most {CHOOSING}", "take fewer: other seeds choose the rates")
+        )
 
 
 def cells(config: Config) -> list[Cell]:

@@ -16,7 +16,7 @@ from layerwise.experiments.george2023 import PAPER
 from layerwise.experiments.over_seeds import band
 from layerwise.experiments.progress import within_cell
 from layerwise.experiments.scratch import scratch
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, not_one_of, unknown
 
 if TYPE_CHECKING:
     from layerwise.training import Choice, Method, Problem
@@ -72,11 +72,11 @@ class Config:
 
 def cells(config: Config) -> list[Cell]:
     """One a method."""
-    unknown = set(config.methods) - set(LABELS)
-    if unknown or not config.methods:
-        raise InputError(
-            describe(f"methods {', '.join(sorted(unknown)) or 'none'}", f"some of {', '.join(LABELS)}", "name them")
-        )
+    if not config.methods:
+        raise InputError(describe("no methods", f"some of {', '.join(LABELS)}", "name one or more"))
+    for name in config.methods:
+        if name not in LABELS:
+            raise InputError(unknown("method", name, LABELS))
     return [Cell(key=name) for name in config.methods]
 
 
@@ -87,7 +87,7 @@ def check(config: Config) -> None:
         given = f"trials={config.trials} for {len(config.rates)} rates and {len(config.dampings)} dampings"
         raise InputError(describe(given, "a trial for each of their pairs, and at most four dampings", "change one"))
     if config.images not in ("digits", "mnist"):
-        raise InputError(describe(f"images={config.images!r}", "digits or mnist", "name one"))
+        raise InputError(not_one_of("images", config.images, ("digits", "mnist")))
     if points == 1 and config.trials > 1:
         given = f"trials={config.trials} for a single rate and a single damping"
         raise InputError(describe(given, "two values of one of them, between which to draw", "give more, or one trial"))

@@ -102,7 +102,7 @@ def check_names(config: Training) -> None:
                 raise NameLookupError(unknown(kind, name, known))
     other = [name for name in config.networks if name not in NETWORKS[config.images]]
     if other:
-        expected = f"{config.images} goes with {', '.join(NETWORKS[config.images])}"
+        expected = f"for these images some of {', '.join(NETWORKS[config.images])}"
         raise InputError(describe(f"networks={other} and images={config.images!r}", expected, "change one of them"))
 
 

@@ -74,7 +74,7 @@ def cells(config: Config) -> list[Cell]:
     ]
     if not found:
         given = f"methods={config.methods} and variants={config.variants}"
-        raise InputError(describe(given, "variants of ρ with ekfac-ra", "add it"))
+        raise InputError(describe(given, "variants of ρ with ekfac-ra", "add ekfac-ra"))
     return found
 
 

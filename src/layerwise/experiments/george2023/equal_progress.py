@@ -77,4 +77,4 @@ def panel(
 def check_thresholds(thresholds: Sequence[float]) -> None:
     """Losses that a run reaches one after the other."""
     if not thresholds or list(thresholds) != sorted(set(thresholds), reverse=True):
-        raise InputError(describe(f"thresholds={tuple(thresholds)}", "falling losses", "e.g. (1.0, 0.7, 0.5)"))
+        raise InputError(describe(f"thresholds={tuple(thresholds)}", "falling losses", "pass e.g. (1.0, 0.7, 0.5)"))

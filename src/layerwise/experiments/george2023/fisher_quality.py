@@ -14,7 +14,7 @@ from layerwise.experiments.figures import Curve, Figure, Panel
 from layerwise.experiments.george2023 import PAPER
 from layerwise.experiments.over_seeds import combined, ratio, value
 from layerwise.experiments.progress import within_cell
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, unknown
 
 if TYPE_CHECKING:
     from layerwise.studies.fisher_geometry.quality import Quality, Snapshot
@@ -94,7 +94,7 @@ class Config:
 def cells(config: Config) -> list[Cell]:
     """One a network."""
     if odd := [name for name in config.networks if name not in NETWORKS]:
-        raise InputError(describe(f"network {odd[0]!r}", f"some of {', '.join(NETWORKS)}", "name them"))
+        raise InputError(unknown("network", odd[0], NETWORKS))
     return [Cell(key=name) for name in config.networks]
 
 

@@ -86,7 +86,7 @@ def check(config: Any) -> None:
     check_thresholds(config.thresholds)
     config.regimes()
     if len(config.alphas) != 2 or min(config.alphas) <= 0 or len(set(config.alphas)) < 2:
-        raise InputError(describe(f"alphas={config.alphas}", "two different values above 0", "e.g. (1, 100)"))
+        raise InputError(describe(f"alphas={config.alphas}", "two different values above 0", "pass e.g. (1, 100)"))
     if (config.network == "mlp") != (config.images == "digits"):
         given = f"network={config.network!r} for {config.images}"
         raise InputError(describe(given, '"mlp" for digits, another for cifar10', "change one"))

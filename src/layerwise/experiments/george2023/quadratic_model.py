@@ -54,7 +54,9 @@ def check(config: Config) -> None:
     if list(config.mu) != sorted(set(config.mu), reverse=True) or len(config.mu) < 2:
         raise InputError(describe(f"mu={config.mu}", "two numbers or more that descend", "sort them"))
     if config.threshold >= 1:
-        raise InputError(describe(f"threshold={config.threshold}", "below 1, the error at the start", "take e.g. 0.3"))
+        raise InputError(
+            describe(f"threshold={config.threshold}", "a number below 1, the error at the start", "take e.g. 0.3")
+        )
 
 
 def cells(config: Config) -> list[Cell]:

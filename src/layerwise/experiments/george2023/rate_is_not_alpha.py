@@ -74,7 +74,7 @@ def check(config: Config) -> None:
     config.regimes()
     check_images("digits", config.train)
     if len(set(config.rates)) < 2 or min(config.rates) <= 0:
-        raise InputError(describe(f"rates={config.rates}", "two different ones above 0", "e.g. (0.03, 0.01)"))
+        raise InputError(describe(f"rates={config.rates}", "two different ones above 0", "pass e.g. (0.03, 0.01)"))
     if not 0 < len(config.limits) <= len(config.thresholds):
         raise InputError(describe(f"limits={config.limits}", "one for each of the first thresholds", "give fewer"))
 

@@ -91,7 +91,7 @@ def check(config: Config) -> None:
     from layerwise.studies.tangent_alignment.classification import check_present
 
     if not config.settings or not config.random_labels:
-        raise InputError(describe("no settings, or no shares of random labels", "some of both", "name them"))
+        raise InputError(describe("no settings, or no shares of random labels", "some of both", "name one or more"))
     if config.ratio <= 1:
         raise InputError(describe(f"ratio={config.ratio}", "a number > 1, by which steps grow", "take e.g. 1.15"))
     for setting in config.settings:

@@ -80,7 +80,7 @@ def check(config: Config) -> None:
     check_thresholds(config.thresholds)
     config.regimes()
     if len(set(config.alphas)) < 2 or min(config.alphas) <= 0:
-        raise InputError(describe(f"alphas={config.alphas}", "two different values above 0", "e.g. (1, 100)"))
+        raise InputError(describe(f"alphas={config.alphas}", "two different values above 0", "pass e.g. (1, 100)"))
     if (config.network == "mlp") != (config.images == "digits"):
         given = f"network={config.network!r} for {config.images}"
         raise InputError(describe(given, '"mlp" for digits, "resnet18" for photographs', "change one"))

@@ -40,7 +40,7 @@ def check(config: Config) -> None:
     """Two coordinates and two words are of interest."""
     if config.width < 3 or config.words < 3:
         given = f"width={config.width} and words={config.words}"
-        raise InputError(describe(given, "at least 3 of each", "two of them are the task's"))
+        raise InputError(describe(given, "at least 3 of each", "take more: two of them are the task's"))
     if config.contexts < 2 * config.width + 4:
         given = f"contexts={config.contexts} for anchors of {config.width + 1} numbers"
         raise InputError(describe(given, "at least twice as many", "take more contexts"))

@@ -22,7 +22,7 @@ from layerwise.experiments.wu2024.both_objectives import (
     printed_claims,
     swept,
 )
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, unknown
 
 if TYPE_CHECKING:
     from layerwise.studies.masked_sparse_coding.comparison import Setting
@@ -81,7 +81,7 @@ def check(config: Config) -> None:
         raise InputError(describe(f"sigmas={config.sigmas}", "numbers that ascend", "sort them"))
     for start in config.starts:
         if start not in STARTS:
-            raise InputError(describe(f"starts={config.starts}", " and ".join(STARTS), "name some of them"))
+            raise InputError(unknown("start", start, STARTS))
         config.setting(start, config.sigmas[0])
 
 

@@ -24,7 +24,7 @@ from layerwise.experiments.wu2024.both_objectives import (
     printed_claims,
     swept,
 )
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, unknown
 
 if TYPE_CHECKING:
     from layerwise.studies.masked_sparse_coding.comparison import Setting
@@ -89,7 +89,7 @@ def check(config: Config) -> None:
         raise InputError(describe(f"atoms={config.atoms}", "numbers that ascend", "sort them"))
     for start in config.starts:
         if start not in STARTS:
-            raise InputError(describe(f"starts={config.starts}", " and ".join(STARTS), "name some of them"))
+            raise InputError(unknown("start", start, STARTS))
         for atoms in config.atoms:
             config.setting(start, atoms)
 

@@ -30,7 +30,9 @@ class Config:
 def check(config: Config) -> None:
     """Words 0 and 1 are the ones of interest."""
     if config.words < 3:
-        raise InputError(describe(f"words={config.words}", "at least 3", "the task is about two, and others follow"))
+        raise InputError(
+            describe(f"words={config.words}", "at least 3", "take more: the task is about two, and others follow")
+        )
     if list(config.amounts) != sorted(set(config.amounts)):
         raise InputError(describe(f"amounts={config.amounts}", "numbers that rise", "sort them"))
 

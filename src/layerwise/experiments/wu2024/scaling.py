@@ -23,7 +23,7 @@ from layerwise.experiments.wu2024.both_objectives import (
     printed_claims,
     swept,
 )
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, unknown
 
 if TYPE_CHECKING:
     from layerwise.studies.masked_sparse_coding.comparison import Setting
@@ -76,9 +76,9 @@ def check(config: Config) -> None:
     if list(config.sizes) != sorted(set(config.sizes)) or min(config.sizes) < 20:
         given = f"sizes={config.sizes}"
         raise InputError(describe(given, "numbers from 20 on that ascend", "give e.g. 40 80"))
-    if set(config.starts) - set(STARTS):
-        raise InputError(describe(f"starts={config.starts}", " and ".join(STARTS), "name some of them"))
     for start in config.starts:
+        if start not in STARTS:
+            raise InputError(unknown("start", start, STARTS))
         config.setting(start, config.sizes[0])
 
 

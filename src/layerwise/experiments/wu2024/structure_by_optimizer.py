@@ -64,7 +64,9 @@ def check_methods(config: Config) -> None:
         given = f"trials={config.trials} for {len(config.rates)} rates"
         raise InputError(describe(given, "a trial for each rate, and two rates to draw between", "change one of them"))
     if config.seeds > CHOOSING:
-        raise InputError(describe(f"seeds={config.seeds}", f"at most {CHOOSING}", "others choose the rates"))
+        raise InputError(
+            describe(f"seeds={config.seeds}", f"at most {CHOOSING}", "take fewer: other seeds choose the rates")
+        )
 
 
 def cells(config: Config) -> list[Cell]:

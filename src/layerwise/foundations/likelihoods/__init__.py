@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from layerwise.foundations.errors import InputError, NameLookupError, describe, nearest, unknown
+from layerwise.foundations.errors import InputError, NameLookupError, describe, unknown
 from layerwise.foundations.likelihoods.bernoulli import Bernoulli as Bernoulli
 from layerwise.foundations.likelihoods.categorical import Categorical as Categorical
 from layerwise.foundations.likelihoods.custom import Custom as Custom
@@ -41,11 +41,5 @@ def resolve(likelihood: "str | Likelihood", **options: Any) -> Likelihood:
     known = [name for name in cls.__dataclass_fields__ if name != "name"]  # type: ignore[attr-defined]
     for option in options:
         if option not in known:
-            raise InputError(
-                describe(
-                    f"option {option!r} for likelihood {likelihood!r}",
-                    f"one of: {', '.join(known) or 'none'}",
-                    nearest(option, known),
-                )
-            )
+            raise InputError(unknown("option", option, known, where=f"of likelihood {likelihood!r}"))
     return cls(**options)

@@ -82,7 +82,11 @@ class Categorical(Likelihood):
         if mask is not None:
             if mask.shape != lead:
                 raise InputError(
-                    describe(f"a mask of shape {tuple(mask.shape)}", f"shape {tuple(lead)}", "one entry a position")
+                    describe(
+                        f"a mask of shape {tuple(mask.shape)}",
+                        f"shape {tuple(lead)}",
+                        "give one entry for each position",
+                    )
                 )
             given = arrange(mask.unsqueeze(-1)).reshape(n, s).bool()
             keep = given if keep is None else keep & given
@@ -162,7 +166,7 @@ class Categorical(Likelihood):
                 describe(
                     f"class weights of shape {tuple(self.weight.shape)}",
                     f"shape ({f.shape[-1]},)",
-                    "one a class",
+                    "give one for each class",
                 )
             )
         return sent(self.weight, f.device).to(f.dtype)

@@ -40,7 +40,9 @@ class Custom(Likelihood):
         n = f_std.shape[0]
         if isinstance(y, Tensor):
             if y.shape[:1] != (n,):
-                raise InputError(describe(f"a target of shape {tuple(y.shape)}", f"{n} rows", "one target an example"))
+                raise InputError(
+                    describe(f"a target of shape {tuple(y.shape)}", f"{n} rows", "give one target for each example")
+                )
             y = y.unsqueeze(1)
         return Terms(f_std, y, f_std.new_ones(n, 1).detach(), None, ())
 

@@ -24,7 +24,7 @@ def last_axis_terms(
         raise InputError(
             describe(
                 f"{given} for an output of shape {tuple(f.shape)}",
-                f"for likelihood {name!r}, a target of the output's own shape",
+                f"a target of the output's own shape, for likelihood {name!r}",
                 "reshape the target (a silent broadcast would mix examples)",
             )
         )

@@ -293,7 +293,9 @@ class _Probe:
             f = call(model, x)
         if not f.requires_grad:
             raise InputError(
-                describe("an output that no trainable parameter takes part in", "a differentiable model", "check it")
+                describe(
+                    "an output that no trainable parameter takes part in", "a differentiable model", "check its forward"
+                )
             )
         spread = broadcast if sizes is None else frozenset(tape.spread)
         return cls(tape, x, f, n, axis, shared, spread, tuple(products), uses)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from layerwise.foundations.device import Checks, Readback, not_finite
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, not_one_of
 from layerwise.foundations.likelihoods import Reading, Terms
 from layerwise.foundations.random import stream
 from layerwise.foundations.types import Tree, leaves, unwrap
@@ -126,7 +126,7 @@ class ModelRecorder:
         check: Check = "first",
     ) -> None:
         if check not in ("always", "first", "never"):
-            raise InputError(describe(f"check={check!r}", '"always", "first" or "never"', "choose one of them"))
+            raise InputError(not_one_of("check", check, ("always", "first", "never")))
         self.seed = seed
         self.model, self.table = unwrap(model), table
         self.given_axis = example_axis

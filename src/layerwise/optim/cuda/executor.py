@@ -198,14 +198,10 @@ class AsynchronousExecutor(Executor):
     def _refresh_due(self, stack: Stack, context: Context) -> None:
         """All groups at the first step and, while statistics are young, at its doublings; then each in its turn."""
         step, fresh = context.step, freshness(stack)
-        due, regular = list[slice](), set[int]()
+        due = list[slice]()
         for turn in stack.memory["turns"]:
             on = is_due(step, turn.slot, self.every)
-            for groups in known_runs(stack, turn.groups):
-                if on or not all(fresh[groups]):
-                    due.append(groups)
-                    if on:
-                        regular.add(groups.start)
+            due += [groups for groups in known_runs(stack, turn.groups) if on or not all(fresh[groups])]
         owners = self.processes.owners([float(groups.stop - groups.start) for groups in due])
         for groups, owner in zip(due, owners, strict=True):
             if not self._is_ready(stack, groups, context):

@@ -1,4 +1,4 @@
-"""`DeviceFactor`: P and Q as a GPU keeps them, diagonals ``[K, n]``, squares ``[K, n, n]`` or packed ``[K, T, 16, 16]``.
+"""`DeviceFactor`: P and Q as a GPU keeps them: diagonals ``[K, n]``, squares ``[K, n, n]``, packed ``[K, T, 16, 16]``.
 
 Of a large factor the lower triangle is kept, in tiles (`linalg.packed`); kernels average into it, and make of it the
 operand of a refresh. What is saved are squares. Whoever reads a factor in any other way than by groups asks here.

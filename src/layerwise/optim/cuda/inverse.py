@@ -224,7 +224,8 @@ class RefinedRoots(InverseRoots):
         scale: float | None = None,
     ) -> None:
         """Side by side: each is captured by itself, so that few graphs serve all numbers of rounds."""
-        for place, (name, factor) in enumerate((("P", P), ("Q", Q))):
+        for place, factor in enumerate((P, Q)):
+            name: Side = "P" if place == 0 else "Q"
             side = self.sides.get(name)
             if side is None or not isinstance(factor, DeviceFactor):
                 continue
@@ -246,10 +247,9 @@ class RefinedRoots(InverseRoots):
     def direction(self, X: Float[Tensor, "K O I"], context: Context, shifts: Shifts) -> Tensor | Scaled:
         """``P⁻ᵖ X Q⁻ᑫ``, perhaps not yet divided by the scales of fp16."""
         P, Q, largest = self.sides.get("P"), self.sides.get("Q"), largest_of(X, context)
-        both = isinstance(P, RefinedInverse) and isinstance(Q, RefinedInverse)
-        if both and P.matrix.packed_pair and Q.matrix.packed_pair and X.dtype == torch.float32:
+        if isinstance(P, RefinedInverse) and isinstance(Q, RefinedInverse) and X.dtype == torch.float32:
             (A, a), (B, b) = ((side.matrix.data, side.matrix.scale) for side in (P, Q))
-            if two_sided_product.takes(A, X, B):
+            if P.matrix.packed_pair and Q.matrix.packed_pair and two_sided_product.takes(A, X, B):
                 before = largest_before(self.before, X)
                 return two_sided_product.long_between(A, a, X, B, b, largest, before)  # type: ignore[arg-type]
         left, right = (side.matrix.matrix() if isinstance(side, RefinedInverse) else side for side in (P, Q))

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from layerwise.foundations.linalg import gram
 from layerwise.layers.form import Form
-from layerwise.layers.io.layer_io import LayerCall, RecordedIO
-from layerwise.layers.io.layout import Layout
+from layerwise.layers.io.layer_io import LayerCall, Layout, RecordedIO
 from layerwise.layers.rules.linear import LinearRule
 from layerwise.layers.table import LayerSpec, Site
 from layerwise.optim.cuda.device_step import all_finite

@@ -104,8 +104,8 @@ class Accumulator:
         if requires.examples:
             sums.recorded.append(call._replace(io=io.owned()))
         if requires.moments:
-            kept = first and self.rows is not None and self.sharing != "reduce"
-            if not (kept and self.rows.keep(sums, io, factor, moments)):
+            rows = self.rows if first and self.sharing != "reduce" else None
+            if rows is None or not rows.keep(sums, io, factor, moments):
                 self._add_moments(sums, io, factor, moments[0], moments[1] and first)
         return True
 

@@ -37,8 +37,7 @@ from layerwise.layers.capture.model_call import (
 )
 from layerwise.layers.capture.tape import Tape, explained
 from layerwise.layers.capture.verify import NO_AXIS
-from layerwise.layers.io.layer_io import LayerIO, RecordedIO
-from layerwise.layers.io.layout import Layout
+from layerwise.layers.io.layer_io import LayerIO, Layout, RecordedIO
 from layerwise.layers.rules.linear import LinearRule
 from layerwise.layers.rules.products import StackedRule
 from layerwise.layers.table import LayerSpec, LayerTable

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, not_one_of
 from layerwise.foundations.random import stream
 from layerwise.selfsup.sparse_coding.omp import SparseCode
 
@@ -89,13 +89,13 @@ def start_dictionary(
         raise InputError(describe(f"{atoms} atoms", "at least one", "take more"))
     known = {"local": min(data.A.shape[1], atoms)}.get(start, 0)
     if start not in STARTS:
-        raise InputError(describe(f"start={start!r}", f"one of {', '.join(STARTS)}", "name one of them"))
+        raise InputError(not_one_of("start", start, STARTS))
     if start == "gauss":
         random = generator if isinstance(generator, torch.Generator) else stream(generator, "start")
         return unit_columns(torch.randn(data.A.shape[0], atoms, generator=random, dtype=data.A.dtype))
     if len(data.held_out) < atoms - known:
         given = f"{len(data.held_out)} held-out samples for {atoms - known} atoms"
-        raise InputError(describe(given, "one a atom", "draw data with held_out=… as large"))
+        raise InputError(describe(given, "one for each atom", "draw data with held_out=… as large"))
     samples = data.held_out[: atoms - known]
     if bool((samples == 0).all(1).any()):
         raise InputError(describe("held-out samples that are zero", "directions", "leave them out"))

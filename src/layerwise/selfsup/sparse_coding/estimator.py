@@ -19,7 +19,8 @@ Samples = Any
 """A tensor, or what NumPy makes a matrix of."""
 
 
-COMPLEX = describe("Complex data not supported: complex numbers", "real ones", "give both parts")
+# Wording in this file that scikit-learn's `check_estimator` looks for is kept as scikit-learn has it.
+COMPLEX = "Complex data not supported. Expected real numbers. Give real and imaginary parts as features of their own."
 
 
 class InputTypeError(InputError, TypeError):
@@ -82,19 +83,22 @@ class Estimator:
         if isinstance(rows, Tensor) and rows.is_complex():
             raise InputError(COMPLEX)
         if rows.ndim != 2:
-            given = f"samples of shape {tuple(rows.shape)}. Reshape your data"
-            raise InputError(describe(given, "one row a sample, [n, d]", "use X.reshape(-1, 1) or X.reshape(1, -1)"))
+            given, do = (
+                f"samples of shape {tuple(rows.shape)}",
+                "Reshape your data: X.reshape(-1, 1) or X.reshape(1, -1)",
+            )
+            raise InputError(describe(given, "one row a sample, [n, d]", do))
         n, d = rows.shape
         if n < 1 or d < 1:
-            given = f"Found array with {n} sample(s), {d} feature(s) (shape={(n, d)}) while a minimum of 1 is required."
-            raise InputError(describe(given, "samples", "look at what made them"))
+            given = f"an array with {n} sample(s), {d} feature(s) (shape={(n, d)}) while a minimum of 1 is required"
+            raise InputError(describe(given, "samples, with features", "look at what made them"))
         if not fitting and d != self.n_features_in_:
             message = f"X has {d} features, but {name} is expecting {self.n_features_in_} features as input"
-            raise InputError(f"{message}; do: give the coordinates that fit was given")
+            raise InputError(f"{message}. Give the coordinates that fit was given.")
         rows = rows.detach().to(device) if isinstance(rows, Tensor) else torch.as_tensor(rows, device=device)
         rows = rows if rows.dtype in (torch.float32, torch.float64) else rows.to(torch.float64)
         if not bool(torch.isfinite(rows).all()):
-            given = "Input X contains NaN or infinity"
+            given = "an X that contains NaN or infinity"
             raise InputError(describe(given, "finite numbers", "leave such rows out, or fill them"))
         return rows
 
@@ -105,9 +109,7 @@ class Estimator:
 
 def _matrix(X: Samples) -> np.ndarray:
     if hasattr(X, "toarray"):
-        raise InputTypeError(
-            describe("Sparse data was passed", "a dense matrix", "use X.toarray(), if it fits in memory")
-        )
+        raise InputTypeError(describe("a sparse matrix", "a dense one", "use X.toarray(), if it fits in memory"))
     found = np.asarray(X)
     if np.iscomplexobj(found):
         raise InputError(COMPLEX)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, not_one_of
 from layerwise.foundations.progress import Progress, resolve
 from layerwise.foundations.random import stream
 from layerwise.selfsup.sparse_coding.data import unit_columns
@@ -238,7 +238,7 @@ class DictionaryLearner(Estimator):
             given = f"validation_fraction={self.validation_fraction} of n_samples={n}"
             raise InputError(describe(given, "some samples to look at, and some to train on", "give more samples"))
         if self.stop_by not in RULES:
-            raise InputError(describe(f"stop_by={self.stop_by!r}", " or ".join(RULES), "name one of them"))
+            raise InputError(not_one_of("stop_by", self.stop_by, RULES))
 
     def _start(self, rows: Tensor, q: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
         """Where B starts, and the samples that remain."""
@@ -254,7 +254,7 @@ class DictionaryLearner(Estimator):
                 raise InputError(describe(given, "atoms that are directions", "leave such atoms out, or draw them"))
             return B, rows
         if self.init not in ("sample", "gauss"):
-            raise InputError(describe(f"init={self.init!r}", '"sample", "gauss" or a matrix', "name one of them"))
+            raise InputError(not_one_of("init", self.init, ("sample", "gauss", "a matrix of atoms")))
         drawn = torch.randn(d, q, generator=random, dtype=rows.dtype).to(rows.device)
         if self.init == "sample":
             usable = (rows.norm(dim=-1) > 0).nonzero()[:q, 0]  # already in a random order

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise import data
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, not_one_of
 from layerwise.foundations.random import stream
 
 ACTIVATIONS = {"sigmoid": nn.Sigmoid, "tanh": nn.Tanh, "relu": nn.ReLU}
@@ -37,7 +37,7 @@ class Classifier:
             raise InputError(describe(f"hidden={self.hidden}", "one layer at least, of one unit", "give widths"))
         for name, known in (("images", ("digits", "mnist")), ("activation", tuple(ACTIVATIONS))):
             if getattr(self, name) not in known:
-                raise InputError(describe(f"{name}={getattr(self, name)!r}", f"one of {', '.join(known)}", "name one"))
+                raise InputError(not_one_of(name, getattr(self, name), known))
 
     def data(self) -> tuple[Tensor, Tensor]:
         """Pixels from 0 to 1, flat, and labels."""

@@ -16,7 +16,7 @@ from layerwise import data
 from layerwise.curvature.build import fisher
 from layerwise.curvature.matrix import ParamMatrix
 from layerwise.foundations.columns import from_flat, to_flat
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, not_one_of
 from layerwise.foundations.random import stream
 from layerwise.kernel.jacobian import full_precision
 from layerwise.studies.fisher_geometry.classifiers import Classifier
@@ -68,7 +68,7 @@ class Quality:
 
     def __post_init__(self) -> None:
         if self.truth not in TRUTHS:
-            raise InputError(describe(f"truth={self.truth!r}", f"one of {', '.join(TRUTHS)}", "choose one of them"))
+            raise InputError(not_one_of("truth", self.truth, TRUTHS))
         if self.directions < 2 or self.together < 1:
             given = f"directions={self.directions}, together={self.together}"
             raise InputError(describe(given, "two directions at least, one at a time at least", "raise them"))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from layerwise import data
 from layerwise.data.folder import MissingDataError
-from layerwise.foundations.errors import InputError, NumericalError, describe, nearest
+from layerwise.foundations.errors import InputError, NumericalError, describe, not_one_of, what_is_wrong
 from layerwise.foundations.random import stream
 from layerwise.kernel.ntk import ntk
 from layerwise.studies.fisher_geometry import convolutional
@@ -82,18 +82,19 @@ class TangentFeatures:
 
     def __post_init__(self) -> None:
         if self.images not in CLASSES:
-            raise InputError(describe(f"images={self.images!r}", " or ".join(CLASSES), nearest(self.images, CLASSES)))
+            raise InputError(not_one_of("images", self.images, CLASSES))
         known = NETWORKS[self.images]
         if self.network not in known:
-            given = f"network={self.network!r} for {self.images}"
-            raise InputError(describe(given, f"one of {', '.join(known)}", nearest(self.network, known)))
+            raise InputError(not_one_of("network", self.network, known, where=f"for {self.images}"))
         for pair in self.pairs:
             names = pair.split("-")
             if len(set(names) & set(CLASSES[self.images])) != 2 or len(names) != 2:
                 expected = f"two of {', '.join(CLASSES[self.images])}, joined by a dash"
                 raise InputError(describe(f"the pair {pair!r} of {self.images}", expected, "name others"))
         if len(self.steps) < 2 or list(self.steps) != sorted(set(self.steps)) or self.steps[0] < 0:
-            raise InputError(describe(f"steps={self.steps}", "two or more increasing numbers ≥ 0", "e.g. (0, 600)"))
+            raise InputError(
+                describe(f"steps={self.steps}", "two or more increasing numbers ≥ 0", "pass e.g. (0, 600)")
+            )
         if self.each < 3:
             raise InputError(describe(f"each={self.each}", "three images of a class or more", "take e.g. 50"))
 
@@ -178,7 +179,7 @@ def cifar10(limit: int) -> tuple[data.Images, data.Images]:
         return data.cifar10("train", limit=limit), data.cifar10("test")
     except MissingDataError as error:
         files = "cifar10/train-00000-of-00001.parquet and cifar10/test-00000-of-00001.parquet"
-        given = f"images='cifar10', but {str(error).removeprefix('given: ').partition(';')[0]}"
+        given = f"images='cifar10', but {what_is_wrong(error)}"
         do = 'set LAYERWISE_DATA (they are uoft-cs/cifar10 on the Hugging Face hub), or take images="digits"'
         raise MissingDataError(describe(given, f"a folder LAYERWISE_DATA with {files}", do)) from error
 

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from layerwise import data
-from layerwise.foundations.errors import InputError, NameLookupError, NumericalError, describe, unknown
+from layerwise.foundations.errors import InputError, NameLookupError, NumericalError, describe, not_one_of, unknown
 from layerwise.foundations.progress import Progress, Silent
 from layerwise.foundations.random import stream
 from layerwise.studies.training_regimes.stack import Stack, cross_entropy_gradient
@@ -68,8 +68,7 @@ class Task:
         if self.images not in NETWORKS:
             raise NameLookupError(unknown("images", self.images, NETWORKS))
         if self.network not in NETWORKS[self.images]:
-            known = ", ".join(NETWORKS[self.images])
-            raise InputError(describe(f"network={self.network!r} for {self.images}", f"one of {known}", "change one"))
+            raise InputError(not_one_of("network", self.network, NETWORKS[self.images], where=f"for {self.images}"))
         if self.batch_norm and self.network != "mlp":
             raise InputError(describe(f"batch_norm=True for {self.network}", "batch norm of an mlp", "leave it away"))
         if not 1 <= self.trained_on <= MOST[self.images]:

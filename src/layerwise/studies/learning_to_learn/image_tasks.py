@@ -57,7 +57,9 @@ class Tasks:
             raise NameLookupError(unknown("set of images", self.images, IMAGES))
         most = 1797 - HELD_OUT if self.images == "digits" else 60_000
         if not 2 <= self.examples <= most:
-            raise InputError(describe(f"examples={self.examples}", f"2 to {most}", f"{self.images} has no more"))
+            raise InputError(
+                describe(f"examples={self.examples}", f"2 to {most}", f"take fewer: {self.images} has no more")
+            )
 
     @property
     def pixels(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, not_one_of
 from layerwise.foundations.progress import Progress
 from layerwise.foundations.random import stream
 from layerwise.selfsup.sparse_coding.data import SparseData, sample_sparse_data, start_dictionary
@@ -45,8 +45,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
-            given = f"precision={self.precision!r}"
-            raise InputError(describe(given, " or ".join(PRECISIONS), "name one of them"))
+            raise InputError(not_one_of("precision", self.precision, PRECISIONS))
         if self.start == "local" and self.atoms < self.p:
             given = f"{self.atoms} atoms from a local start of {self.p}"
             raise InputError(describe(given, "at least as many as the truth has", "take more atoms"))

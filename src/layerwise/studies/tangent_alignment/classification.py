@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from layerwise import data
-from layerwise.foundations.errors import InputError, NameLookupError, NumericalError, describe, unknown
+from layerwise.foundations.errors import InputError, NameLookupError, NumericalError, describe, not_one_of, unknown
 from layerwise.foundations.random import stream
 from layerwise.regimes.snapshots import Snapshots
 from layerwise.regimes.tracker import Tracker
@@ -74,8 +74,7 @@ class Task:
             raise NameLookupError(unknown("images", self.images, NETWORKS))
         known = NETWORKS[self.images]
         if self.network not in known:
-            given = f"network={self.network!r} for {self.images}"
-            raise InputError(describe(given, f"one of {', '.join(known)}", "change one of them"))
+            raise InputError(not_one_of("network", self.network, known, where=f"for {self.images}"))
         if not 1 <= self.trained_on <= MOST[self.images]:
             given = f"trained_on={self.trained_on} of {self.images}"
             raise InputError(describe(given, f"from 1 to {MOST[self.images]}", "take another number"))

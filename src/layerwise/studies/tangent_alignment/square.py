@@ -81,7 +81,7 @@ class Disk:
 
     def __post_init__(self) -> None:
         if len(self.steps) < 2 or list(self.steps) != sorted(set(self.steps)) or self.steps[0] != 0:
-            raise InputError(describe(f"steps={self.steps}", "increasing numbers from 0 on", "e.g. (0, 2000)"))
+            raise InputError(describe(f"steps={self.steps}", "increasing numbers from 0 on", "pass e.g. (0, 2000)"))
         if self.depth < 2 or self.side < 5:
             given = f"depth={self.depth} and side={self.side}"
             raise InputError(describe(given, "two layers or more, and a side of five points or more", "take more"))

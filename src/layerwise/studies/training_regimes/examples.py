@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from layerwise import data
 from layerwise.data.folder import MissingDataError, root
-from layerwise.foundations.errors import FileFormatError, InputError, NameLookupError, describe, unknown
+from layerwise.foundations.errors import FileFormatError, InputError, NameLookupError, describe, unknown, what_is_wrong
 from layerwise.foundations.random import stream
 from layerwise.regimes.cscores import estimate_cscores
 from layerwise.regimes.groups import deciles, label_noise, with_spurious
@@ -35,7 +35,7 @@ def photographs(limit: int | None = None) -> data.Images:
     try:
         return data.cifar10("train", limit=limit, verify=limit is None)
     except MissingDataError as error:
-        given = f"images='cifar10', but {str(error).removeprefix('given: ').partition(';')[0]}"
+        given = f"images='cifar10', but {what_is_wrong(error)}"
         do = 'set LAYERWISE_DATA (it is uoft-cs/cifar10 on the Hugging Face hub), or take images="digits"'
         expected = "a folder LAYERWISE_DATA with cifar10/train-00000-of-00001.parquet"
         raise MissingDataError(describe(given, expected, do)) from error

@@ -47,7 +47,7 @@ class Regimes:
             raise NameLookupError(unknown("network", self.network, NETWORKS))
         if not self.hidden or not self.growth > 1:
             given = f"hidden={self.hidden}, growth={self.growth}"
-            raise InputError(describe(given, "a hidden layer, and a factor above 1", "e.g. (256, 256) and 1.02"))
+            raise InputError(describe(given, "a hidden layer, and a factor above 1", "pass e.g. (256, 256) and 1.02"))
 
     def run(
         self,

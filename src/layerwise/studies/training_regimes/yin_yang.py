@@ -41,10 +41,10 @@ class YinYangRuns:
 
     def __post_init__(self) -> None:
         if list(self.thresholds) != sorted(set(self.thresholds), reverse=True) or not self.thresholds:
-            raise InputError(describe(f"thresholds={self.thresholds}", "falling losses", "e.g. (0.5, 0.35)"))
+            raise InputError(describe(f"thresholds={self.thresholds}", "falling losses", "pass e.g. (0.5, 0.35)"))
         if len(self.alphas) != 2 or not self.hidden:
             given = f"alphas={self.alphas}, hidden={self.hidden}"
-            raise InputError(describe(given, "two values of α, and a hidden layer", "e.g. alphas=(1, 100)"))
+            raise InputError(describe(given, "two values of α, and a hidden layer", "pass e.g. alphas=(1, 100)"))
         yin_yang(1, 0, self.variant)
 
     def compared(self, seeds: Sequence[int], progress: Progress | None = None) -> list[Compared]:

@@ -15,7 +15,7 @@ except ImportError:
 
 
 def _jit(kernel: Any) -> Any:
-    return kernel if triton is None else triton.jit(kernel)
+    return kernel if triton is None else triton.jit(kernel)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # `no_type_check` keeps checkers that rewrite functions at import away from kernels, which Triton reads as text.
