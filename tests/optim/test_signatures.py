@@ -50,7 +50,7 @@ def test_completion_shows_members_and_no_modules():
     opt = lw.optim.SOAP(mlp())
     opt.zero_grad()
     shown = {name for name in dir(lw.optim) if not name.startswith("_")}
-    assert shown == {*MEMBERS, "UpdateRule", "SuperNat"}
+    assert shown == {*MEMBERS, "UpdateRule", "SuperNat", "Statistics", "Refresh", "Execution"}
     assert lw.optim.__all__ == sorted(shown)
     assert lw.optim.members.soap.RotatedAdam is type(opt.rule)  # still there for those who know it
 
