@@ -26,7 +26,7 @@ def context_at(step: int, damping: float, shape: Shape, **options: Any) -> Conte
     return Context(step, 0.0, damping, True, {}, **{"backend": NEWTON, "shape": shape, **options})
 
 
-def begun(rule: UpdateRule, shape: Shape, backend: CudaBackend = NEWTON) -> State:
+def initial_state(rule: UpdateRule, shape: Shape, backend: CudaBackend = NEWTON) -> State:
     """A rule's state with factors that are refined by products."""
     return rule.init(shape, backend)
 

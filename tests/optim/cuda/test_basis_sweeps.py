@@ -5,17 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from layerwise.optim.factors import YOUNG_STEPS, Factors
-from layerwise.optim.rotated_adam import RotatedAdam
+from gpu_objects import context_at, initial_state, matrix, refined, set_factors
 from torch import Tensor
 
 from layerwise.optim.cuda import basis as bases
-from layerwise.optim.cuda import storage as stored
-from layerwise.optim.cuda.basis_monitor import CLOSELY_COUPLED, LOOSELY_COUPLED, MORE_SWEEPS, TURNS, BasisWatch
+from layerwise.optim.cuda.basis import TrackedSide
+from layerwise.optim.cuda.basis_monitor import CLOSELY_COUPLED, LOOSELY_COUPLED, MORE_SWEEPS, TURNS, BasisMonitor
 from layerwise.optim.cuda.linalg.fp16 import Half
-from layerwise.optim.cuda.monitor import LAG, SLOW_TURNS, Plan
-from layerwise.optim.eigenbasis import CorrectedEigenvalues
-from layerwise.optim.rule import Context, Health, Shape
+from layerwise.optim.cuda.monitor import LAG, SLOW_TURNS, YOUNG_STEPS
+from layerwise.optim.kronecker import KroneckerRoots
+from layerwise.optim.members.ekfac import CorrectedEigenvalues
+from layerwise.optim.members.soap import RotatedAdam
+from layerwise.optim.rule import Health, Shape, UpdateRule
 from random_tensors import randn as normal
 
 pytestmark = pytest.mark.usefixtures("untyped")
@@ -23,68 +24,81 @@ LIMIT, CPU = 0.1, torch.device("cpu")
 ONE = slice(0, 1)
 
 
-def told(watch: BasisWatch, turns: list[list[float]], health: Health | None = None) -> list[int]:
+def told(monitor: BasisMonitor, turns: list[list[float]], health: Health | None = None) -> list[int]:
     """Sweeps of the turn after each report on the first group."""
     found = []
     for step, couplings in enumerate(turns):
-        watch.say(ONE, torch.tensor(couplings)[:, None])
-        watch.post(step, ONE)
-        watch.hear(step + LAG, health or Health())
-        found.append(watch.rounds(ONE))
+        monitor.write(ONE, torch.tensor(couplings)[:, None])
+        monitor.send(step, ONE)
+        monitor.poll(step + LAG, health or Health())
+        found.append(monitor.rounds(ONE))
     return found
 
 
 def test_a_borderline_coupling_is_soon_forgotten():
     """One sweep did not quite suffice: two, until it would have done for two turns."""
-    watch, health = BasisWatch.over(1, CPU, LIMIT), Health()
-    assert watch.rounds(ONE) == 1
-    assert told(watch, [[0.099], [0.101], [0.09, 0.03], [0.09, 0.03], [0.09]], health) == [1, 2, 2, 1, 1]
+    monitor, health = BasisMonitor.over(1, CPU, LIMIT), Health()
+    assert monitor.rounds(ONE) == 1
+    assert told(monitor, [[0.099], [0.101], [0.09, 0.03], [0.09, 0.03], [0.09]], health) == [1, 2, 2, 1, 1]
     assert (health.refusals, health.fallbacks) == (1, 0)
 
 
 def test_what_three_sweeps_say_of_one():
     """The coupling before the first of them is that before one alone."""
     turns = [[0.5], *[[0.09, 0.02, 0.02]] * TURNS, [0.09]]
-    assert told(BasisWatch.over(1, CPU, LIMIT), turns) == [3, 3, 1, 1]
-    assert told(BasisWatch.over(1, CPU, LIMIT), [[0.5], *[[0.2, 0.09, 0.02]] * TURNS, [0.2, 0.09]]) == [3, 3, 2, 2]
+    assert told(BasisMonitor.over(1, CPU, LIMIT), turns) == [3, 3, 1, 1]
+    assert told(BasisMonitor.over(1, CPU, LIMIT), [[0.5], *[[0.2, 0.09, 0.02]] * TURNS, [0.2, 0.09]]) == [3, 3, 2, 2]
 
 
 def test_as_many_sweeps_as_are_needed():
-    watch, health = BasisWatch.over(1, CPU, LIMIT), Health()
-    assert told(watch, [[0.2], [0.3, 0.11], [0.4, 0.2, 0.11]], health) == [2, 3, MORE_SWEEPS]
+    monitor, health = BasisMonitor.over(1, CPU, LIMIT), Health()
+    assert told(monitor, [[0.2], [0.3, 0.11], [0.4, 0.2, 0.11]], health) == [2, 3, MORE_SWEEPS]
     assert health.refusals == 3
 
 
 def test_a_coupling_that_is_stuck_asks_for_no_more():
     """Rounding, and vectors of nearly equal eigenvalues, leave what no sweep takes away."""
-    watch = BasisWatch.over(1, CPU, LIMIT)
-    assert told(watch, [[0.14], [0.14, 0.125]]) == [2, 1]
-    assert told(watch, [[0.14]] * SLOW_TURNS) == [*[1] * (SLOW_TURNS - 1), 2]  # then it is tried again
-    assert told(watch, [[0.14, 0.125]]) == [1]
-    slower = BasisWatch.over(1, CPU, LIMIT)
+    monitor = BasisMonitor.over(1, CPU, LIMIT)
+    assert told(monitor, [[0.14], [0.14, 0.125]]) == [2, 1]
+    assert told(monitor, [[0.14]] * SLOW_TURNS) == [*[1] * (SLOW_TURNS - 1), 2]  # then it is tried again
+    assert told(monitor, [[0.14, 0.125]]) == [1]
+    slower = BasisMonitor.over(1, CPU, LIMIT)
     assert told(slower, [[0.8, 0.7], [0.7, 0.65, 0.6]]) == [3, 3]  # far away, where all turns at once
 
 
 def test_what_cannot_be_followed_says_nothing_of_sweeps():
-    watch, health = BasisWatch.over(2, CPU, LIMIT), Health()
-    watch.say(slice(0, 2), torch.tensor([[0.3, torch.inf], [0.05, torch.inf]]))
-    watch.post(1, slice(0, 2))
-    watch.hear(1 + LAG, health)
-    assert [watch.rounds(slice(k, k + 1)) for k in range(2)] == [2, 1]
-    assert watch.rounds(slice(0, 2)) == 2
+    monitor, health = BasisMonitor.over(2, CPU, LIMIT), Health()
+    monitor.write(slice(0, 2), torch.tensor([[0.3, torch.inf], [0.05, torch.inf]]))
+    monitor.send(1, slice(0, 2))
+    monitor.poll(1 + LAG, health)
+    assert [monitor.rounds(slice(k, k + 1)) for k in range(2)] == [2, 1]
+    assert monitor.rounds(slice(0, 2)) == 2
     assert (health.refusals, health.fallbacks) == (0, 1)
 
 
 def test_exact_decompositions_say_nothing():
-    watch = BasisWatch.over(1, CPU, LIMIT)
-    watch.post(1, ONE)
-    watch.hear(1 + LAG, Health())
-    assert watch.rounds(ONE) == 1
+    monitor = BasisMonitor.over(1, CPU, LIMIT)
+    monitor.send(1, ONE)
+    monitor.poll(1 + LAG, Health())
+    assert monitor.rounds(ONE) == 1
 
 
-def test_a_plan_has_rounds_in_parts_too():
-    plan = Plan(frozenset(), frozenset({"U_P", "U_Q"}), most=frozenset({"U_Q"}))
-    assert [part.rounds(part.only or "") for part in plan.parts(["U_P", "U_Q"])] == [2, 3]
+def test_each_side_takes_the_sweeps_that_it_needs(monkeypatch: pytest.MonkeyPatch):
+    """Two factors of one stack, of which only one turns."""
+    taken, track = dict[str, list[int]](P=[], Q=[]), TrackedSide._track
+
+    def noting(self: TrackedSide, factor: Any, groups: slice, sweeps: int, monitor: BasisMonitor) -> None:
+        taken[self.side].append(sweeps)
+        track(self, factor, groups, sweeps, monitor)
+
+    monkeypatch.setattr(TrackedSide, "_track", noting)
+    rule, shape = KroneckerRoots("gradient", "gradient", (0.25, 0.25)), Shape(1, 8, 8, torch.float32, CPU)
+    state, still = initial_state(rule, shape), torch.diag(torch.logspace(0, -3, 8))
+    for turn in range(3):
+        X = normal(1, 8, 8, seed=turn)
+        set_factors(state, P=still, Q=X @ X.mT)
+        rule.refresh(state, ONE, context_at(100 + 10 * turn, 1e-3, shape))
+    assert (taken["P"][-1], taken["Q"][-1]) == (1, MORE_SWEEPS)
 
 
 # --- limits ------------------------------------------------------------------------------------------------
@@ -101,12 +115,19 @@ def test_a_plan_has_rounds_in_parts_too():
     ],
 )
 def test_the_limit_follows_from_the_power(power: tuple[float, float], limit: float):
-    assert Factors("gradient", "gradient", power).coupling_limit == pytest.approx(limit)
+    (found,) = limits_of(KroneckerRoots("gradient", "gradient", power))
+    assert found == pytest.approx(limit)
+
+
+def limits_of(rule: UpdateRule) -> set[float]:
+    """Of the coupling before the last sweep, of both sides of a stack."""
+    sides = refined(initial_state(rule, Shape(1, 4, 6, torch.float32, CPU))).values()
+    return {side.limit for side in sides if isinstance(side, TrackedSide)}
 
 
 def test_the_limits_of_measured_moments():
-    assert CorrectedEigenvalues(scaling="none").coupling_limit == CLOSELY_COUPLED
-    assert CorrectedEigenvalues().coupling_limit == RotatedAdam().coupling_limit == LOOSELY_COUPLED
+    assert limits_of(CorrectedEigenvalues(scaling="none")) == {CLOSELY_COUPLED}
+    assert limits_of(CorrectedEigenvalues()) == limits_of(RotatedAdam()) == {LOOSELY_COUPLED}
 
 
 # --- a rule ------------------------------------------------------------------------------------------------
@@ -129,15 +150,12 @@ def sweeps_of(
         return V, values, couplings
 
     monkeypatch.setattr(bases, "tracked_half", spy)
-    rule = Factors("gradient", "identity", (0.25, 0.0))
-    rule.use_solver("newton")
+    rule = KroneckerRoots("gradient", "identity", (0.25, 0.0))
     shape = Shape(len(factors[0]), factors[0].shape[-1], 4, torch.float32, CPU)
-    state, memory = rule.init(shape), {}
+    state = initial_state(rule, shape)
     for turn, M in enumerate(factors):
-        state["P"].copy_(M)
-        context = Context(start + 10 * turn, 0.0, 1e-3, True, {}, shape=shape, memory=memory)
-        rule.refresh(state, slice(0, len(M)), context, Health())
-        rule.report(slice(0, len(M)), context)
+        set_factors(state, P=M)
+        rule.refresh(state, slice(0, len(M)), context_at(start + 10 * turn, 1e-3, shape))
     return found
 
 
@@ -176,25 +194,25 @@ def test_a_floor_costs_no_sweeps(monkeypatch: pytest.MonkeyPatch):
 
 def test_bases_of_an_earlier_run_are_followed():
     """With all sweeps at first; how many they need is learnt anew."""
-    watch = BasisWatch.over(2, CPU, LIMIT, [True, False])
-    assert watch.exact == [False, True]
-    assert [watch.rounds(slice(k, k + 1)) for k in range(2)] == [MORE_SWEEPS, 1]
-    assert told(watch, [[0.05, 0.01, 0.01]] * TURNS)[-1] == 1
+    monitor = BasisMonitor.over(2, CPU, LIMIT, [True, False])
+    assert monitor.exact == [False, True]
+    assert [monitor.rounds(slice(k, k + 1)) for k in range(2)] == [MORE_SWEEPS, 1]
+    assert told(monitor, [[0.05, 0.01, 0.01]] * TURNS)[-1] == 1
 
 
 def test_what_an_earlier_run_knew_is_known_again():
     """Also what was still on its way to the host."""
-    first, begun = BasisWatch.over(2, CPU, LIMIT, [True, True]), [True, True]
+    first, begun = BasisMonitor.over(2, CPU, LIMIT, [True, True]), [True, True]
     told(first, [[0.05, 0.01, 0.01], [0.05, 0.01, 0.01], [0.14, 0.05]])
-    first.say(slice(1, 2), torch.tensor([[torch.inf]]))
-    first.post(9, slice(1, 2))
+    first.write(slice(1, 2), torch.tensor([[torch.inf]]))
+    first.send(9, slice(1, 2))
     numbers = first.numbers()
-    assert len(first._posted) == 1
-    second, new = BasisWatch.over(2, CPU, LIMIT, begun), BasisWatch.over(2, CPU, LIMIT)
-    for watch in (second, new):
-        watch.recall(numbers)
+    assert len(first._sent) == 1
+    second, new = BasisMonitor.over(2, CPU, LIMIT, begun), BasisMonitor.over(2, CPU, LIMIT)
+    for monitor in (second, new):
+        monitor.recall(numbers)
     assert new.exact == [True, True]  # without a basis of that run
-    first.hear(9 + LAG, Health())
+    first.poll(9 + LAG, Health())
     assert second.exact == first.exact == [False, True]
     assert (second.lately, second.idle) == (first.lately, first.idle)
     assert (second.pauses, second.patience) == (first.pauses, first.patience)
@@ -205,15 +223,15 @@ def test_what_an_earlier_run_knew_is_known_again():
 
 def begun_at(failures: list[bool], health: Health) -> list[int]:
     """Turns at which a basis is decomposed, by whether each turn's sweep (or decomposition) fails."""
-    watch, found = BasisWatch.over(1, CPU, LIMIT), []
+    monitor, found = BasisMonitor.over(1, CPU, LIMIT), []
     for turn, failed in enumerate(failures):
-        exact = watch.take_exact(turn, ONE, health)
+        exact = monitor.take_exact(turn, ONE, health)
         if exact:
             found.append(turn)
-            watch.say_begun(ONE, torch.tensor([not failed]))
+            monitor.write_begun(ONE, torch.tensor([not failed]))
         else:
-            watch.say(ONE, torch.tensor([[torch.inf if failed else 0.05]]))
-        watch.post(turn, ONE)
+            monitor.write(ONE, torch.tensor([[torch.inf if failed else 0.05]]))
+        monitor.send(turn, ONE)
     return found
 
 
@@ -251,18 +269,16 @@ def test_a_sweep_that_overflows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
 
     for name in ("tracked_half", "tracked_basis"):
         monkeypatch.setattr(bases, name, spied(getattr(bases, name)))
-    rule, health = Factors("gradient", "identity", (0.25, 0.0)), Health()
-    rule.use_solver("newton")
-    shape, memory = Shape(2, 8, 4, dtype, CPU), dict[str, Any]()
-    state = rule.init(shape)
+    rule, health = KroneckerRoots("gradient", "identity", (0.25, 0.0)), Health()
+    shape = Shape(2, 8, 4, dtype, CPU)
+    state = initial_state(rule, shape)
+    P = state["P"].mean
 
     def turn(number: int) -> tuple[Tensor, Tensor]:
         X = normal(2, 8, 32, seed=number).to(dtype)
-        state["P"].lerp_(X @ X.mT / 32, 0.1 if number else 1.0)
-        context = Context(100 + 10 * number, 0.0, 1e-3, True, {}, shape=shape, memory=memory)
-        rule.refresh(state, slice(0, 2), context, health)
-        rule.report(slice(0, 2), context)
-        return stored.value(state, "U_P").clone(), state["s_P"].clone()
+        P.lerp_(X @ X.mT / 32, 0.1 if number else 1.0)
+        rule.refresh(state, slice(0, 2), context_at(100 + 10 * number, 1e-3, shape, health=health))
+        return matrix(state, "P").clone(), state["roots"].sides["P"].values.clone()
 
     turn(0)
     before = turn(1)
@@ -273,8 +289,8 @@ def test_a_sweep_that_overflows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     broken[0] = False
     U, s = turn(3)
     assert (health.fallbacks, health.restarts) == (1, 1)
-    assert torch.allclose(s, torch.linalg.eigvalsh(state["P"]), rtol=1e-4, atol=1e-6)
-    assert torch.allclose((U * s.unsqueeze(-2)) @ U.mT, state["P"], atol=2e-3 if dtype == torch.float32 else 1e-10)
+    assert torch.allclose(s, torch.linalg.eigvalsh(P), rtol=1e-4, atol=1e-6)
+    assert torch.allclose((U * s.unsqueeze(-2)) @ U.mT, P, atol=2e-3 if dtype == torch.float32 else 1e-10)
     turn(4)
     turn(5)
     assert (health.fallbacks, health.restarts) == (1, 1)
@@ -285,16 +301,14 @@ def test_one_factor_that_is_not_finite_does_not_cost_the_others(monkeypatch: pyt
     tried = []
     eigh = bases.settled_eigh
     monkeypatch.setattr(bases, "settled_eigh", lambda M, name: tried.append(len(M)) or eigh(M, name=name))
-    rule, health = Factors("gradient", "identity", (0.25, 0.0)), Health()
-    rule.use_solver("newton")
-    shape, memory = Shape(2, 8, 4, torch.float32, CPU), dict[str, Any]()
-    state, first = rule.init(shape), torch.diag(torch.logspace(0, -3, 8))
+    rule, health = KroneckerRoots("gradient", "identity", (0.25, 0.0)), Health()
+    shape = Shape(2, 8, 4, torch.float32, CPU)
+    state, first = initial_state(rule, shape), torch.diag(torch.logspace(0, -3, 8))
+    P, side = state["P"].mean, state["roots"].sides["P"]
     for number in range(40):
-        state["P"][0], state["P"][1] = torch.inf, first * (1 + number)
-        context = Context(100 + 10 * number, 0.0, 1e-3, True, {}, shape=shape, memory=memory)
-        rule.refresh(state, slice(0, 2), context, health)
-        rule.report(slice(0, 2), context)
-        assert torch.allclose(state["s_P"][1].sort().values, state["P"][1].diagonal().sort().values, rtol=1e-2)
-        assert torch.equal(stored.value(state, "U_P")[0], torch.eye(8))
+        P[0], P[1] = torch.inf, first * (1 + number)
+        rule.refresh(state, slice(0, 2), context_at(100 + 10 * number, 1e-3, shape, health=health))
+        assert torch.allclose(side.values[1].sort().values, P[1].diagonal().sort().values, rtol=1e-2)
+        assert torch.equal(matrix(state, "P")[0], torch.eye(8))
     assert len(tried) == 3 * 6  # at turns 0, 1, 4, 9, 18 and 35, both together and one by one
     assert health.fallbacks == 39

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim.cuda import factor as symmetric
+from layerwise.optim.cuda import backend, factor
 from layerwise.optim.cuda.linalg.packed import is_packed, pack, unpack
 from layerwise.optim.cuda.rows import Rows, average_rows_, together
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.rule import Health, Shape
-from layerwise.optim.step import stack
+from layerwise.optim.rule import Context, Shape
 from random_tensors import randn
 
 Make = Callable[[nn.Module], Layerwise]
@@ -45,22 +44,22 @@ def trained(make: Make) -> tuple[Layerwise, Tensor]:
 
 @pytest.fixture
 def packing(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    monkeypatch.setattr(stack, "PAD_TO", {"cpu": 16})
-    return lambda on: monkeypatch.setattr(symmetric, "packs", lambda shape, size: on)
+    monkeypatch.setattr(backend, "PAD_TO", {"cpu": 16})
+    return lambda on: monkeypatch.setattr(factor, "packs", lambda shape, size: on)
 
 
 @pytest.mark.usefixtures("untyped")
-@pytest.mark.parametrize(("name", "waits"), [(name, name not in ("KFAC", "Shampoo", "SOAP")) for name in MEMBERS])
-def test_steps_are_the_same(name: str, waits: bool, packing: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch):
-    """As on a CPU, which waits for answers, and behind a gate, as on a GPU."""
-    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: waits))
+@pytest.mark.parametrize(("name", "sync"), [(name, name not in ("KFAC", "Shampoo", "SOAP")) for name in MEMBERS])
+def test_steps_are_the_same(name: str, sync: bool, packing: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch):
+    """Eager, and asynchronous as on a GPU."""
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: sync))
     found = []
     for on in (False, True):
         packing(on)
         found.append(trained(MEMBERS[name]))
     (plain, end), (packed, same) = found
     (state,) = [s.state for s in packed._stacks or [] if "Q" in s.state]
-    assert all(is_packed(state[side]) for side in ("P", "Q") if side in state)
+    assert all(is_packed(state[side].mean) for side in ("P", "Q") if side in state)
     # Means of diagonals are summed in another order.
     torch.testing.assert_close(same, end, rtol=1e-5, atol=1e-6)
     reports = [opt.health() for opt in (plain, packed)]
@@ -75,7 +74,7 @@ def test_steps_are_the_same(name: str, waits: bool, packing: Callable[[bool], No
 
 @pytest.mark.usefixtures("untyped")
 def test_locoprop_by_products_is_locoprop():
-    """Its inverse is kept in pairs there, though it is not refined."""
+    """Its inverse is kept in split fp16 there, though it is not refined."""
     ends = [trained(lambda m, s=s: lw.optim.LocoProp(m, lr=0.05, solver=s))[1] for s in ("cholesky", "newton")]
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-3, atol=1e-4)
 
@@ -101,20 +100,20 @@ def test_rows_are_averaged_into_packed_means(bias: bool):
     whole = M @ M.mT
     packed, counts = pack(whole), [torch.ones(2), torch.ones(2)]
     for mean, count in zip((whole, packed), counts, strict=True):
-        average_rows_(mean, count, rows, 0.9, Health())
+        average_rows_(mean, count, rows, 0.9, Context(1, 0.0, 0.0, True, {}))
     torch.testing.assert_close(unpack(packed), whole, rtol=1e-6, atol=1e-6)
     assert torch.equal(*counts)
 
 
 def test_what_is_packed():
     shape = Shape(2, 512, 520, torch.float32, torch.device("cpu"))
-    assert not symmetric.packs(shape, 512)  # no kernels there
+    assert not factor.packs(shape, 512)  # no kernels there
     M = randn(2, 32, 40, seed=6)
     whole = M @ M.mT
     whole = (whole + whole.mT) / 2  # a product's two halves may be rounded differently
-    for of in (symmetric.size, symmetric.diagonal, symmetric.whole):
+    for of in (factor.size, factor.diagonal, factor.whole):
         found, expected = of(pack(whole)), of(whole)
         assert found == expected if isinstance(found, int) else torch.equal(found, expected)
     packed = pack(torch.zeros(2, 32, 32))
-    symmetric.put_(packed, whole)
+    factor.put_(packed, whole)
     assert torch.equal(unpack(packed), (whole.tril() + whole.tril(-1).mT))

@@ -5,18 +5,20 @@ the factors have drifted.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
-from layerwise.optim.factors import YOUNG_STEPS, Factors
+from gpu_objects import context_at, hear, initial_state, refined, set_factors
 from torch import Tensor, nn
 
 import layerwise as lw
+from layerwise.optim.cuda.basis import TrackedSide
 from layerwise.optim.cuda.linalg.jacobi import tracked_basis
-from layerwise.optim.cuda.monitor import LAG
-from layerwise.optim.eigenbasis import CorrectedEigenvalues
-from layerwise.optim.rule import Context, Health, Shape
+from layerwise.optim.cuda.monitor import LAG, YOUNG_STEPS
+from layerwise.optim.kronecker import KroneckerRoots
+from layerwise.optim.members.ekfac import CorrectedEigenvalues
+from layerwise.optim.rule import Health, Shape
 from random_tensors import randn64 as randn
 
 pytestmark = pytest.mark.usefixtures("untyped")
@@ -30,7 +32,7 @@ Pair = tuple[Tensor, Tensor]
 class Case:
     """A rule, and what it should apply: ``(P + λ)⁻ᵖ Z (Q + λ)⁻ᵖ``, or ``Z / (s_P ⊗ s_Q + λ)`` in the eigenbasis."""
 
-    rule: Factors
+    rule: KroneckerRoots | CorrectedEigenvalues
     power: float
     damping: float
     """As the rule takes it."""
@@ -50,9 +52,9 @@ class Case:
 
 CASES = {
     # λ of P ⊗ Q is relative: each of two factors takes its root.
-    "K-FAC": lambda: Case(Factors("outgrads", "inputs", (1.0, 1.0)), 1.0, DAMPING**2),
-    "Shampoo": lambda: Case(Factors("gradient", "gradient", (0.25, 0.25)), 0.25, DAMPING),
-    "Shampoo, power ½": lambda: Case(Factors("gradient", "gradient", (0.5, 0.5)), 0.5, DAMPING),
+    "K-FAC": lambda: Case(KroneckerRoots("outgrads", "inputs", (1.0, 1.0)), 1.0, DAMPING**2),
+    "Shampoo": lambda: Case(KroneckerRoots("gradient", "gradient", (0.25, 0.25)), 0.25, DAMPING),
+    "Shampoo, power ½": lambda: Case(KroneckerRoots("gradient", "gradient", (0.5, 0.5)), 0.5, DAMPING),
     "EKFAC": lambda: Case(CorrectedEigenvalues(scaling="none"), 1.0, DAMPING),
 }
 
@@ -98,25 +100,21 @@ def applied_errors(
 
     What the device said of the last refresh has been heard by then.
     """
-    case.rule.use_solver("newton")
     K, O, I = len(factors[0][0]), factors[0][0].shape[-1], factors[0][1].shape[-1]
     shape = Shape(K, O, I, torch.float32, torch.device(device))
-    state, health, memory = case.rule.init(shape), Health(), {}
-    context = Context(0, 0.0, case.damping, True, {}, shape=shape, memory=memory)
+    state, health, memory = initial_state(case.rule, shape), Health(), {}
+    context = context_at(0, case.damping, shape, health=health, memory=memory)
     for turn, (P, Q) in enumerate(factors):
-        state["P"].copy_(P.float())
-        state["Q"].copy_(Q.float())
-        context = Context(start + turn * apart, 0.0, case.damping, True, {}, shape=shape, memory=memory)
-        case.rule.refresh(state, slice(0, K), context, health)
-        case.rule.report(slice(0, K), context)
-    heard = replace(context, step=context.step + LAG)
-    case.rule.plan(state, slice(0, K), heard, health)
-    P, Q = (state[side].double().cpu() for side in ("P", "Q"))
+        set_factors(state, P=P.float(), Q=Q.float())
+        context = context_at(start + turn * apart, case.damping, shape, health=health, memory=memory)
+        case.rule.refresh(state, slice(0, K), context)
+    hear(state, context.step + LAG, context)
+    P, Q = (state[side].dense().double().cpu() for side in ("P", "Q"))
     Z = randn(K, O, I, seed=77)
     found = {}
     for kind, G in (("random", Z), ("gradient", half(P) @ Z @ half(Q))):
         G = G.float()
-        D = case.rule.direction(state, G.to(device), context, health).double().cpu()
+        D = context.backend.tensor(case.rule.direction(state, G.to(device), context)).double().cpu()
         truth = case.expected(P, Q, G.double())
         found[kind] = float(((D - truth).flatten(1).norm(dim=1) / truth.flatten(1).norm(dim=1)).max())
     return found, health
@@ -149,15 +147,25 @@ def test_one_sweep_suffices_up_to_the_limit(name: str, condition: float, device:
     assert max(found.values()) <= LIMIT, found
 
 
+def coupling_limit(case: Case) -> float:
+    """Of the coupling before a sweep, up to which one does."""
+    shape = Shape(1, 4, 4, torch.float32, torch.device("cpu"))
+    (limit,) = {
+        side.limit for side in refined(initial_state(case.rule, shape)).values() if isinstance(side, TrackedSide)
+    }
+    return limit
+
+
 def errors_at_the_limit(case: Case, factors: Pair, others: Pair, device: str) -> dict[str, float]:
     """After one sweep from the exact basis, with the largest coupling for which one should do."""
-    P, Q = (coupled(M, other, 0.99 * case.rule.coupling_limit) for M, other in zip(factors, others, strict=True))
+    limit = coupling_limit(case)
+    P, Q = (coupled(M, other, 0.99 * limit) for M, other in zip(factors, others, strict=True))
     return applied_errors(case, [factors, (P, Q)], device)[0]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_exact_start(name: str, device: str):
-    """At the first refresh, by Cholesky or eigh, kept in pairs of float16."""
+    """At the first refresh, by Cholesky or eigh, kept in split fp16."""
     found, _ = applied_errors(CASES[name](), [(factor(160, 1e6, 3), factor(97, 1e6, 4))], device)
     assert max(found.values()) <= LIMIT, found
 

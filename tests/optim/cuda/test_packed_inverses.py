@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim.cuda import factor as symmetric
-from layerwise.optim.cuda import storage as stored
-from layerwise.optim.cuda.linalg import packed_fp16 as packed_halves
+from layerwise.optim.cuda import backend, factor
+from layerwise.optim.cuda.inverse import RefinedRoots
+from layerwise.optim.cuda.linalg import packed_fp16
+from layerwise.optim.cuda.storage import StoredMatrix
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.step import stack
+from layerwise.optim.rule import tensors
 
 pytestmark = pytest.mark.usefixtures("untyped")
 Make = Callable[[nn.Module], Layerwise]
@@ -27,9 +28,9 @@ STEPS = 12
 @pytest.fixture
 def packing(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Factors are packed in any case, inverses on demand."""
-    monkeypatch.setattr(stack, "PAD_TO", {"cpu": 16})
-    monkeypatch.setattr(symmetric, "packs", lambda shape, size: True)
-    return lambda on: monkeypatch.setattr(symmetric, "packs_inverse", lambda shape, size: on)
+    monkeypatch.setattr(backend, "PAD_TO", {"cpu": 16})
+    monkeypatch.setattr(factor, "packs", lambda shape, size: True)
+    return lambda on: monkeypatch.setattr(factor, "packs_inverse", lambda shape, size: on)
 
 
 class Words(nn.Module):
@@ -65,16 +66,18 @@ def numbers(opt: Layerwise) -> list[Tensor]:
 
 
 def roots(opt: Layerwise) -> list[Tensor]:
-    return [X for s in opt._stacks or [] for name, X in s.state.items() if name in ("P_root", "Q_root")]
+    """As they are stored."""
+    entries = [entry for s in opt._stacks or [] for entry in s.state.values() if isinstance(entry, RefinedRoots)]
+    return [X for entry in entries for name, X in entry.tensors().items() if name in ("P_root", "Q_root")]
 
 
-@pytest.mark.parametrize(("name", "waits"), [("KFAC", True), ("KFAC", False), ("half", False)])
+@pytest.mark.parametrize(("name", "sync"), [("KFAC", True), ("KFAC", False), ("half", False)])
 def test_steps_and_what_is_saved_are_the_same(
-    name: str, waits: bool, packing: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+    name: str, sync: bool, packing: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ):
-    """As on a CPU, which waits for answers, and behind a gate, as on a GPU; bit for bit if sums have the same order."""
-    monkeypatch.setattr(stored, "are_packed_pairs", lambda *_: False)
-    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: waits))
+    """Eager, and asynchronous as on a GPU; bit for bit if sums have the same order."""
+    monkeypatch.setattr(StoredMatrix, "packed_pair", False)
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: sync))
     found = []
     for on in (False, True):
         packing(on)
@@ -83,7 +86,7 @@ def test_steps_and_what_is_saved_are_the_same(
         found.append((*model.parameters(), *numbers(opt)))
         halves = [X for X in roots(opt) if X.ndim > 2]
         assert halves
-        assert all(packed_halves.is_packed(X) == on for X in halves)
+        assert all(packed_fp16.is_packed(X) == on for X in halves)
         assert len(halves) < len(roots(opt))  # the embedding's is a diagonal
     assert len(found[0]) == len(found[1])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -93,7 +96,7 @@ def test_steps_and_what_is_saved_are_the_same(
 def test_a_checkpoint_goes_from_one_to_the_other(
     kinds: tuple[bool, bool], packing: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(stored, "are_packed_pairs", lambda *_: False)
+    monkeypatch.setattr(StoredMatrix, "packed_pair", False)
     found = []
     for first, second in ((False, False), kinds):
         packing(first)
@@ -124,13 +127,13 @@ def test_a_layer_without_a_gradient_keeps_its_own(packing: Callable[[bool], None
     model, opt = made(MEMBERS["KFAC"])
     train(model, opt, 0, 3)
     (treated,) = [s for s in opt._stacks or [] if len(s.specs) == 2]
-    before = treated.state["Q_root"].clone()
+    before = treated.state["roots"].sides["Q"].matrix.data.clone()
     opt.zero_grad()
     model(torch.arange(9)).square().sum().backward()
     for p in model.body[2].parameters():  # type: ignore[index]
         p.grad = None
     opt.step()
-    after = treated.state["Q_root"]
+    after = treated.state["roots"].sides["Q"].matrix.data
     assert torch.equal(after[1], before[1])
     assert not torch.equal(after[0], before[0])
 
@@ -147,7 +150,7 @@ def test_state_of_a_square_layer(name: str, sides: int, inverse: float, packing:
         opt = MEMBERS[name](model)
         model(torch.randn(8, n, generator=torch.Generator().manual_seed(0))).square().sum().backward()
         opt.step()
-        held = sum(X.numel() * X.element_size() for s in opt._stacks or [] for X in s.state.values())
+        held = sum(X.numel() * X.element_size() for s in opt._stacks or [] for X in tensors(s.state).values())
         assert held / (8 * n**2) == pytest.approx(0.5 + sides * (0.5 * part + inverse * kept), rel=1e-3)
 
 
@@ -155,14 +158,12 @@ def test_a_matrix_is_unpacked_where_it_is_asked_for():
     g = torch.Generator().manual_seed(3)
     X = torch.randn(3, 32, 32, generator=g)
     X = X + X.mT
-    packed, whole = dict[str, Tensor](), dict[str, Tensor]()
     for halves in (1, 2):
-        stored.keep(packed, "P_root", X, halves, True)
-        stored.keep(whole, "P_root", X, halves)
-        for of in (stored.value, stored.operand, stored.matrix, stored.rough_copy):
-            found, expected = (of(state, "P_root", slice(1, 3)) for state in (packed, whole))
+        kept = [StoredMatrix.keep(X, halves, triangle=triangle) for triangle in (True, False)]
+        assert packed_fp16.is_packed(kept[0].data)
+        for of in (StoredMatrix.value, StoredMatrix.operand, StoredMatrix.matrix, StoredMatrix.rough_copy):
+            found, expected = (of(one, slice(1, 3)) for one in kept)
             assert type(found) is type(expected)
-            parts = [[X] if isinstance(X, Tensor) else list(vars(X).values()) for X in (found, expected)]
+            parts = [[Y] if isinstance(Y, Tensor) else list(vars(Y).values()) for Y in (found, expected)]
             assert all(torch.equal(a, b) for a, b in zip(*parts, strict=True))
-        rough = [stored.rough(state, "P_root") for state in (packed, whole)]
-        assert all(torch.equal(a, b) for a, b in zip(*rough, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(*(one.rough() for one in kept), strict=True))

@@ -8,8 +8,7 @@ from optim_tools import flat
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim.cuda import factor as symmetric
-from layerwise.optim.step import stack
+from layerwise.optim.cuda import backend, factor
 
 pytestmark = pytest.mark.usefixtures("untyped")
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -90,8 +89,8 @@ def keep(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """On a CPU: "plain" factors, "padded", or padded and "packed"."""
 
     def as_asked(kind: str) -> None:
-        monkeypatch.setattr(stack, "PAD_TO", {} if kind == "plain" else {"cpu": 16})
-        monkeypatch.setattr(symmetric, "packs", lambda shape, size: kind == "packed")
+        monkeypatch.setattr(backend, "PAD_TO", {} if kind == "plain" else {"cpu": 16})
+        monkeypatch.setattr(factor, "packs", lambda shape, size: kind == "packed")
 
     return as_asked
 

@@ -1,4 +1,4 @@
-"""Parameters that are read and written as lists, whatever their shape: the same steps as by way of one stack."""
+"""`ParamLists`: parameters read and written as lists, whatever their shape, make the same steps as one stack."""
 
 import copy
 from collections.abc import Callable
@@ -10,13 +10,14 @@ from optim_tools import flat
 from torch import Tensor, nn
 
 import layerwise as lw
+from layerwise.optim.cuda.device_step import DeviceStep, largest_of
+from layerwise.optim.cuda.executor import _gradient, param_lists
 from layerwise.optim.cuda.found_inf import bounds, sizes_of
-from layerwise.optim.cuda.param_lists import Listed
 from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.storage import between, keep, matrix, scaled_between
+from layerwise.optim.cuda.storage import StoredMatrix, between, scaled_between
 from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.rule import Context, Health
+from layerwise.optim.rule import Context
 
 pytestmark = pytest.mark.usefixtures("untyped")
 Make = Callable[[nn.Module], Layerwise]
@@ -121,7 +122,7 @@ def test_missing_gradients(name: str, monkeypatch: pytest.MonkeyPatch):
 
 def test_what_is_taken_as_a_list(monkeypatch: pytest.MonkeyPatch):
     opt = compare(MEMBERS["Adam"], monkeypatch)
-    listed = {spec.name: stack.listed for stack in opt._stacks or [] for spec in stack.specs}
+    listed = {spec.name: param_lists(stack) for stack in opt._stacks or [] for spec in stack.specs}
     assert {name for name, found in listed.items() if found is None} <= {"with_bias", "without", "up", "up.weight"}
     words, norm, conv = listed["words"], listed["norms.0"], listed["conv.0"]
     assert words is not None
@@ -132,7 +133,7 @@ def test_what_is_taken_as_a_list(monkeypatch: pytest.MonkeyPatch):
     assert len(norm.biases) == 3
     assert conv is not None
     assert (conv.size, conv.groups) == ((8, 12), 2)
-    stack = next(stack for stack in opt._stacks or [] if stack.listed is words)
+    stack = next(stack for stack in opt._stacks or [] if param_lists(stack) is words)
     assert stack.state["m"].shape == (2, 8, 9)
     assert stack.state["m"].mT.is_contiguous()  # as the parameter lies
 
@@ -142,7 +143,8 @@ def test_the_same_views_at_every_step(monkeypatch: pytest.MonkeyPatch):
     model = zoo()
     opt = MEMBERS["Adam"](model)
     train(opt, model, range(1))
-    lists = [stack.listed for stack in opt._stacks or [] if isinstance(stack.listed, Listed)]
+    lists = [found for stack in opt._stacks or [] if (found := param_lists(stack)) is not None]
+    assert lists
     before = [found.parameters() for found in lists]
     train(opt, model, range(1, 2))
     assert all(found.parameters() is views for found, views in zip(lists, before, strict=True))
@@ -192,12 +194,13 @@ def test_bounds_hold_for_every_group(open_: bool, scale: float):
         sizes = sizes_of(model.parameters())[torch.device("cpu")]
         found = bounds(opt._stacks, sizes, gate, scale, memory)
         for stack in opt._stacks:
-            largest = stack.gradient(scale, gate)[0].abs().amax((1, 2))
+            largest = _gradient(stack, scale, gate)[0].abs().amax((1, 2))
+            lists = param_lists(stack)
             if any(p.grad is None for p in stack.params.values()):
                 assert id(stack) not in found
             elif any(part.rows is not None for spec in stack.specs for part in spec.form.parts):
                 assert bool((found[id(stack)] >= largest).all())
-            elif stack.listed is not None and stack.listed.groups == 1:
+            elif lists is not None and lists.groups == 1:
                 assert torch.equal(found[id(stack)], largest)
             else:
                 assert bool((found[id(stack)] >= largest).all())
@@ -205,9 +208,11 @@ def test_bounds_hold_for_every_group(open_: bool, scale: float):
 
 def test_a_bound_is_of_the_step_s_own_gradient_alone():
     grad = torch.ones(1, 2, 2)
-    context = Context(1, 0.1, 0.1, True, {}, gradient=grad, largest=torch.ones(1))
-    assert context.largest_of(grad) is context.largest
-    assert context.largest_of(grad.clone()) is None
+    step = DeviceStep(torch.tensor(True), grad, torch.ones(1))
+    context = Context(1, 0.1, 0.1, True, {}, gradient=grad, device_step=step)
+    assert largest_of(grad, context) is step.largest
+    assert largest_of(grad.clone(), context) is None
+    assert largest_of(grad, Context(1, 0.1, 0.1, True, {}, gradient=grad)) is None
 
 
 # --- directions that are not yet divided ---------------------------------------------------------------------
@@ -216,13 +221,10 @@ def test_a_bound_is_of_the_step_s_own_gradient_alone():
 @pytest.mark.parametrize("halves", [1, 2])
 @pytest.mark.parametrize("sides", ["both", "left", "right"])
 def test_between_divides_last(sides: str, halves: int):
-    state = dict[str, Tensor]()
     g = torch.Generator().manual_seed(1)
     P, X, Q = (torch.randn(2, 5, 5, generator=g) for _ in range(3))
-    keep(state, "P", P, halves)
-    keep(state, "Q", Q, halves)
-    left = matrix(state, "P") if sides != "right" else None
-    right = matrix(state, "Q") if sides != "left" else None
+    left = StoredMatrix.keep(P, halves).matrix() if sides != "right" else None
+    right = StoredMatrix.keep(Q, halves).matrix() if sides != "left" else None
     found = scaled_between(left, 1e-12 * X, right)
     assert isinstance(found, Scaled)
     expected = 1e-12 * (P if sides != "right" else torch.eye(5)) @ X @ (Q if sides != "left" else torch.eye(5))
@@ -232,15 +234,15 @@ def test_between_divides_last(sides: str, halves: int):
     assert torch.equal(value, between(left, 1e-12 * X, right))
 
 
-def test_a_member_with_a_direction_of_its_own_has_that():
+def test_a_member_that_reads_its_roots_twice_has_a_tensor():
     """`MahalanobisSpectral` whitens twice; what it returns is divided."""
     model = nn.Sequential(nn.Linear(4, 3))
-    opt = lw.optim.MahalanobisSpectral(model, lr=0.01, scale="formula")
+    opt = lw.optim.MahalanobisSpectral(model, lr=0.01, solver="newton", scale="formula")
     model(torch.randn(8, 4)).square().mean().backward()
     opt.step()
     stack = (opt._stacks or [])[0]
-    grad = stack.gradient()[0]
-    arguments = (stack.state, grad, opt._context(stack, 1), Health())
-    found = opt.rule.scaled_direction(*arguments)
-    assert isinstance(found, Tensor)
-    assert torch.equal(found, opt.rule.direction(*arguments))
+    grad, context = stack.gradient()[0], opt._context(stack, 1)
+    roots, whiten = stack.state["roots"], opt.rule._whitened  # type: ignore[attr-defined]
+    assert isinstance(roots.direction(grad, context, opt.rule.pair.shifts(context)), Scaled)  # type: ignore[attr-defined]
+    assert isinstance(whiten(stack.state, grad, context), Tensor)
+    assert isinstance(opt.rule.direction(stack.state, grad, context), Tensor)

@@ -1,32 +1,37 @@
-"""Steps in a basis that is kept in halves: how they get back, what is searched and split, and how precise they are."""
+"""Steps in a basis that is kept in fp16: how they get back, what is searched and split, and how precise they are."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from layerwise.optim.factors import Factors
-from layerwise.optim.rotated_adam import RotatedAdam, step_bound
+from gpu_objects import FALSE, NEWTON, TRUE, context_at, device_step, initial_state, matrix, refined, set_factors
+from test_asynchronous_executor import Times
 from test_param_lists import train, zoo
-from torch import Tensor
+from torch import Tensor, nn
 
 import layerwise as lw
 from interpreter import INTERPRETED, only_interpreted
 from layerwise.optim.cuda import elementwise as fused
 from layerwise.optim.cuda import storage as stored
 from layerwise.optim.cuda.adam_corrections import corrections_
+from layerwise.optim.cuda.backend import CudaBackend, step_bound
+from layerwise.optim.cuda.executor import AsynchronousExecutor
 from layerwise.optim.cuda.linalg import orthogonal
 from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE
+from layerwise.optim.cuda.pending_checkpoint import tracked
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton import splits as triton_splits
-from layerwise.optim.eigenbasis import CorrectedEigenvalues
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.rule import Context, Health, Shape, State
-from layerwise.optim.step.graft import Clip
-from layerwise.optim.step.stack import Stack
+from layerwise.optim.kronecker import KroneckerRoots
+from layerwise.optim.members.ekfac import CorrectedEigenvalues
+from layerwise.optim.members.soap import RotatedAdam
+from layerwise.optim.rule import Context, Requirements, Shape, State, tensors
+from layerwise.optim.step.clip import Clip
 from random_tensors import randn
 
 pytestmark = pytest.mark.usefixtures("untyped")
@@ -34,39 +39,40 @@ ROUNDING, DAMPING = 1e-3, 1e-2
 TINY = 2.0**-104
 """Gradients whose scale, times that of a basis, is near the largest number."""
 SQUARE_ROOT = "Shampoo, power ½"
-OPEN, SHUT = torch.tensor(True), torch.tensor(False)
 RULES: dict[str, Any] = {
     "SOAP": RotatedAdam,
     "EKFAC": lambda: CorrectedEigenvalues(scaling="running"),
     "EKFAC, one pass": lambda: CorrectedEigenvalues(scaling="running", split="trace"),
-    "Shampoo": lambda: Factors("gradient", "gradient", (0.25, 0.25)),
-    SQUARE_ROOT: lambda: Factors("gradient", "gradient", (0.5, 0.5)),
+    "Shampoo": lambda: KroneckerRoots("gradient", "gradient", (0.25, 0.25)),
+    SQUARE_ROOT: lambda: KroneckerRoots("gradient", "gradient", (0.5, 0.5)),
 }
 
 
 def rule_and_state(name: str, size: tuple[int, int] = (16, 24)) -> tuple[Any, State, Shape]:
-    """A rule with bases of random factors, kept in halves."""
+    """A rule with bases of random factors, kept in fp16."""
     rule, (O, I) = RULES[name](), size
-    rule.use_solver("newton")
     shape = Shape(2, O, I, torch.float32, torch.device("cpu"))
-    state = rule.init(shape)
+    state = initial_state(rule, shape)
     for side, n in (("P", O), ("Q", I)):
         X = randn(2, n, 2 * n, seed=n) * torch.logspace(0, -2, n)[:, None]
-        state[side].copy_(X @ X.mT)
+        set_factors(state, **{side: X @ X.mT})
     if "begun" in state:
         state["begun"].fill_(1)
-    rule.refresh(state, slice(0, 2), context_of(shape), Health())
+    rule.refresh(state, slice(0, 2), context_of(shape))
     return rule, state, shape
 
 
-def context_of(shape: Shape, G: Tensor | None = None, gate: Tensor | None = None) -> Context:
-    largest = None if G is None else G.abs().amax((1, 2))
-    return Context(200, 0.1, DAMPING, True, {}, shape=shape, gate=gate, gradient=G, largest=largest, observes=False)
+def context_of(shape: Shape, G: Tensor | None = None, finite: Tensor | None = None) -> Context:
+    """Of a step whose gradient is G."""
+    found = context_at(200, DAMPING, shape, gradient=G, device_step=device_step(finite, G), observes=False)
+    found.lr = 0.1
+    return found
 
 
 def exact(name: str, rule: Any, state: State, G: Tensor) -> Tensor:
     """The direction in float64, from the bases and moments as they are."""
-    U, V = (stored.value(state, f"U_{side}").double() for side in ("P", "Q"))
+    U, V = (matrix(state, side).double() for side in ("P", "Q"))
+    values = [refined(state)[side].values.double() for side in ("P", "Q")]  # type: ignore[union-attr]
     R = U.mT @ G.double() @ V
     if name == "SOAP":
         b1, b2 = rule.betas
@@ -76,27 +82,22 @@ def exact(name: str, rule: Any, state: State, G: Tensor) -> Tensor:
         s = state["s"].double()
         Y = R / (s + DAMPING * s.mean((-2, -1), keepdim=True))
     elif name == "EKFAC, one pass":
-        s_P, s_Q = state["s_P"].double().unsqueeze(-1), state["s_Q"].double().unsqueeze(-2)
+        s_P, s_Q = values[0].unsqueeze(-1), values[1].unsqueeze(-2)
         left, right = (DAMPING**0.5 * s.mean((-2, -1), keepdim=True) for s in (s_P, s_Q))
         Y = R / (state["s"].double() + left * s_Q + s_P * right + left * right)
     else:
-        a, b = (
-            (s + DAMPING * s.mean(-1, keepdim=True)).pow(-rule.power[0])
-            for s in (state["s_P"].double(), state["s_Q"].double())
-        )
+        a, b = ((s + DAMPING * s.mean(-1, keepdim=True)).pow(-rule.power[0]) for s in values)
         Y = a.unsqueeze(-1) * R * b.unsqueeze(-2)
     return U @ Y @ V.mT
 
 
-def directions(name: str, steps: int = 3, gate: Tensor = OPEN, size: float = 1.0) -> tuple[Tensor | Scaled, Tensor]:
+def directions(name: str, steps: int = 3, size: float = 1.0) -> tuple[Tensor | Scaled, Tensor]:
     """The last of a few steps' directions, as found and exactly."""
     rule, state, shape = rule_and_state(name)
     found, G = torch.empty(0), torch.empty(0)
     for step in range(steps):
         G = size * randn(2, 16, 24, seed=10 + step) * torch.logspace(0, -3, 24)
-        context, health = context_of(shape, G, gate), Health(gate=gate)
-        rule.rescale(state, None, G, context)
-        found = rule.scaled_direction(state, G, context, health)
+        found = rule.direction(state, G, context_of(shape, G, TRUE))
     return found, exact(name, rule, state, G)
 
 
@@ -119,18 +120,23 @@ def test_directions_are_precise(name: str, size: float):
     assert float(errors.max()) < bound
 
 
-@pytest.mark.parametrize("gate", [OPEN, SHUT])
-def test_an_adam_step_is_written_as_a_half(gate: Tensor):
+@pytest.mark.parametrize("finite", [TRUE, FALSE])
+def test_an_adam_step_is_written_in_fp16(finite: Tensor):
     rule, state, shape = rule_and_state("SOAP")
-    before = {name: x.clone() for name, x in state.items()}
+    before = {name: x.clone() for name, x in tensors(state).items()}
     G = randn(2, 16, 24)
-    Y = rule.step_in_basis(state, G, context_of(shape, G, gate), Health(gate=gate))
+    context = context_of(shape, G, finite)
+    floor = lambda correction: rule.floor(state, correction, context)  # noqa: E731
+    R = state["basis"].rotate(G, context)
+    Y = NEWTON.adam_in_basis_(state, R, G, rule.betas, rule.eps, floor, context)
     assert isinstance(Y, Half)
     assert Y.hi.dtype == torch.float16
     assert Y.scale.tolist() == [64.0, 64.0]
-    if gate is SHUT:
+    if finite is FALSE:
         assert not Y.hi.any()
-        assert all(torch.equal(state[name], x) for name, x in before.items())
+        assert all(torch.equal(x, before[name]) for name, x in tensors(state).items())
+    else:
+        assert Y.hi.any()
 
 
 @pytest.mark.parametrize("betas", [(0.95, 0.95), (0.9, 0.999), (0.9, 0.95), (0.0, 0.99), (0.8, 0.7)])
@@ -190,9 +196,7 @@ def test_nothing_is_searched_but_the_gradient(name: str, monkeypatch: pytest.Mon
     if INTERPRETED:
         use_kernels(monkeypatch)
     found, G = counted(monkeypatch), randn(2, 16, 24)
-    context = context_of(shape, G, OPEN)
-    rule.rescale(state, None, G, context)
-    rule.scaled_direction(state, G, context, Health(gate=OPEN))
+    rule.direction(state, G, context_of(shape, G, TRUE))
     assert found["searches"] == (0 if INTERPRETED or name == "Shampoo" else 1)
     if INTERPRETED:  # the gradient, and what one product leaves of it in pairs; steps are written as halves
         assert found["splits"] == (1 if name == "Shampoo" else 2)
@@ -212,19 +216,17 @@ def test_kernels_make_the_same_directions(name: str, monkeypatch: pytest.MonkeyP
 # --- what the passes find on their way ------------------------------------------------------------------------
 
 
-class Twice(CorrectedEigenvalues):
-    """A step of its own, made of the other."""
-
-    def step_in_basis(self, state: State, grad: Tensor, context: Context, health: Health) -> Tensor:
-        Y = super().step_in_basis(state, grad, context, health)
-        return 2 * (Y.hi.float() / Y.scale.view(-1, 1, 1) if isinstance(Y, Half) else Y)
-
-
 def asked(rule: Any, state: State, shape: Shape, G: Tensor, gradient: Tensor | None = None) -> tuple[Any, Context]:
-    context = context_of(shape, G if gradient is None else gradient, OPEN)
-    context.asks_along = True
-    rule.rescale(state, None, G, context)
-    return rule.scaled_direction(state, G, context, Health(gate=OPEN)), context
+    """A direction of G in a step that asks for ``⟨D, ∇L⟩``, whose gradient may be another."""
+    context = context_of(shape, G if gradient is None else gradient, TRUE)
+    context.device_step.asks_along = True
+    return rule.direction(state, G, context), context
+
+
+def clip_factor(clip: Clip, D: Scaled, G: Tensor) -> float:
+    """As an asynchronous executor finds it for one stack, at a rate of 0.1."""
+    part = SimpleNamespace(lr=0.1, grad=G, stack=SimpleNamespace(requires=Requirements()))
+    return float(AsynchronousExecutor._clip_factor(SimpleNamespace(clip=clip), [part], [D]))  # type: ignore[arg-type]
 
 
 @pytest.mark.interpreted
@@ -238,47 +240,59 @@ def test_the_product_with_the_gradient_is_found_on_the_way(name: str, monkeypatc
     D, context = asked(rule, state, shape, G)
     assert isinstance(D, Scaled)
     assert D.along is not None
-    assert context.along is None
+    assert context.device_step.along is None
     expected = float((divided(D) * G.double()).sum())
     assert abs(float(D.along) / expected - 1) < 3e-3
     assert asked(rule, state, shape, G.clone(), G)[0].along is None
-    clip, stack = Clip.read(1e-3), Stack(rule, (), {}, {})
-    found = clip.factor([stack], [D], [G], [0.1])
+    clip = Clip.read(1e-3)
+    found = clip_factor(clip, D, G)
     assert found == pytest.approx((1e-3 / (0.01 * expected)) ** 0.5, rel=3e-3)
-    assert found == clip.factor([stack], [D], [torch.full_like(G, torch.nan)], [0.1])
+    assert found == clip_factor(clip, D, torch.full_like(G, torch.nan))
 
 
-def test_a_step_of_one_s_own_hands_over_no_product():
-    RULES["twice"] = lambda: Twice(scaling="running", split="trace")
-    try:
-        rule, state, shape = rule_and_state("twice")
-    finally:
-        del RULES["twice"]
-    before = state["s"].clone()
-    D, _ = asked(rule, state, shape, randn(2, 16, 24))
-    assert D.along is None
-    assert not torch.equal(state["s"], before)
+@pytest.mark.parametrize("split", ["exact", "trace"])
+def test_a_rule_of_one_s_own_is_clipped_by_its_own_product(split: str, monkeypatch: pytest.MonkeyPatch):
+    """Not by that of the rule that it is made of: twice the direction, clipped, is √2 times the step."""
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
+    ways = []
+    for factor in (1.0, 2.0):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 4)
+        start = model.weight.detach().clone()
+        rule = Times(CorrectedEigenvalues(scaling="running", split=split), factor)
+        opt = Layerwise(model, rule=rule, lr=0.1, clip=1e-5, solver="newton")
+        model(randn(32, 6)).square().sum().backward()
+        opt.step()
+        assert opt.health().clipped_steps == 1
+        ways.append(float((model.weight.detach() - start).norm()))
+    assert ways[1] == pytest.approx(2**0.5 * ways[0], rel=3e-3)
 
 
-@pytest.mark.parametrize("gate", [OPEN, SHUT])
-def test_one_pass_is_both(gate: Tensor, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("finite", [TRUE, FALSE])
+def test_one_pass_is_both(finite: Tensor, monkeypatch: pytest.MonkeyPatch):
     """The same scalings and the same direction as by a pass each, whatever the direction is asked of."""
-    found = []
+    found, passes = [], []
     for apart in (False, True):
         rule, state, shape = rule_and_state("EKFAC, one pass")
         if apart:
-            monkeypatch.setattr(CorrectedEigenvalues, "_in_one_pass", lambda *_: False)
-        G, other = (randn(2, 16, 24, seed=seed) * gate for seed in (6, 7))
-        for given in (G, other):
-            context, health = context_of(shape, G, gate), Health(gate=gate)
-            before = state["s"].clone()
-            rule.rescale(state, None, G, context)
-            assert torch.equal(state["s"], before) == (not apart or gate is SHUT)
-            D = rule.scaled_direction(state, given, context, health)
-            found.append((divided(D), state["s"].clone()))
-            assert "rotated" not in context.memory  # used once
-    for one_pass, passes in zip(found[:2], found[2:], strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(one_pass, passes, strict=True))
+            monkeypatch.setattr(CudaBackend, "_by_passes", staticmethod(lambda *_: False))
+        separately = CudaBackend.average_squares_
+
+        def noting(*given: Any, own: Any = separately, apart: bool = apart) -> None:
+            passes.append(apart)
+            own(*given)
+
+        G, other = (randn(2, 16, 24, seed=seed) * finite for seed in (6, 7))
+        with monkeypatch.context() as patch:
+            patch.setattr(CudaBackend, "average_squares_", noting)
+            for given in (G, other):
+                before = state["s"].clone()
+                D = rule.direction(state, given, context_of(shape, G, finite))
+                assert torch.equal(state["s"], before) == (finite is FALSE)
+                found.append((divided(D), state["s"].clone()))
+    assert passes == [False, True, True]  # of another tensor always in a pass of its own
+    for one_pass, two in zip(found[:2], found[2:], strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(one_pass, two, strict=True))
 
 
 # --- in training -------------------------------------------------------------------------------------------------
@@ -322,14 +336,16 @@ def test_a_basis_has_the_fixed_scale_when_it_is_resumed(name: str, monkeypatch: 
     opt = MEMBERS[name](model)
     train(opt, model, range(3))
     saved = opt.state_dict()
-    tensors = [x for of_layer in saved["state"].values() for s in of_layer.values() for n, x in s.items() if "U_" in n]
-    assert tensors
-    assert all(x.dtype == torch.float32 for x in tensors)
+    bases = [
+        x for of_layer in saved["state"].values() for s in of_layer.values() for n, x in s.items() if n.startswith("U_")
+    ]
+    assert bases
+    assert all(x.dtype == torch.float32 for x in bases)
     resumed.load_state_dict(model.state_dict())
     again = MEMBERS[name](resumed)
     again.load_state_dict(saved)
     for one, its in ((opt, model), (again, resumed)):
         train(one, its, range(3, 5))
-        scales = [s.state[n] for s in one._stacks or () for n in ("U_P_scale", "U_Q_scale") if n in s.state]
+        scales = [side.matrix.scale for stack in one._stacks or () for side in tracked(stack)]
         assert scales
-        assert all(bool((scale == BASIS_SCALE).all()) for scale in scales)
+        assert all(scale is not None and bool((scale == BASIS_SCALE).all()) for scale in scales)

@@ -6,27 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from layerwise.optim.rotated_adam import RotatedAdam
+from gpu_objects import FALSE, NEWTON, TRUE, context_at, device_step, initial_state, matrix, set_factors
 from optim_tools import flat
 from test_padding import made, tensors, train
 from torch import Tensor
 
 import layerwise as lw
-from layerwise.optim import eigenbasis
-from layerwise.optim.cuda import scalings
-from layerwise.optim.cuda import storage as stored
-from layerwise.optim.cuda.deferred_examples import WAITING
-from layerwise.optim.cuda.unscaled import unscaled
-from layerwise.optim.eigenbasis import CorrectedEigenvalues
+from layerwise.optim import rule as rules
+from layerwise.optim.cuda import backend, scalings
+from layerwise.optim.cuda.backend import CudaBackend
+from layerwise.optim.cuda.deferred_examples import PENDING
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.rule import Context, Health, Shape, State
-from layerwise.optim.step import stack
+from layerwise.optim.members.ekfac import CorrectedEigenvalues
+from layerwise.optim.members.soap import RotatedAdam
+from layerwise.optim.rule import Context, Shape, State
 from random_tensors import randn64 as randn
 
 pytestmark = pytest.mark.usefixtures("untyped")
 CPU, BOTH = torch.device("cpu"), slice(0, 2)
 LIMIT, DAMPING, EXAMPLES, EVERY = 1e-2, 1e-3, 8, 4
-OPEN, SHUT = torch.tensor(True), torch.tensor(False)
 
 
 @pytest.fixture(autouse=True)
@@ -52,20 +50,17 @@ def _rounded(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_when_scalings_are_rounded(options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     rule, shape = CorrectedEigenvalues(**options), Shape(2, 3, 4, torch.float32, CPU)
-    assert rule.init(shape)["s"].dtype == torch.float32  # by eigh
-    rule.use_solver("newton")
-    state = rule.init(shape)
+    assert rule.init(shape, CudaBackend())["s"].dtype == torch.float32  # by eigh
+    state = initial_state(rule, shape)
     assert state["s"].dtype == dtype
-    assert {X.dtype for name, X in state.items() if name != "s"} <= {torch.float32, torch.float16}
-    assert rule.init(Shape(2, 3, 4, torch.float64, CPU))["s"].dtype == torch.float64
+    assert {X.dtype for name, X in rules.tensors(state).items() if name != "s"} <= {torch.float32, torch.float16}
+    assert initial_state(rule, Shape(2, 3, 4, torch.float64, CPU))["s"].dtype == torch.float64
     monkeypatch.undo()
-    assert rule.init(shape)["s"].dtype == torch.float32
+    assert initial_state(rule, shape)["s"].dtype == torch.float32
 
 
 def test_moments_of_soap_are_not_rounded():
-    rule = RotatedAdam()
-    rule.use_solver("newton")
-    assert rule.init(Shape(2, 3, 4, torch.float32, CPU))["V"].dtype == torch.float32
+    assert initial_state(RotatedAdam(), Shape(2, 3, 4, torch.float32, CPU))["V"].dtype == torch.float32
 
 
 # --- precision -------------------------------------------------------------------------------------------------
@@ -80,44 +75,44 @@ def factor(n: int, seed: int) -> tuple[Tensor, Tensor]:
 def rule_and_state(device: str, **options: Any) -> tuple[CorrectedEigenvalues, State, Shape, tuple[Tensor, Tensor]]:
     """A rule with a fresh basis, and the roots of its factors."""
     rule, shape = CorrectedEigenvalues(**options), Shape(2, 48, 64, torch.float32, torch.device(device))
-    rule.use_solver("newton")
-    state = rule.init(shape)
+    state = initial_state(rule, shape)
     (P, left), (Q, right) = factor(48, 1), factor(64, 2)
-    state["P"].copy_(P)
-    state["Q"].copy_(Q)
-    rule.refresh(state, BOTH, context_of(shape, 100), Health())
+    set_factors(state, P=P, Q=Q)
+    rule.refresh(state, BOTH, context_of(shape, 100))
     return rule, state, shape, (left, right)
 
 
-def context_of(shape: Shape, step: int, G: Tensor | None = None, gate: Tensor | None = None, **options: Any) -> Context:
-    largest = None if G is None else G.abs().amax((1, 2))
-    options = {"shape": shape, "gate": gate, "gradient": G, "largest": largest, "examples": EXAMPLES} | options
-    return Context(step, 0.0, DAMPING, True, {}, **options)
+def context_of(
+    shape: Shape, step: int, G: Tensor | None = None, finite: Tensor | None = None, **options: Any
+) -> Context:
+    step_of = device_step(finite, G)
+    return context_at(step, DAMPING, shape, gradient=G, examples=EXAMPLES, device_step=step_of, **options)
 
 
 def damped(split: str, s: Tensor, state: State) -> Tensor:
     """In float64."""
     if split == "exact":
         return s + DAMPING * s.mean((-2, -1), keepdim=True)
-    s_P, s_Q = state["s_P"].double().cpu().unsqueeze(-1), state["s_Q"].double().cpu().unsqueeze(-2)
+    basis = state["basis"]
+    s_P, s_Q = basis.values_P.double().cpu().unsqueeze(-1), basis.values_Q.double().cpu().unsqueeze(-2)
     left, right = (DAMPING**0.5 * values.mean((-2, -1), keepdim=True) for values in (s_P, s_Q))
     return s + left * s_Q + s_P * right + left * right
 
 
-def errors(device: str, gate: Tensor | None, same: bool, steps: int, **options: Any) -> Iterator[float]:
+def errors(device: str, finite: Tensor | None, same: bool, steps: int, **options: Any) -> Iterator[float]:
     """Of the directions of one step after another, beside the rule in float64 in the same basis.
 
     Gradients are like those of the factors' own distribution, new at every step or always the same.
     """
     rule, state, shape, (left, right) = rule_and_state(device, scaling="running", **options)
-    U, V = (stored.value(state, f"U_{side}").double().cpu() for side in ("P", "Q"))
-    s, memory = state["s_P"].double().cpu().unsqueeze(-1) * state["s_Q"].double().cpu().unsqueeze(-2), {}
-    gate = None if gate is None else gate.to(device)
+    U, V = (matrix(state, side).double().cpu() for side in ("P", "Q"))
+    values_P, values_Q = (values.double().cpu() for values in (state["basis"].values_P, state["basis"].values_Q))
+    s, memory = values_P.unsqueeze(-1) * values_Q.unsqueeze(-2), {}
+    finite = None if finite is None else finite.to(device)
     for step in range(steps):
         G = (left @ randn(2, 48, 64, seed=10 + (0 if same else step)) @ right / EXAMPLES**0.5).float().to(device)
-        context = context_of(shape, 101 + step, G, gate, memory=memory)
-        rule.rescale(state, None, G, context)
-        D = unscaled(rule.scaled_direction(state, G, context, Health(gate=gate))).double().cpu()
+        context = context_of(shape, 101 + step, G, finite, memory=memory)
+        D = NEWTON.tensor(rule.direction(state, G, context)).double().cpu()
         R = U.mT @ G.double().cpu() @ V
         s = s.lerp(EXAMPLES * R.square(), 1 - rule.scaling_decay)
         expected = U @ (R / damped(rule.split, s, state)) @ V.mT
@@ -126,27 +121,26 @@ def errors(device: str, gate: Tensor | None, same: bool, steps: int, **options: 
 
 
 @pytest.mark.parametrize("split", ["exact", "trace"])
-@pytest.mark.parametrize("gate", [None, OPEN], ids=["waits", "gated"])
-def test_directions_are_precise(gate: Tensor | None, split: str, device: str):
-    assert max(errors(device, gate, False, 20, split=split)) < LIMIT / 2
+@pytest.mark.parametrize("finite", [None, TRUE], ids=["eager", "asynchronous"])
+def test_directions_are_precise(finite: Tensor | None, split: str, device: str):
+    assert max(errors(device, finite, False, 20, split=split)) < LIMIT / 2
 
 
 @pytest.mark.parametrize("decay", [0.75, scalings.MOST_DECAY])
 def test_an_average_does_not_come_to_rest_far_from_what_it_averages(decay: float, device: str):
     """The same gradient at every step: what is new shrinks, and is soon less than the last bit."""
-    assert max(errors(device, OPEN, True, 60, scaling_decay=decay)) < LIMIT
+    assert max(errors(device, TRUE, True, 60, scaling_decay=decay)) < LIMIT
 
 
 def test_a_longer_average_would(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scalings, "MOST_DECAY", 1.0)
-    assert max(errors("cpu", OPEN, True, 60, scaling_decay=0.95)) > LIMIT
+    assert max(errors("cpu", TRUE, True, 60, scaling_decay=0.95)) > LIMIT
 
 
 def test_sums_over_rounded_scalings_are_not_rounded():
     """What damping adds, the quadratic model and the health report: as of the same scalings in float32."""
     rule, state, shape, _ = rule_and_state("cpu", split="exact")
     wide, D, context = {**state, "s": state["s"].float()}, randn(2, 48, 64).float(), context_of(shape, 101)
-    assert rule._weight(state, context_of(shape, 101, gate=OPEN)).dtype == torch.float32
     for found, expected in zip(rule._added(state, context), rule._added(wide, context), strict=True):
         assert found is expected or torch.equal(found, expected)  # type: ignore[arg-type]
     assert torch.equal(rule.quadratic(state, D), rule.quadratic(wide, D))  # type: ignore[arg-type]
@@ -154,20 +148,37 @@ def test_sums_over_rounded_scalings_are_not_rounded():
         rule.conditions(state, context) or (), rule.conditions(wide, context) or (), strict=True
     ):
         assert torch.equal(found, expected)
-    assert torch.equal(rule.direction(state, D, context, Health()), rule.direction(wide, D, context, Health()))
+    first, second = (NEWTON.tensor(rule.direction(of, D, context)) for of in (state, wide))
+    assert torch.equal(first, second)
 
 
-def test_what_is_left_out_leaves_the_bits():
-    """A step whose gate is shut, and where the host is asked a group that is not finite."""
-    for gate in (SHUT, None):
-        rule, state, shape, _ = rule_and_state("cpu", scaling="running", split="trace")
+def test_the_weight_of_an_average_is_not_rounded(monkeypatch: pytest.MonkeyPatch):
+    """In bfloat16 0.3 would be 0.30078."""
+    weights, half = [], backend.damped_half
+
+    def noting(*given: Any, weight: Tensor, **options: Any) -> Any:
+        weights.append(weight)
+        return half(*given, weight=weight, **options)
+
+    monkeypatch.setattr(backend, "damped_half", noting)
+    rule, state, shape, _ = rule_and_state("cpu", scaling="running", scaling_decay=0.7, split="trace")
+    G = randn(2, 48, 64).float()
+    rule.direction(state, G, context_of(shape, 101, G, TRUE))
+    (weight,) = weights
+    assert weight.dtype == torch.float32
+    assert weight.tolist() == pytest.approx([0.3, 0.3], rel=1e-6)
+
+
+@pytest.mark.parametrize("split", ["trace", "exact"])
+def test_what_is_left_out_leaves_the_bits(split: str):
+    """A step that is not taken, and in an eager one a group that is not finite."""
+    for finite in (FALSE, None):
+        rule, state, shape, _ = rule_and_state("cpu", scaling="running", split=split)
         G, before = randn(2, 48, 64).float(), state["s"].clone()
         G[1, 3, 5] = torch.nan
-        context = context_of(shape, 101, G, gate)
-        rule.rescale(state, None, G, context)
-        rule.scaled_direction(state, G, context, Health(gate=gate))
+        rule.direction(state, G, context_of(shape, 101, G, finite))
         assert torch.equal(state["s"][1], before[1])
-        assert torch.equal(state["s"][0], before[0]) == (gate is SHUT)
+        assert torch.equal(state["s"][0], before[0]) == (finite is FALSE)
 
 
 # --- in training -------------------------------------------------------------------------------------------------
@@ -175,14 +186,14 @@ def test_what_is_left_out_leaves_the_bits():
 OPTIONS: dict[str, dict[str, Any]] = {
     "running": {"scaling": "running"},
     "batch": {},
-    "in turn": {"factor_every": EVERY, "examples_over": EVERY},
+    "deferred": {"factor_every": EVERY, "examples_over": EVERY},
 }
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padded, and nobody waits."""
-    monkeypatch.setattr(stack, "PAD_TO", {"cpu": 16})
+    """Padded, and asynchronous."""
+    monkeypatch.setattr(backend, "PAD_TO", {"cpu": 16})
     monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
 
 
@@ -197,20 +208,20 @@ def scalings_of(opt: Layerwise) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", ["running", "batch"])
-@pytest.mark.parametrize("waits", [False, True])
-def test_they_are_those_of_float32_rounded(name: str, waits: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("sync", [False, True])
+def test_they_are_those_of_float32_rounded(name: str, sync: bool, monkeypatch: pytest.MonkeyPatch):
     """At the first step, where both have seen the same: rounded once, after all examples have been added up.
 
     Running ones are rounded twice, when a refresh begins them and with the first gradient.
     """
-    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: waits))
-    found, sums, average = [], set(), eigenbasis.ema_
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: sync))
+    found, sums, average = [], set(), backend.ema_
 
     def noting(mean: Tensor, new: Tensor, *rest: Any) -> Tensor:
         sums.add(new.dtype)
         return average(mean, new, *rest)
 
-    monkeypatch.setattr(eigenbasis, "ema_", noting)
+    monkeypatch.setattr(backend, "ema_", noting)
     for on in (True, False):
         monkeypatch.setattr(scalings, "available", lambda device, on=on: on)
         model, opt = begun(name)
@@ -233,7 +244,7 @@ def test_a_resumed_run_takes_the_same_steps(name: str):
     model, opt = begun(name)
     train("words", opt, model, 0, EVERY + 1)
     assert all(s.dtype == torch.bfloat16 for s in scalings_of(opt))
-    assert any(stack.memory.get(WAITING) for stack in opt._stacks or ()) == (name == "in turn")
+    assert any(stack.memory.get(PENDING) for stack in opt._stacks or ()) == (name == "deferred")
     saved = copy.deepcopy(opt.state_dict())
     other_model, other = begun(name)
     other_model.load_state_dict(model.state_dict())
@@ -251,7 +262,7 @@ def test_checkpoints_do_not_tell(name: str, monkeypatch: pytest.MonkeyPatch):
     model, opt = begun(name)
     train("words", opt, model, 0, EVERY + 2)
     saved = {key: X for key, X in tensors(opt).items() if key.endswith((".s", ".s_due"))}
-    assert any(key.endswith(".s_due") for key in saved) == (name == "in turn")
+    assert any(key.endswith(".s_due") for key in saved) == (name == "deferred")
     assert {X.dtype for X in saved.values()} == {torch.float32}
 
     def passed_on(state: dict[str, Any], on: bool) -> Layerwise:

@@ -1,4 +1,4 @@
-"""Turns: everyone once in every round, rounds alike, the same for the same stacks."""
+"""Staggered refreshes: everyone once in every round, rounds alike, the same for the same stacks."""
 
 import statistics
 from itertools import accumulate, pairwise
@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerwise.optim.cuda.stagger import LAUNCHES, MORE_ROUNDS, Turn, Work, balanced, decomposition_cost, one_by_one
+from layerwise.optim.cuda.stagger import LAUNCHES, MORE_ROUNDS, Work, balanced, decomposition_cost
 from layerwise.optim.rule import Shape
+from layerwise.optim.step.refresh_schedule import Turn, one_by_one
 
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=12)
 """Groups of each layer of a stack."""

@@ -11,17 +11,12 @@ from test_param_lists import drop, flat, train, zoo
 
 import layerwise as lw
 from interpreter import only_interpreted
-from layerwise.optim.cuda import elementwise as fused
-from layerwise.optim.cuda import factor as symmetric
-from layerwise.optim.cuda import scalings
-from layerwise.optim.cuda import storage as stored
-from layerwise.optim.cuda.linalg import packed
-from layerwise.optim.cuda.linalg import packed_fp16 as packed_halves
-from layerwise.optim.cuda.triton import elementwise as fused_launch
-from layerwise.optim.cuda.triton import joins as triton_joins
-from layerwise.optim.cuda.triton import packed as triton_packed
+from layerwise.optim.cuda import backend, elementwise, factor, scalings, storage
+from layerwise.optim.cuda.linalg import packed, packed_fp16
+from layerwise.optim.cuda.triton import elementwise as launches
+from layerwise.optim.cuda.triton import joins
+from layerwise.optim.cuda.triton import packed as packed_launches
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.step import stack
 
 pytestmark = [pytest.mark.usefixtures("untyped"), pytest.mark.interpreted, only_interpreted]
 MEMBERS: dict[str, Any] = {
@@ -46,9 +41,9 @@ def test_kernels_take_the_same_steps(name: str, dtype: torch.dtype, edit: Any, m
     found = []
     for kernels in (False, True):
         if kernels:
-            for module in (fused, stored, triton_joins):
+            for module in (elementwise, storage, joins):
                 monkeypatch.setattr(module, "available", lambda device: True)
-            monkeypatch.setattr(fused_launch, "TILE", {"ROWS": 16, "COLUMNS": 32, "num_warps": 1})
+            monkeypatch.setattr(launches, "TILE", {"ROWS": 16, "COLUMNS": 32, "num_warps": 1})
         model = zoo()
         if dtype != torch.float32:
             if name in ("newton", "half", "EKFAC"):
@@ -76,13 +71,13 @@ def test_kernels_take_the_same_steps(name: str, dtype: torch.dtype, edit: Any, m
 @pytest.mark.parametrize("name", ["KFAC", "EKFAC running", "Shampoo", "SOAP"])
 def test_packed_factors_take_the_same_steps(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
-    monkeypatch.setattr(stack, "PAD_TO", {"cpu": 16})
-    monkeypatch.setattr(triton_packed, "BLOCK", 16)
-    monkeypatch.setattr(triton_packed, "MIRROR_BLOCK", 16)
+    monkeypatch.setattr(backend, "PAD_TO", {"cpu": 16})
+    monkeypatch.setattr(packed_launches, "BLOCK", 16)
+    monkeypatch.setattr(packed_launches, "MIRROR_BLOCK", 16)
     ends = []
     for kernels in (False, True):
-        monkeypatch.setattr(symmetric, "packs", lambda shape, size, on=kernels: on)
-        for module in (packed, packed_halves):
+        monkeypatch.setattr(factor, "packs", lambda shape, size, on=kernels: on)
+        for module in (packed, packed_fp16):
             monkeypatch.setattr(module, "available", lambda device, on=kernels: on)
         model = made_words("words")
         train_words("words", PADDED[name](model), model, 0, 3)
