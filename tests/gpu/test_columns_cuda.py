@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.optim.averaging import running_weight
+from layerwise.optim.cuda.device_step import DeviceStep
 from layerwise.optim.cuda.rows import Rows, _average_by_torch_, average_rows_, together
 from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton.columns import average_grams_
-from layerwise.optim.rule import Health
+from layerwise.optim.reference import running_weight
+from layerwise.optim.rule import Context
 from random_tensors import cuda_randn as randn
 from waiting import nothing_waits
 
@@ -94,9 +95,9 @@ def test_the_same_as_torch(bias: bool):
     assert rows is not None
     means = [torch.zeros(6, 272, 272, device="cuda") for _ in range(2)]
     counts = [torch.zeros(6, device="cuda") for _ in range(2)]
-    gate = torch.ones((), dtype=torch.bool, device="cuda")
+    step = DeviceStep(torch.ones((), dtype=torch.bool, device="cuda"))
     for average, mean, count in zip((average_rows_, _average_by_torch_), means, counts, strict=True):
         for _ in range(3):
-            average(mean, count, rows, 0.9, Health(gate=gate))
+            average(mean, count, rows, 0.9, Context(1, 0.0, 0.0, True, {}, device_step=step))
     assert torch.equal(*counts)
     torch.testing.assert_close(*means, rtol=1e-4, atol=1e-4)

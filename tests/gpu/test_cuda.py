@@ -102,7 +102,7 @@ def test_bf16_and_autocast_keep_factors_in_float32() -> None:
 
 def test_batch_on_another_device_is_refused() -> None:
     model, x, y = small_net()
-    with pytest.raises(lw.LayerwiseError, match=r"given: a batch on cpu.*cuda"):
+    with pytest.raises(lw.LayerwiseError, match=r"Got a batch on cpu.*cuda"):
         lw.fisher(model, (x.cpu(), y.cpu()))
 
 

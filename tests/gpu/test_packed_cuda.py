@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim.cuda import factor as symmetric
-from layerwise.optim.cuda import storage as stored
+from layerwise.optim.cuda import factor
 from layerwise.optim.cuda.inverse import FINE_RESIDUAL
 from layerwise.optim.cuda.linalg import packed
 from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.storage import StoredMatrix
 from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton.columns import average_grams_
 from random_tensors import cuda_randn as randn
@@ -74,11 +74,11 @@ def test_means_of_listed_matrices(n: int, border: bool):
 @pytest.mark.parametrize("name", MEMBERS)
 def test_steps_are_the_same(name: str, half: bool, monkeypatch: pytest.MonkeyPatch):
     """Bases may come to rest elsewhere where eigenvalues are nearly equal, and inverses are refined to 3e-3."""
-    monkeypatch.setattr(stored, "are_packed_pairs", lambda *_: False)  # whose sums have another order
+    monkeypatch.setattr(StoredMatrix, "packed_pair", False)  # whose sums have another order
     ends, kept = [], []
     for on in (True, False):
         if not on:
-            monkeypatch.setattr(symmetric, "packs", lambda shape, size: False)
+            monkeypatch.setattr(factor, "packs", lambda shape, size: False)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(256, 304), nn.Tanh(), nn.Linear(304, 256)).cuda()
         start, opt = torch.cat([p.detach().flatten() for p in model.parameters()]), MEMBERS[name](model)
@@ -89,7 +89,7 @@ def test_steps_are_the_same(name: str, half: bool, monkeypatch: pytest.MonkeyPat
             (y.float() - randn(512, 256, seed=100)).square().mean().backward()
             opt.step()
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-        kept.append(sum(packed.is_packed(s.state[x]) for s in opt._stacks or [] for x in "PQ" if x in s.state))
+        kept.append(sum(packed.is_packed(s.state[x].mean) for s in opt._stacks or [] for x in "PQ" if x in s.state))
         assert opt.health().fallbacks == 0
     assert kept[0] > 0
     assert kept[1] == 0

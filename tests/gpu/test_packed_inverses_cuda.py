@@ -7,15 +7,17 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim.cuda import factor as symmetric
-from layerwise.optim.cuda import storage as stored
-from layerwise.optim.cuda.linalg import packed_fp16 as packed_halves
+from layerwise.optim.cuda import factor
+from layerwise.optim.cuda.inverse import RefinedRoots
+from layerwise.optim.cuda.linalg import packed_fp16
 from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
 from layerwise.optim.cuda.linalg.fp16 import HalfPair
 from layerwise.optim.cuda.linalg.two_sided_product import long_between
+from layerwise.optim.cuda.storage import StoredMatrix, between
 from layerwise.optim.cuda.triton import packed as triton_packed
 from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.unscaled import unscaled
+from layerwise.optim.rule import tensors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,17 +51,17 @@ def squares(X: Tensor, halves: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("n", [16, 272, 768, 784, 3088])
 def test_kernels_against_whole_matrices(n: int, halves: int):
     X, new = symmetric_matrices(3, n), symmetric_matrices(3, n, seed=1)
-    H, scale = packed_halves.zeros(3, halves, n, X.device), torch.ones(3, device="cuda")
-    packed_halves.put_(H, scale, X)
+    H, scale = packed_fp16.zeros(3, halves, n, X.device), torch.ones(3, device="cuda")
+    packed_fp16.put_(H, scale, X)
     whole, numbers = squares(X, halves)
-    assert torch.equal(packed_halves.unpack(H), whole)
-    assert torch.equal(packed_halves.unpack(H[1:]), whole[1:])
+    assert torch.equal(packed_fp16.unpack(H), whole)
+    assert torch.equal(packed_fp16.unpack(H[1:]), whole[1:])
     assert torch.equal(scale, numbers)
     replaced, others = squares(new, halves)
     replaced[1], others[1] = whole[1], numbers[1]
     new[1] = torch.nan  # not looked at
-    packed_halves.put_(H, scale, new, torch.tensor([True, False, True], device="cuda"))
-    assert torch.equal(packed_halves.unpack(H), replaced)
+    packed_fp16.put_(H, scale, new, torch.tensor([True, False, True], device="cuda"))
+    assert torch.equal(packed_fp16.unpack(H), replaced)
     assert torch.equal(scale, others)
 
 
@@ -92,15 +94,15 @@ def test_long_sums_are_precise(size: tuple[int, int, int], alike: bool):
         root = (U * s.sqrt()) @ U.mT
         if alike:
             G = root @ G if left else G @ root
-        H, scale = packed_halves.zeros(K, 2, n, U.device), torch.ones(K, device="cuda")
+        H, scale = packed_fp16.zeros(K, 2, n, U.device), torch.ones(K, device="cuda")
         X = inverse.float()
-        packed_halves.put_(H, scale, (X + X.mT) / 2)
+        packed_fp16.put_(H, scale, (X + X.mT) / 2)
         sides.append((inverse, H, scale))
     (P, *left), (Q, *right) = sides
     expected = P @ G @ Q
     found = [
         unscaled(long_between(*left, G.float(), *right)),
-        stored.between(_pair(*left), G.float(), _pair(*right)),
+        between(_pair(*left), G.float(), _pair(*right)),
     ]
     long, three = (float((D.double() - expected).norm() / expected.norm()) for D in found)
     assert long < 3e-3
@@ -108,7 +110,7 @@ def test_long_sums_are_precise(size: tuple[int, int, int], alike: bool):
 
 
 def _pair(H: Tensor, scale: Tensor) -> HalfPair:
-    halves = packed_halves.unpack(H)
+    halves = packed_fp16.unpack(H)
     return HalfPair(halves[:, 0], halves[:, 1], scale)
 
 
@@ -128,7 +130,9 @@ def net() -> nn.Module:
 
 
 def roots(opt: lw.optim.Layerwise) -> list[Tensor]:
-    return [X for s in opt._stacks or [] for name, X in s.state.items() if name in ("P_root", "Q_root")]
+    """As they are stored."""
+    entries = [entry for s in opt._stacks or [] for entry in s.state.values() if isinstance(entry, RefinedRoots)]
+    return [X for entry in entries for name, X in entry.tensors().items() if name in ("P_root", "Q_root")]
 
 
 def numbers(model: nn.Module, opt: lw.optim.Layerwise) -> list[Tensor]:
@@ -139,7 +143,7 @@ def numbers(model: nn.Module, opt: lw.optim.Layerwise) -> list[Tensor]:
 @pytest.fixture
 def packing(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Factors are packed in any case, inverses on demand."""
-    return lambda on: monkeypatch.setattr(symmetric, "packs_inverse", symmetric.packs if on else lambda *_: False)
+    return lambda on: monkeypatch.setattr(factor, "packs_inverse", factor.packs if on else lambda *_: False)
 
 
 @pytest.mark.parametrize("half", [True, False])
@@ -148,14 +152,14 @@ def test_steps_are_the_same_bit_for_bit(
     name: str, half: bool, packing: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ):
     """If the three products of a pair are made one after the other, too."""
-    monkeypatch.setattr(stored, "are_packed_pairs", lambda *_: False)
+    monkeypatch.setattr(StoredMatrix, "packed_pair", False)
     found = []
     for on in (True, False):
         packing(on)
         model = net()
         opt = MEMBERS[name](model)
         train(model, opt, 0, STEPS, half)
-        assert {packed_halves.is_packed(X) for X in roots(opt)} == {on}
+        assert {packed_fp16.is_packed(X) for X in roots(opt)} == {on}
         assert opt.health().fallbacks == 0
         found.append(numbers(model, opt))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -165,7 +169,7 @@ def test_steps_are_the_same_bit_for_bit(
 def test_a_checkpoint_goes_from_one_to_the_other(
     kinds: tuple[bool, bool], packing: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(stored, "are_packed_pairs", lambda *_: False)
+    monkeypatch.setattr(StoredMatrix, "packed_pair", False)
     found = []
     for first, second in ((False, False), kinds):
         packing(first)
@@ -191,7 +195,7 @@ def test_state_of_square_layers(whole: bool, packing: Callable[[bool], None]):
     opt = lw.optim.KFAC(model, lr=0.01, scale="formula")
     model(torch.randn(64, n, device="cuda")).square().mean().backward()
     opt.step()
-    held = sum(X.untyped_storage().nbytes() for s in opt._stacks or [] for X in s.state.values())
+    held = sum(X.untyped_storage().nbytes() for s in opt._stacks or [] for X in tensors(s.state).values())
     ratio, part = held / (8 * K * n**2), (1 + 16 / n) / 2
     assert ratio == pytest.approx(0.5 + part + (1.0 if whole else part), rel=1e-3)
     assert (ratio > 2) == whole

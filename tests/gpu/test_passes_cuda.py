@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import layerwise as lw
 from layerwise.optim.cuda import elementwise as fused
 from layerwise.optim.cuda import elementwise_torch as fused_reference
+from layerwise.optim.cuda import executor
 from layerwise.optim.cuda.adam_corrections import corrections_
 from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
 from layerwise.optim.cuda.scaled import Scaled
@@ -185,10 +186,10 @@ def test_steps_with_and_without_what_is_known(name: str, monkeypatch: pytest.Mon
     other, start = copy.deepcopy(model), copy.deepcopy(model)
     opt = trained(name, model, 8)
     assert opt.health().skipped_steps == 1
-    monkeypatch.setattr("layerwise.optim.step.update.bounds", lambda *given: {})
-    monkeypatch.setattr("layerwise.optim.step.stack.Stack.listed", None)
-    lazily = type(opt.rule).scaled_direction
-    monkeypatch.setattr(type(opt.rule), "scaled_direction", lambda *given: unscaled(lazily(*given)))
+    monkeypatch.setattr(executor, "bounds", lambda *given: {})
+    monkeypatch.setattr(executor, "param_lists", lambda stack: None)
+    lazily = type(opt.rule).direction
+    monkeypatch.setattr(type(opt.rule), "direction", lambda *given: unscaled(lazily(*given)))
     trained(name, other, 8)
     moved, apart = (float((flat(model) - flat(net)).square().sum()) for net in (start, other))
     assert moved > 0

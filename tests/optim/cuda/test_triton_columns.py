@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layerwise.optim.averaging import running_weight
+from layerwise.optim.reference import running_weight
 from torch import Tensor
 
 from interpreter import only_interpreted

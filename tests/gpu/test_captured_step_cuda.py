@@ -1,4 +1,4 @@
-"""Steps recorded as CUDA graphs: the same as steps that are not, without a word from the device."""
+"""Steps captured as CUDA graphs: the same as steps that are not, without a word from the device."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import layerwise as lw
+from layerwise.optim.cuda.executor import AsynchronousExecutor
 from layerwise.optim.engine import Layerwise
 from waiting import nothing_waits
 
@@ -37,11 +38,11 @@ def net() -> nn.Sequential:
     return nn.Sequential(*parts, nn.Linear(64, 7)).cuda()
 
 
-def trained(name: str, record: bool, steps: int = 24, broken: int | None = None) -> tuple[nn.Module, Layerwise]:
+def trained(name: str, cuda_graphs: bool, steps: int = 24, broken: int | None = None) -> tuple[nn.Module, Layerwise]:
     member, options = MEMBERS[name]
     model, generator = net(), torch.Generator("cuda").manual_seed(1)
     opt = getattr(lw.optim, member)(
-        model, lr=1e-3, weight_decay=0.1, record=record, loss_average="tokens", **options, scale="formula"
+        model, lr=1e-3, weight_decay=0.1, cuda_graphs=cuda_graphs, loss_average="tokens", **options, scale="formula"
     )
     x = torch.randint(11, (16, 8), device="cuda", generator=generator)
     y = torch.randint(7, (16, 8), device="cuda", generator=generator)
@@ -64,19 +65,21 @@ def flat(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MEMBERS)
-def test_recorded_steps_are_the_same(name: str):
-    expected, _ = trained(name, record=False)
-    found, opt = trained(name, record=True)
-    recorded = opt._recorded
-    assert recorded._gathering._recorded, recorded._gathering.failed
-    assert recorded._descending._recorded, recorded._descending.failed
+def test_captured_steps_are_the_same(name: str):
+    expected, _ = trained(name, cuda_graphs=False)
+    found, opt = trained(name, cuda_graphs=True)
+    executor = opt._executor
+    assert isinstance(executor, AsynchronousExecutor)
+    step = executor.captured
+    assert step._gathering._captured, step._gathering.failed
+    assert step._descending._captured, step._descending.failed
     way = float((flat(expected) - flat(net())).norm())
     # The same operations in the same order; what atomics add up (embeddings' gradients) may differ in the last bits.
     assert float((flat(found) - flat(expected)).norm()) <= 1e-2 * way
     assert opt.health().skipped_steps == 0
 
 
-def test_a_gradient_that_is_not_finite_shuts_the_gate():
-    found, opt = trained("SOAP", record=True, broken=20)
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    found, opt = trained("SOAP", cuda_graphs=True, broken=20)
     assert bool(torch.isfinite(flat(found)).all())
     assert opt.health().skipped_steps == 1

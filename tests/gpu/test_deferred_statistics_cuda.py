@@ -1,13 +1,13 @@
-"""Statistics taken in layer by layer on a GPU: by default where labels are drawn, with the same steps as at once."""
+"""Deferred statistics on a GPU: by default where labels are drawn, with the same steps as at once."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim.cuda.deferred_statistics import AWAITED
+from layerwise.optim.cuda import executor
+from layerwise.optim.cuda.deferred_statistics import PENDING
 from layerwise.optim.cuda.triton import products as triton_products
-from layerwise.optim.step import refresh_schedule as refreshes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,13 +19,13 @@ pytestmark = [
 WIDTH, LAYERS, EVERY = 128, 6, 4
 
 
-def run(member: str, record: bool, **options) -> tuple[list[Tensor], int]:
-    """Weights after two batches and a half, and how many shares of the last one wait."""
+def run(member: str, cuda_graphs: bool, **options) -> tuple[list[Tensor], int]:
+    """Weights after two batches and a half, and how many parts of the last one are pending."""
     torch.manual_seed(0)
     hidden = [part for _ in range(LAYERS) for part in (nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     model = nn.Sequential(nn.Linear(32, WIDTH), *hidden, nn.Linear(WIDTH, 16)).cuda()
     options = {"factor_every": EVERY, "refresh_every": EVERY, "likelihood": "categorical"} | options
-    opt = getattr(lw.optim, member)(model, lr=0.02, record=record, **options, scale="formula")
+    opt = getattr(lw.optim, member)(model, lr=0.02, cuda_graphs=cuda_graphs, **options, scale="formula")
     for step in range(3 * EVERY + 2):
         g = torch.Generator("cuda").manual_seed(step)
         x, y = torch.randn(64, 32, device="cuda", generator=g), torch.arange(64, device="cuda") % 16
@@ -34,17 +34,17 @@ def run(member: str, record: bool, **options) -> tuple[list[Tensor], int]:
             f = model(x)
         nn.functional.cross_entropy(f.float(), y).backward()
         opt.step()
-    waiting = sum(len(stack.memory.get(AWAITED, [])) for stack in opt._stacks)
+    waiting = sum(len(stack.memory.get(PENDING, [])) for stack in opt._stacks)
     assert opt.health().skipped_statistics == 0
     return [p.detach().clone() for p in model.parameters()], waiting
 
 
-@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.parametrize("cuda_graphs", [True, False])
 @pytest.mark.parametrize("member", ["KFAC", "EKFAC"])
-def test_the_same_steps_as_at_once(member: str, record: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(refreshes, "LAUNCHES", 0.0)  # turns as of large layers
-    found, waiting = run(member, record)
-    expected, none = run(member, record, statistics_over=1)
+def test_the_same_steps_as_at_once(member: str, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(executor, "LAUNCHES", 0.0)  # turns as of large layers
+    found, waiting = run(member, cuda_graphs)
+    expected, none = run(member, cuda_graphs, statistics_over=1)
     assert waiting > 0
     assert none == 0
     for a, b in zip(found, expected, strict=True):

@@ -11,6 +11,7 @@ import layerwise as lw
 from layerwise.optim.cuda import scalings
 from layerwise.optim.cuda.triton.products import available
 from layerwise.optim.engine import Layerwise
+from layerwise.optim.rule import tensors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +23,7 @@ pytestmark = [
 EVERY = 4
 MEMBERS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
     "batch": ("EKFAC", {}, torch.bfloat16),
-    "in turn": ("EKFAC", {"factor_every": EVERY}, torch.bfloat16),
+    "deferred": ("EKFAC", {"factor_every": EVERY}, torch.bfloat16),
     "running": ("EKFAC", {"scaling": "running"}, torch.bfloat16),
     "running, exact": ("EKFAC", {"scaling": "running", "damping_split": "exact"}, torch.bfloat16),
     "long": ("EKFAC", {"scaling": "running", "scaling_decay": 0.999}, torch.float32),
@@ -107,19 +108,19 @@ def test_the_size_of_a_state():
     """
     torch.manual_seed(0)
     model = Block().cuda()
-    opt = lw.optim.EKFAC(model, scaling="running", record=False, scale="formula")
+    opt = lw.optim.EKFAC(model, scaling="running", cuda_graphs=False, scale="formula")
     for _ in range(2):
         opt.zero_grad()
         model(torch.randn(32, 768, device="cuda")).square().mean().backward()
         opt.step()
-    state = sum(X.untyped_storage().nbytes() for stack in opt._stacks or () for X in stack.state.values())
+    state = sum(X.untyped_storage().nbytes() for stack in opt._stacks or () for X in tensors(stack.state).values())
     assert state < 2.72 * 8 * sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_checkpoints_hold_all_of_them(name: str):
     """On the GPU again bit for bit, by way of a CPU too; and a resumed run goes on as it would have, to rounding."""
-    model, opt = begun(name, record=False)
+    model, opt = begun(name, cuda_graphs=False)
     train(opt, model, 0, EVERY + 2)
     state, found = copy.deepcopy(opt.state_dict()), saved(opt)
     there = begun(name, "cpu")[1]
@@ -127,14 +128,14 @@ def test_checkpoints_hold_all_of_them(name: str):
     there._stacks = there._build()
     assert {s.dtype for s in kept(there)} == {torch.float32}
     for given in (state, there.state_dict()):
-        other_model, other = begun(name, record=False)
+        other_model, other = begun(name, cuda_graphs=False)
         other_model.load_state_dict(model.state_dict())
         other.load_state_dict(copy.deepcopy(given))
         other._stacks = other._build()
         assert {s.dtype for s in kept(other)} == {torch.bfloat16}
         again = saved(other)
         assert all(torch.equal(again[key], X) for key, X in found.items() if key.endswith(".s"))
-    other_model, other = begun(name, record=False)
+    other_model, other = begun(name, cuda_graphs=False)
     other_model.load_state_dict(model.state_dict())
     other.load_state_dict(state)
     start = flat(model)

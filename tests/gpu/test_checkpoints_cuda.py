@@ -1,4 +1,4 @@
-"""Checkpoints on a GPU: no stack is unpacked whole, and examples that wait are not lost."""
+"""Checkpoints on a GPU: no stack is unpacked whole, and deferred examples are not lost."""
 
 import copy
 
@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim.cuda.deferred_examples import WAITING
+from layerwise.optim.cuda import executor
+from layerwise.optim.cuda.deferred_examples import PENDING
 from layerwise.optim.cuda.triton import products as triton_products
-from layerwise.optim.step import refresh_schedule as refreshes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,7 +44,7 @@ def flat(model: nn.Module) -> Tensor:
 def test_a_state_is_saved_layer_by_layer(name: str):
     """Beside what is saved there is room for a few matrices of one layer; of all ten it would be 170 MB and more."""
     model = net(1024, 10)
-    opt = getattr(lw.optim, name)(model, lr=1e-3, record=False, scale="formula")
+    opt = getattr(lw.optim, name)(model, lr=1e-3, cuda_graphs=False, scale="formula")
     train(opt, model, 0, 2)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -54,15 +54,15 @@ def test_a_state_is_saved_layer_by_layer(name: str):
     assert transient < 6 * 4 * 1040**2
 
 
-@pytest.mark.parametrize("record", [True, False])
-def test_a_resumed_run_takes_the_same_steps(record: bool, monkeypatch: pytest.MonkeyPatch):
-    """EKFAC's examples of four steps, saved when those of some layers wait: as without a break, to rounding."""
-    monkeypatch.setattr(refreshes, "LAUNCHES", 0.0)  # turns as of large layers
-    options = {"lr": 0.01, "factor_every": EVERY, "refresh_every": EVERY, "record": record}
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_a_resumed_run_takes_the_same_steps(cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch):
+    """EKFAC's examples of four steps, saved when those of some layers are pending: as without a break, to rounding."""
+    monkeypatch.setattr(executor, "LAUNCHES", 0.0)  # turns as of large layers
+    options = {"lr": 0.01, "factor_every": EVERY, "refresh_every": EVERY, "cuda_graphs": cuda_graphs}
     model = net(64, 6)
     opt = lw.optim.EKFAC(model, **options, scale="formula")
     train(opt, model, 0, EVERY + 1)
-    assert any(stack.memory.get(WAITING) for stack in opt._stacks or [])
+    assert any(stack.memory.get(PENDING) for stack in opt._stacks or [])
     other_model, start = copy.deepcopy(model), flat(model)
     other = lw.optim.EKFAC(other_model, **options, scale="formula")
     other.load_state_dict(copy.deepcopy(opt.state_dict()))
