@@ -31,7 +31,7 @@ class EigenKroneckerApproximation(KroneckerApproximation):
         try:
             self.s_A, self.basis = A.eigh
         except NumericalError as error:
-            raise NumericalError(f"{name}: {error}") from error
+            raise NumericalError(f"Layer {self.spec.name!r}: {error}") from error
         vectors = self.basis.vectors
         if vectors is not None and self.basis.taps > 1:
             eye = torch.eye(self.basis.taps, dtype=vectors.dtype, device=vectors.device)

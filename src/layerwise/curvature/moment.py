@@ -94,20 +94,20 @@ class MomentLikelihood(Likelihood):
 
     def loss(self, terms: Terms) -> Float[Tensor, "N S"]:
         """Not needed."""
-        raise UnsupportedError("a loss function has no terms")
+        raise UnsupportedError("A loss function has no terms. Use a likelihood.")
 
     def columns(self, terms: Terms) -> int:
         """Not needed."""
-        raise UnsupportedError("a loss function has no Hessian root; use a likelihood")
+        raise UnsupportedError("A loss function has no Hessian root. Use a likelihood.")
 
     def root(self, terms: Terms, start: int, stop: int) -> Float[Tensor, "R N S C"]:
         """Not needed."""
-        raise UnsupportedError("a loss function has no Hessian root; use a likelihood")
+        raise UnsupportedError("A loss function has no Hessian root. Use a likelihood.")
 
     def sample(self, terms: Terms, generator: torch.Generator) -> Float[Tensor, "N S C"]:
         """Not needed."""
-        raise UnsupportedError("a loss function cannot draw labels; use a likelihood")
+        raise UnsupportedError("A loss function cannot draw labels. Use a likelihood.")
 
     def hessian_product(self, terms: Terms, u: Float[Tensor, "*B N S C"]) -> Float[Tensor, "*B N S C"]:
         """Not needed."""
-        raise UnsupportedError("a loss function has no Hessian root; use a likelihood")
+        raise UnsupportedError("A loss function has no Hessian root. Use a likelihood.")

@@ -49,6 +49,6 @@ def cifar10(
     ...     cifar10(folder="no/such/folder")
     ... except FileNotFoundError as error:
     ...     print(error)
-    given: no/such/folder, which is no folder; expected: a folder; do: set LAYERWISE_DATA to one that exists, ...
+    Got no/such/folder, which is no folder. Expected a folder. Set LAYERWISE_DATA to one that exists, ...
     """
     return CIFAR10.read(split, folder, limit, verify, progress)

@@ -48,6 +48,6 @@ def mnist(
     ...     mnist(folder="no/such/folder")
     ... except FileNotFoundError as error:
     ...     print(error)
-    given: no/such/folder, which is no folder; expected: a folder; do: set LAYERWISE_DATA to one that exists, ...
+    Got no/such/folder, which is no folder. Expected a folder. Set LAYERWISE_DATA to one that exists, ...
     """
     return MNIST.read(split, folder, limit, verify, progress)

@@ -86,7 +86,7 @@ def nearest(name: object, known: Iterable[object]) -> str:
     return (f"Did you mean {names[close[0]]!r}? " if close else "") + _stopped(f"Available: {shown or 'none'}")
 
 
-def what_is_wrong(error: Exception) -> str:
+def what_is_wrong(error: BaseException) -> str:
     """The first part of a message of this module, without the advice that follows it.
 
     >>> what_is_wrong(InputError(describe("damping=-1.0", "a number ≥ 0", "pass e.g. damping=1e-3")))

@@ -13,6 +13,7 @@ Roots and bases come in pairs because a GPU multiplies by both sides in one pass
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 import torch
@@ -45,9 +46,18 @@ class Kept(ABC):
         """Take back one of those that were saved."""
         self.tensors()[name][groups] = value
 
-    @abstractmethod
     def narrow(self, groups: slice) -> Any:
         """Some groups as an object of their own, over the same memory."""
+        return self._mapped(lambda X: X[groups])
+
+    def clone(self) -> Any:
+        """A copy."""
+        return self._mapped(Tensor.clone)
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Any:
+        """The same with other tensors; for a dataclass whose fields they are."""
+        own: Any = self
+        return replace(own, **{f.name: change(X) for f in fields(own) if isinstance(X := getattr(own, f.name), Tensor)})
 
 
 class Factor(Kept):
@@ -144,10 +154,6 @@ class Eigenbasis(Kept):
     @abstractmethod
     def unrotate(self, Y: Any, context: Context) -> Any:
         """``U_P Y U_Qᵀ``; likewise."""
-
-    @abstractmethod
-    def clone(self) -> Any:
-        """A copy."""
 
     @property
     @abstractmethod

@@ -6,7 +6,7 @@ does without.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -65,11 +65,6 @@ class DenseFactor(Factor):
         """P and its count, or Q and its own."""
         named = {"": self.mean, "_count": self.count, "_taps": self.taps, "_bias": self.bias}
         return {f"{self.side}{suffix}": X for suffix, X in named.items() if X is not None}
-
-    def narrow(self, groups: slice) -> "DenseFactor":
-        """Views."""
-        taps, bias = (None if X is None else X[groups] for X in (self.taps, self.bias))
-        return replace(self, mean=self.mean[groups], count=self.count[groups], taps=taps, bias=bias)
 
     def update_(
         self,
@@ -199,11 +194,6 @@ class DenseRoots(InverseRoots):
         named = {"P_root": self.P, "Q_root": self.Q, "Q_bias_root": self.Q_bias}
         return {name: X for name, X in named.items() if X is not None}
 
-    def narrow(self, groups: slice) -> "DenseRoots":
-        """Views."""
-        P, Q, bias = (None if X is None else X[groups] for X in (self.P, self.Q, self.Q_bias))
-        return replace(self, P=P, Q=Q, Q_bias=bias)
-
     def refresh_(
         self, P: Factor | None, Q: Factor | None, shifts: Shifts, groups: slice, context: Context,
         scale: float | None = None,
@@ -291,16 +281,6 @@ class DenseBasis(Eigenbasis):
         """Vectors and values."""
         named = {"U_P": self.U_P, "s_P": self.values_P, "U_Q": self.U_Q, "s_Q": self.values_Q}
         return {name: X for name, X in named.items() if X is not None}
-
-    def narrow(self, groups: slice) -> "DenseBasis":
-        """Views."""
-        U_P, U_Q, bias = (None if X is None else X[groups] for X in (self.U_P, self.U_Q, self.bias))
-        return DenseBasis(U_P, U_Q, self.values_P[groups], self.values_Q[groups], bias)
-
-    def clone(self) -> "DenseBasis":
-        """A copy."""
-        U_P, U_Q = (None if X is None else X.clone() for X in (self.U_P, self.U_Q))
-        return DenseBasis(U_P, U_Q, self.values_P.clone(), self.values_Q.clone(), self.bias)
 
     @property
     def trivial(self) -> bool:

@@ -77,5 +77,5 @@ def _wrong(model: nn.Module, params: dict[str, Tensor], x: Tree, y: Tensor, axis
         own = [x if axis is None else map_leaves(lambda t, i=i: t[i], x) for i in range(count)]
         f = torch.stack([outputs(model, {k: v[i] for k, v in params.items()}, own[i]) for i in range(count)])
     if not bool(torch.isfinite(f).all()):
-        raise NumericalError("a network drawn from the posterior gives outputs that are not finite: lower the rate")
+        raise NumericalError("A network drawn from the posterior gives outputs that are not finite. Lower the rate.")
     return (f.argmax(-1) != y).sum()

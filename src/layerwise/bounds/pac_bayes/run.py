@@ -171,7 +171,7 @@ class Run:
 def check_finite(posterior: Posterior, epoch: int, options: Options) -> None:
     """A posterior that has diverged says so at once."""
     if not bool(torch.isfinite(posterior.theta).all()):
-        raise NumericalError(f"the posterior is not finite after epoch {epoch + 1}: lower lr={options.lr}")
+        raise NumericalError(f"The posterior is not finite after epoch {epoch + 1}. Lower lr={options.lr}.")
 
 
 class _Again:

@@ -4,7 +4,7 @@ Of a large factor the lower triangle is kept, in tiles (`linalg.packed`); kernel
 operand of a refresh. What is saved are squares. Whoever reads a factor in any other way than by groups asks here.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -133,11 +133,6 @@ class DeviceFactor(Factor):
         M = whole(self.mean[groups]).clone()
         M[(ALL, *(slice(size) for size in value.shape[1:]))] = value.to(M)
         put_(self.mean[groups], M)
-
-    def narrow(self, groups: slice) -> "DeviceFactor":
-        """Views."""
-        taps, bias = (None if X is None else X[groups] for X in (self.taps, self.bias))
-        return replace(self, mean=self.mean[groups], count=self.count[groups], taps=taps, bias=bias)
 
     def update_(
         self,
