@@ -11,8 +11,10 @@ from gpu_rows import EVERY, Made, Row
 from measure import reason
 from torch import Tensor
 
+from layerwise.optim.rule import tensors
+
 WARM_UP = 101
-"""Steps before the first one that counts: refreshes come often while statistics are young, and are then recorded."""
+"""Steps before the first one that counts: refreshes come often while statistics are young, and are then captured."""
 BLOCK = 5
 """Iterations without optimizer between two cycles."""
 SYNC_STEPS = 12
@@ -132,9 +134,9 @@ def state(task: Task, made: Made, before: int) -> dict:
 
 
 def state_of(opt: torch.optim.Optimizer) -> object:
-    """The state as it lies on the device: `state_dict()` of a layer-wise optimizer unpacks halves and triangles."""
+    """The state as it lies on the device: `state_dict()` of a layer-wise optimizer unpacks fp16 and triangles."""
     stacks = getattr(opt, "_stacks", None)
-    return opt.state_dict()["state"] if stacks is None else [stack.state for stack in stacks]
+    return opt.state_dict()["state"] if stacks is None else [tensors(stack.state) for stack in stacks]
 
 
 def storage_bytes(tree: object) -> int:
