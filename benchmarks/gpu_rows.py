@@ -196,7 +196,7 @@ def rows(chosen: list[str] | None, peers: bool) -> list[Row]:
     known = [*OURS, ADAMW, *(PEERS if peers else [])]
     names = {name for row in known for name in (row.name, row.name.rpartition(" ")[0]) if name}
     if unknown := sorted(set(chosen or ()) - names):
-        raise SystemExit(f"given: --members {', '.join(unknown)}; expected: some of {', '.join(r.name for r in known)}")
+        raise SystemExit(f"Unknown --members {', '.join(unknown)}. Available: {', '.join(r.name for r in known)}.")
     if chosen is not None:
         known = [row for row in known if row.name in chosen or row.name.rpartition(" ")[0] in chosen]
     tails = [tail for name, tail in TAILS.items() if any(row.tail == name for row in known)]

@@ -97,7 +97,7 @@ def _refuses(words: tuple[str, ...], **options: Any) -> None:
     model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 10))
     ran = []
     model[0].register_forward_hook(lambda module, args, out: ran.append(len(args[0])))
-    with pytest.raises(MemoryBudgetError, match=r"given: .* needs .*; expected: at most .*; do: ") as caught:
+    with pytest.raises(MemoryBudgetError, match=r"Got .* needs .*\. Expected at most .*\. ") as caught:
         lw.fisher(model, (torch.randn(64, 300), torch.randint(10, (64,))), **options)
     for word in words:
         assert word in str(caught.value)
@@ -136,7 +136,7 @@ def test_a_hessian_that_would_not_fit_is_refused():
     model = nn.Linear(100, 100)
     batch = torch.randn(8, 100), torch.randint(100, (8,))
     for structure in ("dense", "block"):
-        with pytest.raises(MemoryBudgetError, match=r"given: .*; do: use structure="):
+        with pytest.raises(MemoryBudgetError, match=r"Got .*\. Expected .*\. Use structure="):
             lw.hessian(model, batch, loss=F.cross_entropy, structure=structure, memory=10_000_000)
 
 

@@ -512,7 +512,7 @@ def test_sparse_gradients_are_those_of_the_same_layer_without():
 def test_a_model_without_a_second_derivative_says_what_to_use_instead():
     model = EMBEDDINGS["bag"]().double()
     F_ = lw.fisher(model, (torch.randint(5, (4, 3)), torch.randint(3, (4,))), structure="implicit")
-    with pytest.raises(lw.LayerwiseError, match=r'given: .*; do: use structure="lowrank"'):
+    with pytest.raises(lw.LayerwiseError, match=r'Got .*\. Expected .*\. Use structure="lowrank"'):
         F_ @ lw.ParamVector.zeros(model)
 
 
@@ -675,7 +675,7 @@ def test_a_first_batch_of_one_example_does_not_show_all():
     ).double()
     batches = [(_normal(n, 3, 2), torch.randint(3, (n,))) for n in (1, 4, 2)]
     _agrees(model, batches, lambda: [(model(x).unsqueeze(1), y) for x, y in batches])
-    with pytest.raises(lw.LayerwiseError, match=r"given: a generator .*; do: .*put the small batch last"):
+    with pytest.raises(lw.LayerwiseError, match=r"Got a generator .*\. Expected .*\. Pass .*put the small batch last"):
         lw.fisher(model, iter(batches), structure="diag")
 
 

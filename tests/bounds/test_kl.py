@@ -5,6 +5,7 @@ from decimal import Decimal, localcontext
 import pytest
 import torch
 
+from error_sentences import THREE
 from layerwise import bounds
 from layerwise.foundations.errors import InputError
 
@@ -81,7 +82,7 @@ def test_dtypes(dtype):
 
 @pytest.mark.parametrize(("error", "rate"), [(-0.1, 0.1), (1.5, 0.1), (0.1, -1.0), (0.1, float("nan"))])
 def test_what_is_no_error_or_rate_is_refused(error, rate):
-    with pytest.raises(InputError, match="given: "):
+    with pytest.raises(InputError, match=THREE):
         bounds.kl_inverse(torch.tensor([0.2, error]), rate)
 
 

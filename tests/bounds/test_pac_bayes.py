@@ -339,7 +339,7 @@ def mistakes():
         "delta < 1": {"delta": 1.0, "says": "delta=1.0"},
         "delta_draws": {"delta_draws": -0.1, "says": "delta_draws"},
         "cap": {"cap": 0.0, "says": "cap=0.0"},
-        "method": {"method": "itre", "says": "did you mean 'iter"},
+        "method": {"method": "itre", "says": "Did you mean 'iter"},
         "initial": {"initial": "zero", "says": "initial='zero'"},
         "bias of ekfac": {"method": "ekfac", "bias": "leave", "says": "EKFAC counts biases"},
         "shapes": {**shapes(), "says": "0.weight"},

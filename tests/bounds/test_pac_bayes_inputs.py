@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import layerwise as lw
+from error_sentences import THREE
 from layerwise import bounds
 from layerwise.bounds.pac_bayes.options import Options
 from layerwise.foundations.errors import FileFormatError, InputError
@@ -87,13 +88,13 @@ def test_only_distinct_examples_count():
 
 @pytest.mark.parametrize(("kl", "j"), [(-5.0, 1), (math.nan, 1), (5.0, 1.5)])
 def test_no_rate_of_what_is_no_divergence_or_no_prior(unchecked, kl, j):
-    with pytest.raises(InputError, match="given: "):
+    with pytest.raises(InputError, match=THREE):
         bounds.relative_entropy_rate(kl, j, 100)
 
 
 @pytest.mark.parametrize(("draws", "delta"), [(0, 0.1), (10, 0.0)])
 def test_no_limit_without_draws_or_doubt(draws, delta):
-    with pytest.raises(InputError, match="given: d"):
+    with pytest.raises(InputError, match="Got d"):
         bounds.error_limit(0.1, draws, delta)
 
 
@@ -210,7 +211,7 @@ MISTAKES = {
 def test_one_clear_error_for_a_wrong_type(unchecked, name):
     init = mlp()
     given = {"model": moved(init), "init": init, **SHORT, name: MISTAKES[name]}
-    with pytest.raises(InputError, match=f"given: an? {name} of type|given: {name}="):
+    with pytest.raises(InputError, match=f"Got an? {name} of type|Got {name}="):
         bounds.pac_bayes(data=examples(), **given)
     with pytest.raises(InputError, match="an init of type Tensor"):
         bounds.pac_bayes(moved(init), torch.zeros(26), examples(), **SHORT)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import layerwise as lw
+from error_sentences import WORDED
 from layerwise import bounds
 from layerwise.foundations.errors import InputError
 
@@ -162,7 +163,7 @@ def test_random_state_is_left_alone():
     ],
 )
 def test_bad_input(call):
-    with pytest.raises(InputError, match="expected"):
+    with pytest.raises(InputError, match=WORDED):
         call()
 
 

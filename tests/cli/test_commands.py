@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 import toy_descent
 from bad_values import BAD_VALUES
 
+from error_sentences import WORDED
 from layerwise.cli.main import main
 from layerwise.experiments import catalog, runner
 from layerwise.experiments.claims import Claim, by_seed
@@ -115,7 +117,7 @@ def test_the_cost_of_preset_paper_is_said_before_it_starts(capsys):
 def test_a_device_that_is_not_there(capsys):
     where = "layerwise.experiments.george2023.autoencoder:EXPERIMENT"
     assert main(["run", where, "--preset", "smoke", "--device", "cuda:99"]) == 2
-    assert "given: device='cuda:99', which cannot be used here" in capsys.readouterr().err
+    assert "Got device='cuda:99', which cannot be used here" in capsys.readouterr().err
     assert not Path("runs").exists()
 
 
@@ -194,20 +196,20 @@ def test_an_experiment_in_the_current_folder(tmp_path):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["run", "toy-decent"], "did you mean 'toy-descent'"),
-        (["rnu", "toy-descent"], "did you mean 'run'"),
-        (["run", "toy-descent", "--preset", "papr"], "did you mean 'paper'"),
-        (["run", "toy-descent", "--engine", "proceses"], "did you mean 'processes'"),
+        (["run", "toy-decent"], "Did you mean 'toy-descent'"),
+        (["rnu", "toy-descent"], "Did you mean 'run'"),
+        (["run", "toy-descent", "--preset", "papr"], "Did you mean 'paper'"),
+        (["run", "toy-descent", "--engine", "proceses"], "Did you mean 'processes'"),
         (["run", "toy-descent", "--sedes", "3"], "--seeds"),
         (["run", "toy-descent", "--seeds", "many"], "seeds"),
         (["run", "toy-descent", "--seeds", "0"], "seeds=0"),
-        (["run", "toy-descent", "--steps", "0"], "given: steps=0; expected: an integer ≥ 1"),
-        (["run", "toy-descent", "--rates", "nan"], "given: rates=nan; expected: a finite number > 0"),
+        (["run", "toy-descent", "--steps", "0"], "Got steps=0. Expected an integer ≥ 1. "),
+        (["run", "toy-descent", "--rates", "nan"], "Got rates=nan. Expected a finite number > 0. "),
         (["run", "toy-descent", "--address", "auto"], "engine ray"),
         (["run", "no_such_module:EXPERIMENT"], "could not be found"),
         (["run", "--seeds", "3"], "EXPERIMENT [options]"),
         (["run"], "usage: layerwise run"),
-        (["check", "toy-decent"], "did you mean 'toy-descent'"),
+        (["check", "toy-decent"], "Did you mean 'toy-descent'"),
         (["check", "--outt", "x"], "--out"),
         (["check", "--out", "nowhere"], "nowhere, which is no folder"),
         (["report", "--out", "nowhere"], "nowhere, which is no folder"),
@@ -265,7 +267,7 @@ def test_full_disk(capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", filling)
         assert main(SMOKE) == 2
-    assert "make room on the disk" in capsys.readouterr().err
+    assert "Make room on the disk" in capsys.readouterr().err
     assert main([*SMOKE, "--json"]) == 0
     assert (lambda d: (d["kept"], d["new"]))(as_json(capsys)) == (2, 2)
 
@@ -630,7 +632,7 @@ def test_bad_values_of_every_experiment_exit_2_and_leave_nothing(which, capsys, 
         for words in mistakes if which == "all" else [mistakes[place % len(mistakes)]]:
             assert main(["run", name, "--preset", "smoke", "--out", "nowhere", *words]) == 2, (name, words)
             err = capsys.readouterr().err
-            assert err.startswith("layerwise: given: "), (name, words, err)
+            assert re.match(f"layerwise: {WORDED}", err.strip()), (name, words, err)
             assert err.count("\n") == 1, (name, words, err)
             assert not Path("nowhere").exists(), (name, words)
 

@@ -119,7 +119,7 @@ def test_ekfac_estimates_merge_into_a_weighted_sum_contract():
 
 def test_different_structures_do_not_merge_contract():
     model, x, y = _make()
-    with pytest.raises(InputError, match="estimate both alike"):
+    with pytest.raises(InputError, match="Estimate both alike"):
         _fisher(model, (x, y), "kfac").merge(_fisher(model, (x, y), "diag"))
     a = _fisher(model, (x, y), "diag")
     with pytest.raises(InputError, match="mean over examples"):

@@ -46,7 +46,7 @@ def test_errors_are_built_in_ones_too(tmp_path):
 
 
 def test_unknown_split_is_answered_with_the_nearest(tmp_path):
-    with pytest.raises(InputError, match="did you mean 'train'"):
+    with pytest.raises(InputError, match="Did you mean 'train'"):
         data.mnist("trian", folder=tmp_path)
 
 

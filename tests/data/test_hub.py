@@ -65,7 +65,7 @@ def test_what_cannot_be_read_is_named(asked):
         data.hub("some/images", image="picture", progress=False)
     with pytest.raises(InputError, match="limit=0"):
         data.hub("some/images", limit=0)
-    with pytest.raises(InputError, match="did you mean 'RGB'"):
+    with pytest.raises(InputError, match="Did you mean 'RGB'"):
         data.hub("some/images", mode="RGBA")
 
 

@@ -104,7 +104,7 @@ def test_a_file_that_is_no_parquet(tmp_path):
     path = tmp_path / "mnist" / "test-00000-of-00001.parquet"
     path.parent.mkdir()
     path.write_bytes(b"<html>not found</html>")
-    with pytest.raises(FileFormatError, match="expected: a parquet file"):
+    with pytest.raises(FileFormatError, match="Expected a parquet file"):
         data.mnist("test", folder=tmp_path, verify=False)
 
 

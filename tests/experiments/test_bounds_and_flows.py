@@ -7,6 +7,7 @@ import pytest
 import torch
 from experiment_records import records, smoke
 
+from error_sentences import WORDED
 from layerwise.experiments.catalog import find
 from layerwise.experiments.claims import HELD, NOT_HELD, judge
 from layerwise.experiments.george2023 import complexity, quadratic_model
@@ -131,7 +132,7 @@ def test_orders_and_agreements():
 )
 def test_bad_settings_are_refused_before_anything_runs(name: str, wrong: dict):
     experiment = find(name)
-    with pytest.raises((InputError, KeyError), match="expected"):
+    with pytest.raises((InputError, KeyError), match=WORDED):
         experiment.refuse_bad(dataclasses.replace(experiment.preset("smoke"), **wrong))
 
 

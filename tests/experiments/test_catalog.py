@@ -15,7 +15,7 @@ def with_toy(monkeypatch, toy):
 @pytest.mark.usefixtures("with_toy")
 def test_by_name(toy):
     assert catalog.find("toy-descent") is toy
-    with pytest.raises(NameLookupError, match="did you mean 'toy-descent'"):
+    with pytest.raises(NameLookupError, match="Did you mean 'toy-descent'"):
         catalog.find("toy-decent")
 
 

@@ -1,9 +1,11 @@
 """Claims: held, not held, not enough runs; never silently."""
 
 import math
+import re
 
 import pytest
 
+from error_sentences import WORDED
 from layerwise.experiments.claims import Claim, by_seed, judge
 from layerwise.foundations.errors import InputError
 
@@ -126,12 +128,12 @@ def test_infinities_of_both_signs_have_no_mean():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"relation": "=<"}, "one of '<='"),
+        ({"relation": "=<"}, "Available: <, <=, >, >=, within."),
         ({"relation": "within"}, "a pair"),
         ({"target": (0.0, 1.0)}, "a number for the others"),
         ({"relation": "within", "target": (1.0, 0.0)}, "lower one first"),
         ({"target": math.nan}, "numbers"),
-        ({"test": "avarage"}, "'mean'"),
+        ({"test": "avarage"}, "Available: every seed, mean, share."),
         ({"test": "mean"}, "at least 2"),
         ({"seeds": 0}, "at least 1"),
         ({"share": 0.0}, "(0, 1]"),
@@ -149,7 +151,8 @@ def test_bad_declarations(changes, words):
     with pytest.raises(InputError) as caught:
         claim(**changes)
     assert words in str(caught.value)
-    assert "given: claim 'small'" in str(caught.value)
+    assert re.search(WORDED, str(caught.value))
+    assert "claim 'small'" in str(caught.value)
 
 
 def test_a_quantity_that_fails_names_the_claim():

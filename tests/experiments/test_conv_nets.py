@@ -177,11 +177,11 @@ def test_every_network_and_method_is_known_to_the_study():
 @pytest.mark.parametrize(
     ("wrong", "answer"),
     [
-        ({"networks": ("vgg11",)}, "digits goes with three-convolutions"),
-        ({"networks": ("vgg12",)}, "did you mean 'vgg11'"),
-        ({"images": "cifar10"}, "cifar10 goes with vgg11"),
-        ({"images": "digit"}, "did you mean 'digits'"),
-        ({"methods": ("kfac-bn",)}, "did you mean 'kfac'"),
+        ({"networks": ("vgg11",)}, "some of three-convolutions for images='digits'"),
+        ({"networks": ("vgg12",)}, "Did you mean 'vgg11'"),
+        ({"images": "cifar10"}, "some of vgg11, resnet18, resnet34 for images='cifar10'"),
+        ({"images": "digit"}, "Did you mean 'digits'"),
+        ({"methods": ("kfac-bn",)}, "Did you mean 'kfac'"),
         ({"trials": 1}, "a trial for each"),
         ({"dampings": (0.1, 0.2, 0.3, 0.4), "trials": 20}, "at most three dampings"),
         ({"rates": (0.1, 0.1)}, "each once"),

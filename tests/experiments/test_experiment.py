@@ -60,7 +60,7 @@ def test_digest_ignores_seeds_alone():
     ("changes", "words"),
     [
         ({"name": "Head to Head"}, "lower-case words"),
-        ({"presets": {"smoke": Nested()}}, "declare all three"),
+        ({"presets": {"smoke": Nested()}}, "Declare all three"),
         ({"presets": dict.fromkeys(("smoke", "laptop", "paper"), 3)}, "a dataclass instance"),
         ({"presets": dict.fromkeys(("smoke", "laptop", "paper"), Loose())}, "frozen"),
         ({"presets": {"smoke": Nested(), "laptop": Nested(), "paper": toy_descent.Config()}}, "one class"),
@@ -90,7 +90,7 @@ def test_rows_have_series_of_one_length():
 
 
 def test_unknown_preset(toy):
-    with pytest.raises(NameLookupError, match="did you mean 'paper'"):
+    with pytest.raises(NameLookupError, match="Did you mean 'paper'"):
         toy.preset("papr")
 
 

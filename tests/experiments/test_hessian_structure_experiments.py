@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from experiment_records import smoke
 
+from error_sentences import WORDED
 from layerwise.experiments.claims import HELD, NOT_HELD, judge
 from layerwise.experiments.wu2024 import (
     batch_norm_breaks_it,
@@ -250,7 +251,7 @@ def test_networks_that_did_not_come_to_the_loss_are_left_out():
 )
 def test_bad_settings_are_refused_before_anything_runs(name: str, wrong: dict):
     experiment = EXPERIMENTS[name]
-    with pytest.raises((InputError, NameLookupError), match="expected"):
+    with pytest.raises((InputError, NameLookupError), match=WORDED):
         experiment.refuse_bad(dataclasses.replace(experiment.preset("smoke"), **wrong))
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from experiment_records import smoke
 
+from error_sentences import WORDED
 from layerwise.experiments.catalog import find
 from layerwise.experiments.claims import HELD, NOT_HELD, judge
 from layerwise.experiments.wu2024 import over_realised
@@ -115,5 +116,5 @@ def test_limits_are_of_the_sizes_they_were_found_for():
     ids=str,
 )
 def test_bad_settings_are_refused_before_anything_runs(name, wrong):
-    with pytest.raises(LayerwiseError, match="expected"):
+    with pytest.raises(LayerwiseError, match=WORDED):
         find(name).refuse_bad(dataclasses.replace(find(name).preset("smoke"), **wrong))

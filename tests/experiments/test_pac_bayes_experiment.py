@@ -6,6 +6,7 @@ import pytest
 import torch
 from experiment_records import smoke
 
+from error_sentences import WORDED
 from layerwise.experiments.claims import HELD, NOT_HELD, judge
 from layerwise.experiments.wu2024 import pac_bayes
 from layerwise.foundations.errors import LayerwiseError
@@ -96,5 +97,5 @@ def test_a_seed_has_its_own_data_and_weights():
 def test_unknown_names_are_refused():
     config = EXPERIMENT.preset("smoke")
     for change in ({"networks": ("T-6",)}, {"variants": ("itre",)}, {"variants": ("iter", "iter")}):
-        with pytest.raises(LayerwiseError, match="given: "):
+        with pytest.raises(LayerwiseError, match=WORDED):
             EXPERIMENT.refuse_bad(dataclasses.replace(config, **change))

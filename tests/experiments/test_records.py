@@ -127,7 +127,7 @@ def test_full_disk_loses_nothing(journal_path, monkeypatch):
 
     with monkeypatch.context() as patch, Journal(journal_path) as journal:
         patch.setattr(os, "write", full)
-        with pytest.raises(RecordError, match=r"No space left.*make room"):
+        with pytest.raises(RecordError, match=r"No space left.*Make room"):
             journal.append([entry(2)])
     assert journal_path.read_bytes() == before
     write(journal_path, 2)
@@ -141,7 +141,7 @@ def test_disk_that_fills_within_a_line(journal_path, monkeypatch, taken):
     with Journal(journal_path) as journal:
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", lambda file, data: real(file, data[:taken]))
-            with pytest.raises(RecordError, match="make room"):
+            with pytest.raises(RecordError, match="Make room"):
                 journal.append([entry(2)])
         journal.append([entry(2)])  # room again, in the same session
     assert seeds(journal_path) == [0, 1, 2]

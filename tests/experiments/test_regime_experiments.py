@@ -8,6 +8,7 @@ import pytest
 import torch
 from experiment_records import records, smoke
 
+from error_sentences import WORDED
 from layerwise import data
 from layerwise.data.folder import MissingDataError
 from layerwise.experiments.claims import HELD, NOT_ENOUGH, NOT_HELD, judge
@@ -185,5 +186,5 @@ def test_missing_files_are_named(name: str, preset: str, missing: str, monkeypat
     ids=str,
 )
 def test_bad_settings_are_refused_before_anything_runs(name: str, wrong: dict):
-    with pytest.raises(LayerwiseError, match="expected"):
+    with pytest.raises(LayerwiseError, match=WORDED):
         ALL[name].refuse_bad(dataclasses.replace(ALL[name].preset("smoke"), **wrong))

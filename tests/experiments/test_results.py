@@ -37,7 +37,7 @@ def test_by_name_when_it_is_of_the_catalog(toy, tmp_path, monkeypatch):
     found = results(tmp_path)
     assert found.results == ()
     (trouble,) = found.troubles.values()
-    assert "names no experiment" in trouble
+    assert "Unknown experiment" in trouble
 
 
 def test_sorted_by_name_and_preset(toy, tmp_path):
@@ -98,7 +98,7 @@ def test_what_a_file_names_is_not_imported(toy, tmp_path, monkeypatch):
         ({"config": [1, 2]}, "config=[1, 2]"),
         ({"config": {"seeds": 2}}, "other fields"),
         ({"preset": None}, "preset=None"),
-        ({"preset": "papr"}, "did you mean 'paper'"),
+        ({"preset": "papr"}, "Did you mean 'paper'"),
         ({"experiment": 3}, "experiment=3"),
     ],
 )

@@ -189,14 +189,14 @@ def test_a_failure_before_the_first_record_leaves_nothing(toy, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"steps": 0}, "given: steps=0; expected: an integer ≥ 1; do: pass e.g. --steps 5"),
-        ({"rates": (0.1, math.nan)}, "given: rates=nan; expected: a finite number > 0; do: pass e.g. --rates 0.1 0.5"),
-        ({"rates": (-0.1,)}, "given: rates=-0.1; expected: a finite number > 0"),
-        ({"rates": ()}, "given: rates with nothing in it"),
-        ({"steps": "many"}, "given: steps='many'; expected: steps: int"),
-        ({"pause": -1.0}, "given: pause=-1.0; expected: a finite number ≥ 0"),
-        ({"pause": math.inf}, "given: pause=inf"),
-        ({"seeds": 0}, "given: seeds=0; expected: an integer ≥ 1; do: pass e.g. --seeds 2"),
+        ({"steps": 0}, "Got steps=0. Expected an integer ≥ 1. Pass e.g. --steps 5"),
+        ({"rates": (0.1, math.nan)}, "Got rates=nan. Expected a finite number > 0. Pass e.g. --rates 0.1 0.5"),
+        ({"rates": (-0.1,)}, "Got rates=-0.1. Expected a finite number > 0"),
+        ({"rates": ()}, "Got rates with nothing in it"),
+        ({"steps": "many"}, "Got steps='many'. Expected steps: int"),
+        ({"pause": -1.0}, "Got pause=-1.0. Expected a finite number ≥ 0"),
+        ({"pause": math.inf}, "Got pause=inf"),
+        ({"seeds": 0}, "Got seeds=0. Expected an integer ≥ 1. Pass e.g. --seeds 2"),
     ],
 )
 def test_bad_values_are_refused_before_anything_is_written(toy, tmp_path, changes, words):
@@ -209,12 +209,12 @@ def test_bad_values_are_refused_before_anything_is_written(toy, tmp_path, change
 def test_an_experiment_says_which_values_go_together(toy, tmp_path):
     def together(config):
         if config.steps > 100 * config.seeds:
-            raise InputError("given: many steps; expected: fewer; do: lower --steps")
+            raise InputError("Got many steps. Expected fewer. Lower --steps.")
 
     picky = replace(toy, ranges={"pause": (-1, 1), "steps": (0, 1000)}, check=together)
-    with pytest.raises(InputError, match="lower --steps"):
+    with pytest.raises(InputError, match="Lower --steps"):
         run(picky, replace(SMOKE, steps=500), preset="smoke", out=tmp_path)
-    with pytest.raises(InputError, match="steps=1001; expected: an integer from 0 to 1000"):
+    with pytest.raises(InputError, match=r"steps=1001\. Expected an integer from 0 to 1000"):
         run(picky, replace(SMOKE, steps=1001), preset="smoke", out=tmp_path)
     with pytest.raises(InputError, match="ranges of stesp"):
         replace(toy, ranges={"stesp": (0, 1)})
@@ -281,7 +281,7 @@ def test_full_disk_in_the_middle(toy, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", filling)
-        with pytest.raises(RecordError, match="make room"):
+        with pytest.raises(RecordError, match="Make room"):
             run(toy, preset="smoke", out=tmp_path)
     rest = run(toy, preset="smoke", out=tmp_path)
     assert (rest.kept, rest.new) == (2, 2)
@@ -301,9 +301,9 @@ def test_records_of_another_version_are_kept_and_named(toy, tmp_path, monkeypatc
 
 
 def test_bad_input(toy, tmp_path):
-    with pytest.raises(NameLookupError, match="did you mean 'smoke'"):
+    with pytest.raises(NameLookupError, match="Did you mean 'smoke'"):
         run(toy, preset="smoek", out=tmp_path)
-    with pytest.raises(NameLookupError, match="did you mean 'batched'"):
+    with pytest.raises(NameLookupError, match="Did you mean 'batched'"):
         run(toy, preset="smoke", engine="bached", out=tmp_path)
     with pytest.raises(InputError, match="seeds=0"):
         run(toy, replace(SMOKE, seeds=0), preset="smoke", out=tmp_path)

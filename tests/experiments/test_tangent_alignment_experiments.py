@@ -8,6 +8,7 @@ import pytest
 import torch
 from experiment_records import records, smoke
 
+from error_sentences import WORDED
 from layerwise.experiments.claims import HELD, NOT_HELD, judge
 from layerwise.experiments.george2023 import (
     alignment_by_optimizer,
@@ -299,7 +300,7 @@ def test_rates_are_chosen_on_seeds_that_are_not_reported():
 )
 def test_bad_settings_are_refused_before_anything_runs(name: str, wrong: dict):
     experiment = EXPERIMENTS[name]
-    with pytest.raises((InputError, NameLookupError), match="expected"):
+    with pytest.raises((InputError, NameLookupError), match=WORDED):
         experiment.refuse_bad(dataclasses.replace(experiment.preset("smoke"), **wrong))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from experiment_records import records
 
+from error_sentences import WORDED
 from layerwise import data
 from layerwise.experiments.claims import HELD, NOT_HELD, judge
 from layerwise.experiments.george2023.tangent_features import EXPERIMENT, MEASURES, Config, risen, times
@@ -119,5 +120,5 @@ def test_missing_files_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path):
 
 @pytest.mark.parametrize("wrong", [{"pairs": ("3-cat",)}, {"network": "resnet18"}, {"momentum": 1.5}], ids=str)
 def test_bad_settings_are_refused_before_anything_runs(wrong: dict):
-    with pytest.raises(InputError, match="expected"):
+    with pytest.raises(InputError, match=WORDED):
         EXPERIMENT.refuse_bad(dataclasses.replace(SMOKE, **wrong))

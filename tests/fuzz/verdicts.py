@@ -18,6 +18,7 @@ from plans import CALLS
 from torch import Tensor, nn
 
 import layerwise as lw
+from layerwise.foundations.errors import what_is_wrong
 
 TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "autocast": 5e-2, "bfloat16": 5e-2}
 ORDER = ("right", "loud", "crash", "silent", "oracle")
@@ -99,9 +100,9 @@ def _judged(case: Case, oracle: Oracle, step: tuple[Any, ...], tolerance: float)
 
 
 def first_sentence(problem: BaseException) -> str:
-    """A message without what differs between cases: the part after "given:" up to the first ";"."""
-    lines = str(problem).strip().splitlines() or [""]
-    return lines[0].removeprefix("given: ").split(";")[0][:140]
+    """A message without the advice that differs between cases: what is wrong, in one line."""
+    lines = what_is_wrong(problem).strip().splitlines() or [""]
+    return lines[0][:140]
 
 
 # --- changes -----------------------------------------------------------------------------------------------

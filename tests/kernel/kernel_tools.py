@@ -1,6 +1,7 @@
 """What the tests of this folder share: small models, dense references, and what must not change."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from error_sentences import WORDED
 from layerwise.foundations.errors import LayerwiseError
 from layerwise.testing import oracles
 from layerwise.testing.cases import Case
@@ -114,5 +116,6 @@ def refused(error: type[LayerwiseError], *words: str) -> Iterator[None]:
         yield
     message = str(caught.value)
     assert isinstance(caught.value, error), repr(caught.value)
-    for word in ("given: ", "; expected: ", "; do: ", *words):
+    assert re.search(WORDED, message), message
+    for word in words:
         assert word in message, message

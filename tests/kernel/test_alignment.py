@@ -212,7 +212,7 @@ def test_a_kernel_that_is_not_formed_needs_only_products(monkeypatch: pytest.Mon
     ("target", "words"),
     [
         (torch.zeros(N + 1, dtype=torch.long), ("(8,)", "integer labels (7,)")),
-        (torch.zeros(N), ("(7,), torch.float32", "labels must be integers")),
+        (torch.zeros(N), ("(7,), torch.float32", "Pass labels as integers")),
         (torch.zeros(4, 4, dtype=torch.float64), ("(4, 4)", "21 rows")),
         ([0, 1, 2], ("[0, 1, 2]",)),
         (torch.tensor([0, 1, 2, 3, 0, 0, 0]), ("labels from 0 to 3", "from 0 to 2")),
@@ -244,7 +244,7 @@ def test_cross_kernels_and_unknown_centerings(K: lw.Kernel):
         with refused(InputError, "between two sets (7 and 2 examples)"):
             measure(cross)
     for centering in ("both", "per_output"):
-        with refused(InputError, f"centering='{centering}'", '"per-output", "global" or "none"'):
+        with refused(InputError, f"centering='{centering}'", "Available: global, none, per-output."):
             lw.cka(K, LABELS, centering)
     for k in (0, N * P + 1):
         with refused(InputError, f"k={k}", "from 1 to 21"):

@@ -184,7 +184,7 @@ def test_layers_that_do_not_fit_are_refused_and_the_memory_named_suffices(images
     with pytest.raises(MemoryBudgetError) as caught:
         lw.ntk(model, *inputs, memory=12_000).matrix()
     assert "two single examples" in str(caught.value)
-    needed = int(str(caught.value).split("allow memory=")[1].split(",")[0])
+    needed = int(str(caught.value).split("Allow memory=")[1].split(",")[0])
     found = lw.ntk(model, *inputs, memory=needed).matrix()
     close(found, expected if split is None else expected[: 3 * split, 3 * split :])
 

@@ -146,5 +146,5 @@ def test_norms_that_are_not_known_are_asked_for():
         cross.per_layer()["0"].normalized(),
         lw.ntk(MODEL, X).centered().normalized().cross(NEW),
     ):
-        with refused(UnsupportedError, "norms of features", "normalize before centering"):
+        with refused(UnsupportedError, "norms of features", "Normalize before centering"):
             K.matrix()

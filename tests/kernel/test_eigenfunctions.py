@@ -64,7 +64,7 @@ def test_functions_of_one_number():
 
 def test_more_than_there_are_is_refused_with_how_many_there_are():
     twice = torch.cat([X, X])
-    with refused(NumericalError, "k=20", "vanish after 16", "pass k=16"):
+    with refused(NumericalError, "k=20", "vanish after 16", "Pass k=16"):
         lw.ntk(MODEL, twice).eigenfunctions(20)
 
 

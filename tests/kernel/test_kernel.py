@@ -108,7 +108,7 @@ SQUARE: dict[str, Callable[[lw.Kernel], object]] = {
 def test_what_only_one_set_has(what: str):
     cross = lw.ntk(MODEL, X, NEW)
     for K in (cross, cross.centered(), cross.normalized(), cross.per_layer()["0"]):
-        with refused(InputError, what, "between two sets (8 and 2 examples)", "leave out x2="):
+        with refused(InputError, what, "between two sets (8 and 2 examples)", "Leave out x2="):
             SQUARE[what](K)
 
 
@@ -152,7 +152,7 @@ def test_what_a_derived_kernel_does_not_know():
 
 def test_layers_and_vectors_of_a_jacobian():
     J = lw.jacobian(MODEL, X)
-    with refused(NameLookupError, "'7'", "Known: 0, 2"):
+    with refused(NameLookupError, "'7'", "Available: 0, 2"):
         J.layer("7")
     with refused(InputError, "layer() of one layer's"):
         J.layer("0").layer("0")
@@ -160,7 +160,7 @@ def test_layers_and_vectors_of_a_jacobian():
         J @ torch.ones(7)
     with refused(InputError, "2.bias"):
         J @ {k: v for k, v in lw.ParamVector.randn(MODEL, 0).dict().items() if k != "2.bias"}
-    with refused(NameLookupError, "'5'", "Known: 0, 2"):
+    with refused(NameLookupError, "'5'", "Available: 0, 2"):
         lw.ntk(MODEL, X, select="5")
 
 

@@ -1,9 +1,12 @@
 """All tasks and step sizes at once, against one task at a time by plain gradient descent."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 
+from error_sentences import WORDED
 from layerwise.foundations.errors import InputError, NameLookupError
 from layerwise.meta import LeastSquares
 
@@ -110,7 +113,7 @@ X, Y = torch.ones(2, 3, 4), torch.ones(2, 3)
 def test_bad_input_is_refused_in_one_sentence(unchecked, call, message):
     with pytest.raises(InputError, match=message) as caught:
         call()
-    assert str(caught.value).startswith("given: ")
+    assert re.fullmatch(WORDED, str(caught.value))
 
 
 def test_numpys_integers_are_integers(unchecked):

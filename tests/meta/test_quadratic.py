@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from error_sentences import THREE
 from layerwise.foundations.errors import InputError
 from layerwise.meta import Quadratic
 
@@ -130,5 +131,5 @@ def test_a_start_that_is_gone_after_one_step_has_numbers():
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(unchecked, call):
-    with pytest.raises(InputError, match=r"given: .*; expected: .*; do: "):
+    with pytest.raises(InputError, match=THREE):
         call(Quadratic.random(1, 3))

@@ -147,7 +147,7 @@ def test_patterns_of_overrides_match_given_names():
 def test_the_others_ask_for_the_model(name: str, how: str):
     model = mlp()
     given = model.parameters() if how == "parameters" else [{"params": model.parameters()}]
-    with pytest.raises(TypeError, match=rf"given: parameters; .*pass the model: lw\.optim\.{name}\(model"):
+    with pytest.raises(TypeError, match=rf"Got parameters\. .*Pass the model: lw\.optim\.{name}\(model"):
         getattr(lw.optim, name)(given)
 
 
@@ -157,7 +157,7 @@ def test_the_others_ask_for_the_model(name: str, how: str):
         ([], InputError, "no parameters"),
         (iter(()), InputError, "no parameters"),
         (torch.zeros(2, 2), TypeError, "an iterable of parameters"),
-        (3, TypeError, "given: a int"),
+        (3, TypeError, "Got a int"),
         ([1, 2], TypeError, "a int among parameters"),
         ([{"params": [torch.zeros(2, 2)], "lr": -1.0}], InputError, "lr=-1"),
         ([{"params": [torch.zeros(2, 2)], "update": "sgd"}], InputError, "update='sgd'"),
@@ -170,7 +170,7 @@ def test_what_cannot_be_trained(given: Any, error: type[Exception], said: str):
 
 
 def test_groups_and_overrides_exclude_each_other():
-    with pytest.raises(InputError, match="put options in the groups"):
+    with pytest.raises(InputError, match="Put options in the groups"):
         lw.optim.Muon([{"params": mlp().parameters(), "lr": 0.1}], overrides={"*": {"lr": 0.1}})
 
 

@@ -65,7 +65,7 @@ def test_what_it_says_to_do_helps():
 def test_labels_cannot_be_drawn_through_reentrant_checkpoints():
     model = checkpointed(reentrant=True)
     opt = lw.optim.KFAC(model, likelihood="categorical")
-    with pytest.raises(UnsupportedError, match="pass use_reentrant=False"):
+    with pytest.raises(UnsupportedError, match="Pass use_reentrant=False"):
         train_step(model, opt, DATA[0], cross_entropy)
 
 

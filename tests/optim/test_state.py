@@ -177,7 +177,7 @@ def test_another_members_state_means_something_or_is_refused(first: str):
         ours, theirs = FACTORS.get(second, {}), FACTORS.get(first, {})
         shared = {side for side in ours if theirs.get(side) == ours[side]}
         if not shared:
-            with pytest.raises(InputError, match=rf"a state of {KIND[first]}; expected: one of {KIND[second]}, or"):
+            with pytest.raises(InputError, match=rf"a state of {KIND[first]}\. Expected one of {KIND[second]}, or"):
                 taking.load_state_dict(state)
             assert taking.steps_taken == 0
             continue
@@ -212,7 +212,7 @@ def test_a_state_of_another_shape_is_refused(name: str):
     model, wider = mlp(), mlp(5, 6, 5, 3)
     opt, other = member(name, model), member(name, wider)
     run(model, opt, 0, 2)
-    with pytest.raises(InputError, match=r"parameter '0.weight' of shape \(5, 5\); expected: shape \(6, 5\)"):
+    with pytest.raises(InputError, match=r"parameter '0.weight' of shape \(5, 5\)\. Expected shape \(6, 5\)"):
         other.load_state_dict(opt.state_dict())
     assert other.steps_taken == 0
 

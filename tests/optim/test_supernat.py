@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import layerwise as lw
+from error_sentences import WORDED
 from layerwise.foundations.errors import InputError, NameLookupError
 from layerwise.optim import SuperNat
 from layerwise.studies.tangent_alignment.supernat import METHODS, NoisyRegression
@@ -236,7 +237,7 @@ def test_bad_options(wrong, error, monkeypatch):
 
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     model = mlp()
-    with pytest.raises(error, match="expected"):
+    with pytest.raises(error, match=WORDED):
         SuperNat(model, data()[0], **wrong)
 
 

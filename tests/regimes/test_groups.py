@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from error_sentences import WORDED
 from layerwise.foundations.errors import InputError, NameLookupError
 from layerwise.regimes import (
     balanced,
@@ -154,7 +155,7 @@ def test_yin_yang_labels_and_regions():
     ],
 )
 def test_bad_input(wrong):
-    with pytest.raises(InputError, match="expected"):
+    with pytest.raises(InputError, match=WORDED):
         wrong()
 
 

@@ -438,7 +438,7 @@ def test_given_start_with_dropout_is_refused():
     with pytest.raises(InputError, match="dropout"):
         net(x, at_start=net.at_start(x))
     net.eval()
-    with pytest.raises(InputError, match="index both"):
+    with pytest.raises(InputError, match="Index both"):
         net(x[:5], at_start=net.at_start(x)[:1])
 
 

@@ -63,8 +63,8 @@ def test_outcomes(values, changes, outcome):
 
 
 def test_a_claim_that_cannot_be_judged_says_why():
-    row = claim_row(Judged(claim=claim(), trouble="given: x; expected: y; do: z"))
-    assert (row.outcome, row.detail) == ("error", "given: x; expected: y; do: z")
+    row = claim_row(Judged(claim=claim(), trouble="Got x. Expected y. Z."))
+    assert (row.outcome, row.detail) == ("error", "Got x. Expected y. Z.")
 
 
 def test_a_row_has_the_numbers_of_its_verdict():

@@ -310,7 +310,7 @@ def test_bad_options_are_refused(monkeypatch):
                 call()
     assert list(broken(k=3)().rows) == [3]
     assert list(broken(k=None)().rows) == [0, 10]
-    with pytest.raises(NameLookupError, match="did you mean 'head'"):
+    with pytest.raises(NameLookupError, match="Did you mean 'head'"):
         of(head="haed")()
     with torch.no_grad():
         model.head.weight[3, 2] = torch.nan
@@ -322,5 +322,5 @@ def test_states_that_do_not_fit_are_refused_before_they_are_made(monkeypatch):
     model = Recurrent()
     monkeypatch.setattr(model, "forward", lambda x: pytest.fail("was called"))
     ids = torch.zeros(2**24, dtype=torch.long)  # half a gigabyte of states of width 8
-    with pytest.raises(MemoryBudgetError, match="pass fewer positions="):
+    with pytest.raises(MemoryBudgetError, match="Pass fewer positions="):
         lw.selfsup.anchors(model, ids, head="head", k=(0, 5), positions=2**24, memory=2**20)

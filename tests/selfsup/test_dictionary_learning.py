@@ -64,12 +64,12 @@ def test_recovery_error_by_its_definition():
 @pytest.mark.parametrize(
     ("B", "options", "says"),
     [
-        (torch.randn(5, 8), {}, "transpose"),
+        (torch.randn(5, 8), {}, "Transpose"),
         (torch.zeros(8, 5), {}, "zero or not finite"),
         (torch.zeros(8), {}, "atoms as columns"),
         (torch.zeros(8, 5).double(), {}, "one type"),
         (torch.randn(8, 3), {"matched": True}, "at least as many"),
-        (torch.randn(8, 5), {"metric": "cosin"}, "did you mean 'cosine'"),
+        (torch.randn(8, 5), {"metric": "cosin"}, "Did you mean 'cosine'"),
     ],
 )
 def test_bad_dictionaries_to_compare(B, options, says):
@@ -232,7 +232,7 @@ def test_scores_are_of_one_kind_for_all_fractions():
     for fraction in (0, 0.1, 0.4):
         assert learner.set_params(hidden_fraction=fraction).score(data.Y) == pytest.approx(expected)
     assert learner.set_params(k=19).score(data.Y) < 0  # one can be hidden
-    with pytest.raises(InputError, match="take a smaller k"):
+    with pytest.raises(InputError, match="Take a smaller k"):
         learner.set_params(k=20).score(data.Y)
 
 
@@ -272,8 +272,8 @@ def test_starts():
     with pytest.raises(InputError, match="A with NaN"):
         selfsup.sample_sparse_data(5, 5, 2, 3, 0.1, A=torch.full((5, 5), math.nan))
     for name, atoms, says in (
-        ("sample", 41, "one a atom"),
-        ("samples", 10, "one of sample"),
+        ("sample", 41, "one for each atom"),
+        ("samples", 10, "Unknown start='samples'. Did you mean 'sample'"),
         ("local", -1, "at least one"),
     ):
         with pytest.raises(InputError, match=says):
@@ -335,7 +335,7 @@ def test_the_loss_that_stops_can_be_chosen():
     plain = learner.history_["heldout_loss"]
     masked = DictionaryLearner(40, 3, epochs=1, early_stopping=True, check_every=1).fit(data.Y).history_["heldout_loss"]
     assert plain[0] > 2 * masked[0]  # of twenty coordinates, and of two
-    with pytest.raises(InputError, match="masked or reconstruction"):
+    with pytest.raises(InputError, match="Available: masked, reconstruction"):
         DictionaryLearner(stop_by="standard").fit(data.Y)
 
 
@@ -381,7 +381,7 @@ def test_arrays_tensors_and_inverse():
         ({}, torch.randn(20), "Reshape your data"),
         ({}, torch.randn(5, 1), "feature"),
         ({"hidden_fraction": 1.0}, torch.randn(5, 20), r"in \(0, 1\)"),
-        ({"init": "samples"}, torch.randn(5, 20), '"gauss"'),
+        ({"init": "samples"}, torch.randn(5, 20), "gauss, sample"),
         ({"init": torch.randn(4, 4)}, torch.randn(5, 20), "atoms as columns"),
         ({"lr": 0}, torch.randn(5, 20), "lr=0"),
         ({"early_stopping": True}, torch.randn(3, 20), "n_samples=3"),
@@ -392,7 +392,7 @@ def test_arrays_tensors_and_inverse():
         ({"batch_size": 10.5}, torch.randn(5, 20), "whole number"),
         ({"n_atoms": 15.0}, torch.randn(5, 20), "whole number"),
         ({"k": 2.0}, torch.randn(5, 20), "whole number"),
-        ({"init": None}, torch.randn(5, 20), '"gauss"'),
+        ({"init": None}, torch.randn(5, 20), "gauss, sample"),
         ({"init": torch.zeros(20, 20)}, torch.randn(5, 20), "zero or not finite"),
         ({"device": "foo"}, torch.randn(5, 20), "a device"),
         ({"random_state": "a"}, torch.randn(5, 20), "a seed"),
@@ -407,7 +407,7 @@ def test_bad_input_of_the_learner(options, X, says):
 
 
 def test_an_unknown_parameter_and_one_that_is_not_fitted():
-    with pytest.raises(LayerwiseError, match="did you mean 'epochs'"):
+    with pytest.raises(LayerwiseError, match="Did you mean 'epochs'"):
         DictionaryLearner().set_params(epoch=3)
     with pytest.raises(InputError, match="not fitted"):
         DictionaryLearner().transform(torch.randn(3, 4))
@@ -530,7 +530,7 @@ def test_bounds_of_missed_supports_and_of_squares():
     with pytest.raises(InputError, match="less than"):
         selfsup.least_coefficient(sigma, k, p, 0.4)
     for options in ({"sigma": -0.1}, {"signal": 0.0}, {"p": 1}):
-        with pytest.raises(InputError, match="correct"):
+        with pytest.raises(InputError, match="Correct"):
             selfsup.missed_support(**{"sigma": 0.1, "signal": 1.0, "k": 1, "p": 9, "mu": 0.1} | options)
     largest = torch.randn(2000, 50).square().amax(1).mean()
     assert 4 < float(largest) <= selfsup.largest_chi_square(50)

@@ -158,7 +158,7 @@ ZERO = torch.cat([torch.randn(6, 3), torch.zeros(6, 1)], 1)
         ({"visible": torch.ones(5, dtype=torch.bool)}, "one truth value a coordinate"),
         ({"Y": NAN}, "samples with NaN"),
         ({"D": torch.full((6, 9), float("inf"))}, "dictionary with NaN or infinite"),
-        ({"D": torch.randn(9, 6)}, "transpose"),
+        ({"D": torch.randn(9, 6)}, "Transpose"),
         ({"D": torch.randn(6, 9).double()}, "one floating-point type"),
         ({"Y": torch.randn(4, 6).half(), "D": torch.randn(6, 9).half()}, "float32 or float64"),
         ({"Y": torch.randn(6)}, "one sample"),

@@ -17,7 +17,7 @@ def test_names_of_layers(call):
     for name, layer in zip(("first", "act", "second"), mlp()[2:], strict=True):
         net.add_module(name, layer)
     data = torch.rand(12, 5, dtype=torch.float64), data[1]
-    with pytest.raises(NameLookupError, match="did you mean 'second'"):
+    with pytest.raises(NameLookupError, match="Did you mean 'second'"):
         call(net, data, "secnd")
     with pytest.raises(InputError, match=r"matches 2 layers.*first, second"):
         call(net, data, "*")

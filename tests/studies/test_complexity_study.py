@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
+from error_sentences import WORDED
 from layerwise import theory
 from layerwise.foundations.errors import InputError, NameLookupError, NumericalError
 from layerwise.studies.tangent_alignment import complexity
@@ -95,7 +96,7 @@ def test_rank_correlation():
     "wrong", [{"scales": (0.0, 0.5)}, {"scales": (0.5,)}, {"examples": 60}, {"least": 0.5}], ids=str
 )
 def test_bad_settings(wrong):
-    with pytest.raises(InputError, match="expected"):
+    with pytest.raises(InputError, match=WORDED):
         WhichNorm(**{"points": 60} | wrong)
 
 

@@ -75,7 +75,7 @@ def test_sizes_are_those_of_the_architectures():
 
 
 def test_unknown_networks_are_answered():
-    with pytest.raises(NameLookupError, match="did you mean 'resnet34'"):
+    with pytest.raises(NameLookupError, match="Did you mean 'resnet34'"):
         network("resnet43")
 
 

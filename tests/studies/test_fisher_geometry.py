@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from error_sentences import NAMED
 from layerwise.experiments.george2023.autoencoder import LABELS
 from layerwise.foundations.errors import InputError
 from layerwise.studies.fisher_geometry.along_training import AlongTraining
@@ -82,7 +83,7 @@ def test_convolutions():
 
 @pytest.mark.parametrize("wrong", [{"images": "minst"}, {"activation": "sigmod"}])
 def test_unknown_words_are_answered(wrong: dict):
-    with pytest.raises(InputError, match="one of"):
+    with pytest.raises(InputError, match=NAMED):
         Classifier(**wrong)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from error_sentences import WORDED
 from layerwise.foundations.errors import InputError, NameLookupError, NumericalError
 from layerwise.studies.hessian_structure import identity, initialisation, networks, optimizers
 from layerwise.studies.hessian_structure.between_models import between
@@ -128,7 +129,7 @@ def test_bad_tasks_are_refused():
         ({"images": "cifar10", "network": "lenet5", "batch_norm": True}, InputError),
     ]
     for wrong, error in mistakes:
-        with pytest.raises(error, match="expected"):
+        with pytest.raises(error, match=WORDED):
             Task(**wrong)
     with pytest.raises(NumericalError, match="smaller lr"):
         trained(dataclasses.replace(SMALL, lr=1e200), [0])

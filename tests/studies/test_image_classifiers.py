@@ -46,7 +46,7 @@ def test_data_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("LAYERWISE_DATA", raising=False)
     with pytest.raises(MissingDataError, match="LAYERWISE_DATA is not set"):
         check_present("cifar10")
-    with pytest.raises(NameLookupError, match="did you mean 'cifar10'"):
+    with pytest.raises(NameLookupError, match="Did you mean 'cifar10'"):
         check_present("cifar100")
 
 
@@ -103,7 +103,7 @@ def test_every_method_has_as_many_points():
 
 
 def test_methods_that_there_are_not():
-    with pytest.raises(NameLookupError, match="did you mean 'kfac'"):
+    with pytest.raises(NameLookupError, match="Did you mean 'kfac'"):
         method("kfac-bn", (0.1,), (0.1,), 1)
 
 

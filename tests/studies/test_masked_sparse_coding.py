@@ -35,7 +35,7 @@ def test_both_objectives_start_alike_and_part():
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"precision": "half"}, "single or double"),
+        ({"precision": "half"}, "Available: double, single"),
         ({"start": "local", "atoms": 10}, "at least as many"),
         ({"k": 19}, "a smaller k"),
     ],

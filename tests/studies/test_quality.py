@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from error_sentences import WORDED
 from layerwise import data
 from layerwise.curvature.build import fisher
 from layerwise.foundations.errors import InputError
@@ -140,7 +141,7 @@ def test_a_small_damping_is_not_lost_in_float32():
 
 @pytest.mark.parametrize("wrong", [{"truth": "implict"}, {"directions": 1}, {"together": 0}])
 def test_what_cannot_be_asked(wrong: dict):
-    with pytest.raises(InputError, match="expected"):
+    with pytest.raises(InputError, match=WORDED):
         Quality(**wrong)
 
 

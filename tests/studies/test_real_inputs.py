@@ -243,7 +243,7 @@ def test_splits_do_not_overlap_and_few_come_from_training():
     assert torch.equal(y[target.x["test"][:, 0].long()] - 5, target.y["test"])
     assert target.y["train"][lt.few(target.y["train"], 3, 0, 0)].bincount().tolist() == [3] * 5
     assert not torch.equal(lt.few(target.y["train"], 3, 0, 0), lt.few(target.y["train"], 3, 0, 1))
-    with pytest.raises(InputError, match="ask for fewer"):
+    with pytest.raises(InputError, match="Ask for fewer"):
         lt.few(target.y["train"], 50, 0, 0)
     with pytest.raises(InputError, match="at least 1"):
         lt.few(target.y["train"], 0, 0, 0)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from error_sentences import WORDED
 from layerwise import feature_learning as fl
 from layerwise.foundations.errors import InputError
 from layerwise.studies.feature_learning import single_index
@@ -160,7 +161,7 @@ def test_a_trial_is_a_function_of_setting_and_seed():
     ],
 )
 def test_wrong_settings_are_refused(wrong):
-    with pytest.raises(InputError, match=r"expected|names no"):
+    with pytest.raises(InputError, match=WORDED):
         fl.SingleIndex(**SMALL | wrong)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import layerwise as lw
+from error_sentences import WORDED
 from layerwise.foundations.errors import InputError, NameLookupError, NumericalError
 from layerwise.studies.tangent_alignment import centerings, classification, optimizers, sensitivity, square
 from layerwise.studies.tangent_alignment.classification import Looks, Task, tracked, with_random_labels
@@ -99,7 +100,7 @@ def test_a_training_that_diverges_is_an_error():
     ],
 )
 def test_bad_tasks(options: dict, kind: type[Exception]):
-    with pytest.raises(kind, match="expected"):
+    with pytest.raises(kind, match=WORDED):
         Task(**options)
 
 
@@ -168,7 +169,7 @@ def test_correlations():
 
 @pytest.mark.parametrize("wrong", [{"steps": (5, 10)}, {"steps": (0,)}, {"depth": 1}, {"side": 2}], ids=str)
 def test_bad_disks(wrong: dict):
-    with pytest.raises(InputError, match="expected"):
+    with pytest.raises(InputError, match=WORDED):
         square.Disk(**wrong)
 
 
@@ -278,5 +279,5 @@ def test_rates_are_chosen_by_as_many_trials():
         assert len(choice.trials) == 6
         assert choice.options is not None
         assert choice.options["lr"] > (0.005 if name == "sgd" else 0.0005)
-    with pytest.raises(NameLookupError, match="did you mean"):
+    with pytest.raises(NameLookupError, match="Did you mean"):
         optimizers.make("kfca")

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from error_sentences import WORDED
 from layerwise import data
 from layerwise.data.folder import MissingDataError
 from layerwise.foundations.errors import InputError, NumericalError
@@ -118,7 +119,7 @@ def test_missing_files_are_named(there: bool, tmp_path, monkeypatch: pytest.Monk
     ids=str,
 )
 def test_settings_that_do_not_go_together(wrong: dict):
-    with pytest.raises(InputError, match="expected"):
+    with pytest.raises(InputError, match=WORDED):
         TangentFeatures(**wrong)
 
 

@@ -244,7 +244,7 @@ def test_bad_settings():
     pytest.importorskip("sklearn")
     with pytest.raises(NameLookupError, match="digits"):
         examples.Split("letters", 0, 10)
-    with pytest.raises(InputError, match="leave some"):
+    with pytest.raises(InputError, match="Leave some"):
         examples.Split("digits", 0, 1797)
     with pytest.raises(NameLookupError, match="resnet18"):
         Regimes(network="resnet19")

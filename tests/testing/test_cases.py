@@ -113,7 +113,7 @@ def test_parameters_without_a_gradient_are_the_unused_ones(c: Case):
 def test_names_are_unique_and_found():
     assert len({c.name for c in CASES}) == len(CASES)
     assert case("mlp").name == "mlp"
-    with pytest.raises(NameLookupError, match="did you mean 'conv2d'"):
+    with pytest.raises(NameLookupError, match="Did you mean 'conv2d'"):
         case("convd2d")
 
 
@@ -121,7 +121,7 @@ def test_selection_is_by_all_tags_and_without_others():
     assert [c.name for c in select("attention", "generic")] == ["attention_bias_kv"]
     assert all("sequence" not in c.tags for c in select("conv", without=["sequence"]))
     assert select() == CASES
-    with pytest.raises(NameLookupError, match="did you mean 'linear'"):
+    with pytest.raises(NameLookupError, match="Did you mean 'linear'"):
         select("linaer")
 
 

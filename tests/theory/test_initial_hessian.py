@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from error_sentences import WORDED
 from layerwise import theory
 from layerwise.foundations.errors import InputError
 
@@ -139,7 +140,7 @@ def test_the_condition_of_the_overlap():
     assert theory.is_led_by_one_input(tau, gamma, k=2)  # 2 · 6 > 4 · 2
     t = np.array([1.0, 0.0])
     for wrong in (lambda: theory.shared_overlap(t, t, 4, 3), lambda: theory.shared_overlap(t, 2 * t, 1, 3)):
-        with pytest.raises(InputError, match="expected"):
+        with pytest.raises(InputError, match=WORDED):
             wrong()
     with pytest.raises(InputError, match="1 ≤ k ≤ m"):
         theory.is_led_by_one_input(tau, gamma, k=4)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from error_sentences import WORDED
 from layerwise import theory
 from layerwise.foundations.errors import InputError
 from layerwise.theory import DownstreamTransfer, LogLinear
@@ -84,7 +85,7 @@ def test_bad_input_is_refused():
         lambda: DownstreamTransfer(words=0, margin=1.0, bulk=0.5, error=0.1, least_threshold=0),
         lambda: DownstreamTransfer(words=1, margin=1.0, bulk=1.5, error=0.1, least_threshold=0),
     ):
-        with pytest.raises(InputError, match="expected"):
+        with pytest.raises(InputError, match=WORDED):
             wrong()
 
 

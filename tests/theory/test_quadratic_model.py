@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from scipy.integrate import solve_ivp
 
+from error_sentences import WORDED
 from layerwise import theory
 from layerwise.foundations.errors import InputError, NameLookupError
 
@@ -150,7 +151,7 @@ def test_example_3_does_not_depend_on_the_basis():
     ],
 )
 def test_bad_input(call, error):
-    with pytest.raises(error, match="expected"):
+    with pytest.raises(error, match=WORDED):
         call()
 
 

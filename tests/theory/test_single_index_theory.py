@@ -59,7 +59,7 @@ def test_kinked_target_is_taken_when_it_is_centred():
 
 
 def test_target_that_is_not_centred_is_refused():
-    with pytest.raises(InputError, match=r"E\[σ⋆\(z\)\] = 1 .*subtract the mean"):
+    with pytest.raises(InputError, match=r"E\[σ⋆\(z\)\] = 1 .*Subtract the mean"):
         theory.hermite_constants(lambda z: z**2, lambda z: 2 * z, 1.0)
     with pytest.raises(InputError, match="not finite"):
         theory.hermite_constants(lambda z: np.full_like(z, np.inf), None, 1.0)
@@ -196,7 +196,7 @@ def test_single_index_correlation_is_that_of_the_lemmas():
 @pytest.mark.parametrize(
     ("method", "options", "says"),
     [
-        ("kafc", {}, "did you mean|kfac"),
+        ("kafc", {}, "Did you mean|kfac"),
         ("sgd", {"ridge": 0.1}, "SGD inverts nothing"),
         ("kfac", {"n": 0}, "n=0"),
         ("kfac", {"weights": [0.5, 0.5]}, "no dx"),
@@ -229,7 +229,7 @@ def test_noise_variance_and_nodes_are_checked():
 
 
 def test_a_mean_of_a_twentieth_is_refused():
-    with pytest.raises(InputError, match="subtract the mean"):
+    with pytest.raises(InputError, match="Subtract the mean"):
         theory.hermite_constants(lambda z: np.sin(z) + 0.05, None, 1.0)
 
 

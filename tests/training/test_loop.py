@@ -258,7 +258,7 @@ def test_bad_problems():
         problem(likelihood="categorial")
     with pytest.raises(InputError, match="named 'loss'"):
         problem(metrics={"loss": accuracy})
-    with pytest.raises(InputError, match="one of train, test"):
+    with pytest.raises(InputError, match="Available: test, train"):
         list(tensor_batches(dataset(), 8)("valid", 0))
     with pytest.raises(InputError, match="batch_size=0"):
         tensor_batches(dataset(), 0)

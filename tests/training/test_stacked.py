@@ -133,7 +133,7 @@ def test_a_search_that_is_stacked():
 def test_updates_that_are_not_in_proportion_to_the_rate_are_refused(kind, options):
     """Updates of AdamW's size are bounded by the weights: half the rate is not half the update."""
     one = Trainer(problem=problem(), make=lambda model, lr: kind(model, lr=lr, **options), score="train/loss", every=5)
-    with pytest.raises(InputError, match=f"{kind.__name__}.*search without"):
+    with pytest.raises(InputError, match=f"{kind.__name__}.*Search without"):
         StackedTrainer(one=one)(RUNS)
 
 
@@ -145,7 +145,7 @@ def test_torch_optimizers_that_are_not_in_proportion_are_refused():
     )
     for maker in makers:
         one = Trainer(problem=problem(), make=maker, score="train/loss", every=5)
-        with pytest.raises(InputError, match="search without"):
+        with pytest.raises(InputError, match="Search without"):
             StackedTrainer(one=one)(RUNS)
 
 

@@ -115,7 +115,7 @@ class Kernel(OwnArithmetic, ABC, guard=in_own_arithmetic):
                 describe(
                     f"norms of features from a {type(self).__name__} between two sets",
                     "a square kernel, or the one that lw.ntk returned",
-                    "normalize before centering, or K.per_layer() of square kernels",
+                    "normalize before centering, or take K.per_layer() of square kernels",
                 )
             )
         found = self.diag()

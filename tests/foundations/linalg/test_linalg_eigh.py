@@ -1,8 +1,11 @@
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from error_sentences import THREE
 from layerwise.foundations.errors import InputError, NumericalError
 from layerwise.foundations.linalg import guarded_cholesky, guarded_eigh, guarded_inverse
 
@@ -57,7 +60,7 @@ def test_non_finite_entries_are_counted_and_named(decompose, value):
     M[0, 1] = M[1, 2] = value
     with pytest.raises(NumericalError, match=r"factor A of `fc1`.*2 of 9 entries not finite") as error:
         decompose(M, name="factor A of `fc1`")
-    assert "do:" in str(error.value)
+    assert re.search(THREE, str(error.value))
 
 
 @pytest.mark.parametrize("decompose", [guarded_eigh, guarded_cholesky])
@@ -128,7 +131,7 @@ def test_cholesky_does_not_trust_a_pivot_that_is_rounding_noise(monkeypatch):
 
 
 def test_cholesky_of_an_indefinite_matrix_names_the_eigenvalue():
-    with pytest.raises(NumericalError, match=r"factor A .*eigenvalue before damping -2.*pass damping > 0"):
+    with pytest.raises(NumericalError, match=r"factor A .*eigenvalue before damping -2.*Pass damping > 0"):
         guarded_cholesky(torch.diag(torch.tensor([1.0, -2.0])), name="factor A")
     with pytest.raises(NumericalError, match=r"damping=1,.*larger than this"):
         guarded_cholesky(torch.diag(torch.tensor([1.0, -2.0])), damping=1.0)

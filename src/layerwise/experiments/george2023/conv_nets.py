@@ -102,8 +102,8 @@ def check_names(config: Training) -> None:
                 raise NameLookupError(unknown(kind, name, known))
     other = [name for name in config.networks if name not in NETWORKS[config.images]]
     if other:
-        expected = f"for these images some of {', '.join(NETWORKS[config.images])}"
-        raise InputError(describe(f"networks={other} and images={config.images!r}", expected, "change one of them"))
+        expected = f"some of {', '.join(NETWORKS[config.images])} for images={config.images!r}"
+        raise InputError(describe(f"networks={other}", expected, "change one of them"))
 
 
 def check(config: Training) -> None:

@@ -39,7 +39,7 @@ def check(config: Config) -> None:
     """As many eigenvectors as there are, and enough of them."""
     if not max(FIRST, 10) <= config.modes <= config.points or config.depth < 2:
         given = f"modes={config.modes} of {config.points} points, depth={config.depth}"
-        raise InputError(describe(given, f"from 10 to {config.points} modes, two layers or more", "change one of them"))
+        raise InputError(describe(given, f"10 to {config.points} modes, two layers or more", "change one of them"))
 
 
 def cells(config: Config) -> list[Cell]:

@@ -58,7 +58,9 @@ def check(config: Config) -> None:
         given = f"units={config.units} and centred={config.centred}"
         raise InputError(describe(given, "growing widths, and some of them", "change one of them"))
     if not 2 <= config.classes < config.units[0]:
-        raise InputError(describe(f"classes={config.classes}", "from 2 to fewer than the units", "take e.g. 4"))
+        raise InputError(
+            describe(f"classes={config.classes}", "a number from 2 to fewer than the units", "take e.g. 4")
+        )
     if config.inputs_of_hessian > config.inputs:
         given = f"inputs_of_hessian={config.inputs_of_hessian} of inputs={config.inputs}"
         raise InputError(describe(given, "no more than are drawn", "change one of them"))

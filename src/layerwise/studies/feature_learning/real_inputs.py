@@ -43,7 +43,9 @@ def images(name: str, limit: int | None = None, pool: int = 1) -> Images:
     found = data.digits(limit) if name == "digits" else data.mnist("train", limit=limit)
     side = min(found.x.shape[2:])
     if not 1 <= pool <= side:
-        raise InputError(describe(f"pool={pool}", f"from 1 to the {side} pixels of a side", "pass e.g. pool=2"))
+        raise InputError(
+            describe(f"pool={pool}", f"a number from 1 to the {side} pixels of a side", "pass e.g. pool=2")
+        )
     return Images(nn.functional.avg_pool2d(found.x, pool), found.y)
 
 
@@ -171,7 +173,7 @@ def known_features(
     (1438, 359, torch.Size([4, 53]))
     """
     if not 1 <= k <= x.shape[1]:
-        raise InputError(describe(f"k={k} features", f"from 1 to the {x.shape[1]} pixels", "pass e.g. k=4"))
+        raise InputError(describe(f"k={k} features", f"a number from 1 to the {x.shape[1]} pixels", "pass e.g. k=4"))
     n = len(x) - round(held * len(x))
     if not 1 <= n < len(x):
         raise InputError(describe(f"held={held} of {len(x)} images", "some to train on and some held out", "change it"))

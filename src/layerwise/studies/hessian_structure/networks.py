@@ -73,7 +73,7 @@ class Task:
             raise InputError(describe(f"batch_norm=True for {self.network}", "batch norm of an mlp", "leave it away"))
         if not 1 <= self.trained_on <= MOST[self.images]:
             given = f"trained_on={self.trained_on} of {self.images}"
-            raise InputError(describe(given, f"from 1 to {MOST[self.images]}", "take another number"))
+            raise InputError(describe(given, f"a number from 1 to {MOST[self.images]}", "take another number"))
         if not self.hidden or min(self.hidden) < 1:
             raise InputError(describe(f"hidden={self.hidden}", "positive widths", "take e.g. (20, 20)"))
 

@@ -77,7 +77,7 @@ class Task:
             raise InputError(not_one_of("network", self.network, known, where=f"for {self.images}"))
         if not 1 <= self.trained_on <= MOST[self.images]:
             given = f"trained_on={self.trained_on} of {self.images}"
-            raise InputError(describe(given, f"from 1 to {MOST[self.images]}", "take another number"))
+            raise InputError(describe(given, f"a number from 1 to {MOST[self.images]}", "take another number"))
         if not 0 <= self.random_labels <= 1:
             raise InputError(describe(f"random_labels={self.random_labels}", "a share from 0 to 1", "take e.g. 0.5"))
 

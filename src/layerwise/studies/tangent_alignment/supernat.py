@@ -44,7 +44,9 @@ class NoisyRegression:
 
     def __post_init__(self) -> None:
         if not 0 < self.rate < 2:
-            raise InputError(describe(f"rate={self.rate}", "above 0 and below 2, in units of n/λ_1", "take e.g. 0.5"))
+            raise InputError(
+                describe(f"rate={self.rate}", "a number above 0 and below 2, in units of n/λ_1", "take e.g. 0.5")
+            )
 
     def draw(self, seeds: Sequence[int]) -> tuple[Float[Tensor, "S n P"], Float[Tensor, "S n"]]:
         """Features, the signal first, and labels."""
