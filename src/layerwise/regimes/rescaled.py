@@ -86,7 +86,7 @@ def _refuse_adaptive(optimizer: Any) -> None:
     if type(optimizer) is not SGD:
         expected = "gradient descent, whose step is in proportion to the gradient; other steps would undo the rescaling"
         raise UnsupportedError(describe(name, expected, do))
-    scale, graft, clip = optimizer._update_scale.method, optimizer._graft.method, optimizer._clip.kind
+    scale, graft, clip = optimizer._size.method, optimizer._graft.method, optimizer._clip.kind
     if scale != "formula" or graft or clip:
         given = f"{name} with scale={scale!r}, graft={graft!r}, clip={clip!r}"
         expected = "steps in proportion to the gradient: scale='formula', no graft, no clip"

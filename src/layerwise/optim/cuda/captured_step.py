@@ -64,7 +64,7 @@ class CapturedStep:
         gathered, fixed = self._gather(key, contexts, scale)
         parts = self._executor.parts(contexts, gathered)
         self._executor.learn(parts, seen, by_gradient=False)
-        if any(part.observed is not None for part in parts):
+        if any(part.examples is not None for part in parts):
             self._executor.descend(parts)  # examples, which are others every time
         else:
             self._descend(key, parts, fixed)

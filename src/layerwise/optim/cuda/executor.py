@@ -46,26 +46,6 @@ class Gathered:
 
 
 @dataclass
-class DevicePart(Part):
-    """One stack's part of a step, as far as only the device knows of it."""
-
-    observed: Observation | None = None
-    """Examples that the step itself looks at."""
-    rates: Tensor | None = None
-    """``(1 − η·decay, η)`` on the device, where a captured step reads them; None: the host's are taken."""
-
-    @property
-    def lr(self) -> float | Tensor:
-        """η, wherever it is."""
-        return self.context.lr if self.rates is None else self.rates[1]
-
-    @property
-    def all_finite(self) -> Tensor:
-        """Whether the step is taken."""
-        return self.context.device_step.all_finite
-
-
-@dataclass
 class AsynchronousExecutor(Executor):
     """The host asks the device for nothing."""
 
@@ -149,7 +129,7 @@ class AsynchronousExecutor(Executor):
         self.health.count("skipped_steps", (~taken).to(torch.int64))
         return {stack.shape.device: taken.to(stack.shape.device) for stack in self.stacks}
 
-    def parts(self, contexts: Sequence[Context], gathered: Gathered) -> list[DevicePart]:
+    def parts(self, contexts: Sequence[Context], gathered: Gathered) -> list[Part]:
         """Everything a step knows of each stack."""
         found = []
         for stack, context, grad, active, largest in zip(
@@ -159,12 +139,12 @@ class AsynchronousExecutor(Executor):
             own = grad if splits_gradient(stack) else None
             finite = gathered.all_finite[stack.shape.device]
             context.device_step = DeviceStep(finite, own, largest, replay)
-            found.append(DevicePart(stack, context, grad, active, grad))
+            found.append(Part(stack, context, grad, active, grad))
         return found
 
     # --- what rules learn --------------------------------------------------------------------------------------
 
-    def learn(self, parts: Sequence[DevicePart], seen: dict[str, Sums], by_gradient: bool = True) -> None:
+    def learn(self, parts: Sequence[Part], seen: dict[str, Sums], by_gradient: bool = True) -> None:
         """Statistics, and decompositions whose turn it is."""
         for part in parts:
             stack, rule, context, requires = part.stack, part.stack.rule, part.context, part.stack.requires
@@ -187,10 +167,10 @@ class AsynchronousExecutor(Executor):
                 self._refresh_due(stack, context)
             if requires.examples:
                 examples = None if observed is None else replace(observed, A=None, G=None)
-                part.observed = self.examples.run(stack, examples, context, stack.by_group(part.active))
+                part.examples = self.examples.run(stack, examples, context, stack.by_group(part.active))
 
     @staticmethod
-    def learn_gradient(part: DevicePart) -> None:
+    def learn_gradient(part: Part) -> None:
         """The gradient's own statistics, where this step takes some."""
         if part.context.observes and part.stack.requires.gradient:
             part.stack.rule.observe(part.stack.state, Observation(gradient=part.handed), part.context)
@@ -230,7 +210,7 @@ class AsynchronousExecutor(Executor):
 
     # --- the update --------------------------------------------------------------------------------------------
 
-    def descend(self, parts: Sequence[DevicePart]) -> None:
+    def descend(self, parts: Sequence[Part]) -> None:
         """Directions, and what is made of them."""
         directions = [self._direction(part) for part in parts]
         # Before momentum: an average of former directions may have any sign beside the present gradient.
@@ -247,14 +227,14 @@ class AsynchronousExecutor(Executor):
         lrs = [part.context.lr for part in parts]
         self.damping.predict(self.stacks, updates, [part.grad for part in parts], lrs)
 
-    def _direction(self, part: DevicePart) -> Tensor | Scaled:
+    def _direction(self, part: Part) -> Tensor | Scaled:
         """What a stack subtracts, before the learning rate; layers without a gradient keep their state."""
         stack, context = part.stack, part.context
         as_tensor = self.damping.adaptive or self.graft.method or self.clip.kind == "norm"
         context.gradient = part.handed
         context.device_step.asks_along = self.clip.kind == "kl" and not as_tensor
-        if part.observed is not None:
-            stack.rule.observe(stack.state, part.observed, context)
+        if part.examples is not None:
+            stack.rule.observe(stack.state, part.examples, context)
         if self.size.sets(stack):
             D = self.size.direction(stack, part.handed, context, part.lr)
         else:
@@ -266,7 +246,7 @@ class AsynchronousExecutor(Executor):
             stack.restore(part.before, part.active)
         return D
 
-    def _clip_factor(self, parts: Sequence[DevicePart], directions: Sequence[Tensor | Scaled]) -> float | Tensor:
+    def _clip_factor(self, parts: Sequence[Part], directions: Sequence[Tensor | Scaled]) -> float | Tensor:
         """What all directions are multiplied by, at most 1: a tensor on the device."""
         if self.clip.kind is None:
             return 1.0
@@ -284,7 +264,7 @@ class AsynchronousExecutor(Executor):
         total = torch.stack([weight * term.to(terms[0][1]) for weight, term in terms]).sum()
         return torch.where(total > 0, (bound / total).sqrt().clamp(max=1.0), 1.0)
 
-    def _finish(self, part: DevicePart, D: Tensor | Scaled, factor: float | Tensor) -> None:
+    def _finish(self, part: Part, D: Tensor | Scaled, factor: float | Tensor) -> None:
         """Momentum, decay and descent in one pass, where the stack's layers allow it."""
         stack, context, lists = part.stack, part.context, param_lists(part.stack)
         factor = self._factor(part, factor)
@@ -304,10 +284,10 @@ class AsynchronousExecutor(Executor):
             mu=mu,
             nesterov=stack.group["nesterov"],
             factor=factor,
-            gate=part.all_finite,
+            gate=part.context.device_step.all_finite,
         )
 
-    def _with_momentum(self, part: DevicePart, D: Tensor, factor: float | Tensor) -> Tensor:
+    def _with_momentum(self, part: Part, D: Tensor, factor: float | Tensor) -> Tensor:
         """``μ · buffer + factor · D``, kept; with Nesterov's, one step ahead of it."""
         stack, mu, factor = part.stack, self._momentum(part), self._factor(part, factor)
         D = D if isinstance(factor, float) and factor == 1.0 else D * factor
@@ -315,7 +295,7 @@ class AsynchronousExecutor(Executor):
             return D
         old = stack.state.get("momentum")
         buffer = D.clone() if old is None else D + mu * old
-        buffer = torch.where(part.all_finite.to(D.device), buffer, 0.0 if old is None else old)
+        buffer = torch.where(part.context.device_step.all_finite.to(D.device), buffer, 0.0 if old is None else old)
         stack.state["momentum"] = buffer
         if not all(part.active):
             for (_, groups), on in zip(stack.layers, part.active, strict=True):
@@ -390,14 +370,14 @@ def _momentum_of(stack: Stack, lists: ParamLists) -> Tensor:
     return stack.state["momentum"]
 
 
-def _subtract(part: DevicePart, update: Tensor) -> None:
+def _subtract(part: Part, update: Tensor) -> None:
     """``W ← (1 − η·decay) W − η · update`` for active layers; the coefficients are 0 in a step left out."""
     by_rates: dict[tuple[float, float], tuple[list[Tensor], list[Tensor]]] = {}
     for target, piece, lr, decay in part.stack.pieces(update, part.context.lr, part.active):
         targets, pieces = by_rates.setdefault((lr, lr * decay), ([], []))
         targets.append(target)
         pieces.append(piece)
-    finite = part.all_finite.to(update)
+    finite = part.context.device_step.all_finite.to(update)
     for (lr, decay), (targets, pieces) in by_rates.items():
         factor = finite * -lr
         if decay:
@@ -439,4 +419,4 @@ def remember(stack: Stack, known: Sequence[bool]) -> None:
     stack.memory["observed"] = [old or new for old, new in zip(before, known, strict=True)]
 
 
-__all__ = ["AsynchronousExecutor", "DevicePart", "Gathered", "deferred_examples"]
+__all__ = ["AsynchronousExecutor", "Gathered", "Part", "deferred_examples"]

@@ -176,6 +176,15 @@ class Part:
     """What the rule gets in the gradient's place; the gradient, mostly."""
     before: dict[str, Tensor] | None = None
     """The state as it was, where some layers have no gradient and keep theirs."""
+    examples: Observation | None = None
+    """On a GPU: examples that the step itself looks at, when its direction is made."""
+    rates: Tensor | None = None
+    """On a GPU: ``(1 − η·decay, η)`` on the device, where a captured step reads them; None: the host's are taken."""
+
+    @property
+    def lr(self) -> float | Tensor:
+        """η, wherever it is."""
+        return self.context.lr if self.rates is None else self.rates[1]
 
 
 SolveTogether = Callable[[list[Part], dict[str, Sums]], None]

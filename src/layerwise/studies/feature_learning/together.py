@@ -70,7 +70,7 @@ class Iterations:
     def _made(self, graphs: Graphs, call: Callable[[], None], record: bool = True) -> bool:
         """Make a call, by a recording if there is one; returns whether its results lie where they lay before."""
         if self._group.device.type == "cuda":
-            return graphs.run("iteration", call, self._group.device, record=record)
+            return graphs.run("iteration", call, self._group.device, capture=record)
         call()
         return False
 
