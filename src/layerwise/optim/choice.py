@@ -1,5 +1,6 @@
 """Which rule: that of an optimizer's arguments, and whether a layer gets it."""
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from layerwise.foundations.errors import InputError, describe
 from layerwise.layers.table import LayerSpec
 from layerwise.optim.kronecker import KroneckerRoots
 from layerwise.optim.options import known
@@ -31,6 +33,19 @@ def rule_of(
     from layerwise.optim.members.ekfac import CorrectedEigenvalues
 
     return CorrectedEigenvalues(left, right, powers, split or "exact", max_factor)
+
+
+def check_rule(rule: UpdateRule) -> None:
+    """A rule that was written for the interface of before would fail in the middle of a step."""
+    given = inspect.signature(type(rule).direction).parameters
+    if "health" in given or "backend" not in inspect.signature(type(rule).init).parameters:
+        raise InputError(
+            describe(
+                f"{type(rule).__name__} with direction({', '.join(given)}) and init(self, shape)",
+                "direction(self, state, grad, context), where health is context.health, and init(self, shape, backend)",
+                "see `UpdateRule`: what a rule needs to see is said by its method `requirements`",
+            )
+        )
 
 
 ShapeOf = Callable[[UpdateRule, LayerSpec, Mapping[str, Any]], Shape]

@@ -22,7 +22,7 @@ from layerwise.layers.matrices import Matrices
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.backend import Backend
 from layerwise.optim.checkpoint import Checkpointed, owners
-from layerwise.optim.choice import fallen_matrices, rule_of, why_fallback
+from layerwise.optim.choice import check_rule, fallen_matrices, rule_of, why_fallback
 from layerwise.optim.options import (
     LIKELIHOOD,
     LOSS_AVERAGE,
@@ -183,6 +183,8 @@ class Layerwise(Checkpointed):
             raise TypeError(about_unknown(type(self), others))
         statistics, refresh, execution = self._how
         self.rule = rule or rule_of(left, right, power, basis, damping_split, max_factor)
+        if rule is not None:
+            check_rule(rule)
         self.requires = self.rule.requirements()
         self.model = model_of(model, self.rule, type(self).__name__)
         check_solver(refresh.solver, self.requires.powers)
