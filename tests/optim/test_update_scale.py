@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.foundations.errors import InputError, LayerwiseError
-from layerwise.optim.step.update_size import MOST_CHANGE
+from layerwise.optim.step.update import MOST_CHANGE
 
 pytestmark = [
     pytest.mark.usefixtures("untyped"),

@@ -120,6 +120,12 @@ class FactorPair:
 
         return of_means
 
+    def quadratic(self, state: State, D: Float[Tensor, "K O I"]) -> Tensor | None:
+        """``⟨D, P D Q⟩``, where P and Q are a curvature's."""
+        if self.left != "outgrads" or "P" not in state or "Q" not in state:
+            return None
+        return (D * state["P"].product(state["Q"].product(D))).sum()
+
     def words(self, shape: Shape) -> tuple[str | None, str | None, str]:
         """P and Q with what they are made of, and what was left out."""
         left, right = self.sides(shape)
@@ -197,9 +203,7 @@ class KroneckerRoots(UpdateRule):
 
     def quadratic(self, state: State, D: Float[Tensor, "K O I"]) -> Tensor | None:
         """``⟨D, P D Q⟩``."""
-        if self.left != "outgrads" or "P" not in state or "Q" not in state:
-            return None
-        return (D * state["P"].product(state["Q"].product(D))).sum()
+        return self.pair.quadratic(state, D)
 
     def describe(self, shape: Shape) -> str:
         """Which statistics, and what was left out."""

@@ -78,9 +78,7 @@ class InducedMahalanobis(UpdateRule):
 
     def quadratic(self, state: State, D: Float[Tensor, "K O I"]) -> Tensor | None:
         """``⟨D, P D Q⟩``."""
-        if self.left != "outgrads" or "P" not in state or "Q" not in state:
-            return None
-        return (D * state["P"].product(state["Q"].product(D))).sum()
+        return self.pair.quadratic(state, D)
 
     def describe(self, shape: Shape) -> str:
         """The orthogonal factor of what the factors whiten, whitened once more."""
