@@ -211,7 +211,38 @@ def test_the_levels_are_those_of_the_import_contract():
     assert [sorted(re.findall(r"`(\w+)`", row)) for row in rows] == wanted
 
 
-def test_every_level_is_in_the_picture():
+def imported(path: Path) -> set[str]:
+    """Packages that a file imports, also inside functions; not those that only type checkers see."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    unseen = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    modules = set[str]()
+    for node in ast.walk(tree):
+        if id(node) in unseen:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module == "layerwise":
+            modules |= {f"layerwise.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add(node.module or "")
+        elif isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+    return {module.split(".")[1] for module in modules if module.startswith("layerwise.")}
+
+
+def test_the_arrows_are_imports_and_all_imports_follow_from_them():
+    levels = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    actual = {a: set[str]().union(*map(imported, (SOURCE / a).rglob("*.py"))) & levels - {a} for a in levels}
     picture = text().partition("```mermaid")[2].partition("```")[0]
-    for folder in sorted(path.parent.name for path in SOURCE.glob("*/__init__.py")):
-        assert re.search(rf"\b{folder}\b", picture), folder
+    drawn = {
+        pair for pair in re.findall(r"^    (\w+)(?:\[.*?\])? --> (\w+)", picture, re.MULTILINE) if {*pair} <= levels
+    }
+    assert {a for a, _ in drawn} | {b for _, b in drawn} == levels
+    assert [(a, b) for a, b in sorted(drawn) if b not in actual[a]] == []
+    reached = {a: {b for first, b in drawn if first == a} for a in levels}
+    for _ in levels:
+        reached = {a: below.union(*(reached[b] for b in below)) for a, below in reached.items()}
+    assert {a: below - reached[a] for a, below in actual.items() if below - reached[a]} == {}
