@@ -177,14 +177,14 @@ def exact(Q: Tensor, damping: float) -> Tensor:
     return torch.linalg.inv(Q + shift.view(-1, 1, 1) * torch.eye(Q.shape[-1], dtype=Q.dtype))
 
 
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("every", [1, 10])
 @pytest.mark.parametrize("size_of_change", [1.0, 1e6])
 def test_a_factor_that_is_replaced_is_followed(
-    size_of_change: float, every: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+    size_of_change: float, every: int, sync: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """It is counted that one refinement did not suffice; a few turns later the inverse is right again."""
-    if not waits:
+    if not sync:
         monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
     damping, size = 1e-2, 100
     model = nn.Sequential(nn.Linear(size, 6), nn.Tanh(), nn.Linear(6, 4))

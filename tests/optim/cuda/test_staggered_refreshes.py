@@ -30,10 +30,10 @@ def one_step(model: nn.Module, opt: lw.optim.Layerwise, x: Tensor) -> None:
     opt.step()
 
 
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("solver", ["auto", "newton"])
-def test_a_layer_that_is_never_called_holds_no_other_up(monkeypatch: pytest.MonkeyPatch, waits: bool, solver: str):
-    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: waits))
+def test_a_layer_that_is_never_called_holds_no_other_up(monkeypatch: pytest.MonkeyPatch, sync: bool, solver: str):
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: sync))
     model = Routed()
     opt = lw.optim.KFAC(model, lr=0.01, refresh_every=1, solver=solver, scale="formula")
     for step in range(4):
@@ -41,10 +41,10 @@ def test_a_layer_that_is_never_called_holds_no_other_up(monkeypatch: pytest.Monk
     assert opt.health().refreshes > 0
 
 
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("solver", ["auto", "newton"])
-def test_soap_goes_on_where_it_was_saved(monkeypatch: pytest.MonkeyPatch, waits: bool, solver: str):
-    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: waits))
+def test_soap_goes_on_where_it_was_saved(monkeypatch: pytest.MonkeyPatch, sync: bool, solver: str):
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: sync))
     model = Routed()
     opt = lw.optim.SOAP(model, lr=0.01, solver=solver, refresh_every=5, scale="formula")
     for step in range(4):
@@ -61,10 +61,10 @@ def test_soap_goes_on_where_it_was_saved(monkeypatch: pytest.MonkeyPatch, waits:
 
 @pytest.mark.parametrize("name", ["Shampoo", "SOAP", "KFAC", "EKFAC"])
 def test_a_layer_that_joins_late(monkeypatch: pytest.MonkeyPatch, name: str):
-    """It moves as far whether or not anybody waits for the device."""
+    """It moves as far whether or not anybody sync for the device."""
     moved = []
-    for waits in (True, False):
-        monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self, waits=waits: waits))
+    for sync in (True, False):
+        monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self, sync=sync: sync))
         model = Routed()
         opt = getattr(lw.optim, name)(model, lr=0.01, refresh_every=10, solver="newton", scale="formula")
         for step in range(5):
