@@ -258,9 +258,9 @@ class RayTaskError(Exception):
 @pytest.mark.parametrize(
     ("error", "words", "others"),
     [
-        (NodeDiedError("the node 10.0.0.7 is gone"), "machine or worker of the Ray cluster that died", "install"),
-        (RayTaskError(ModuleNotFoundError("No module named 'mine'")), "install both there", "died"),
-        (RayTaskError(ValueError("bad shapes")), "ValueError: bad shapes", "install"),
+        (NodeDiedError("the node 10.0.0.7 is gone"), "machine or worker of the Ray cluster that died", "Install"),
+        (RayTaskError(ModuleNotFoundError("No module named 'mine'")), "Install both there", "died"),
+        (RayTaskError(ValueError("bad shapes")), "ValueError: bad shapes", "Install"),
         (RayTaskError(CellError("said by the cell")), "said by the cell", "Ray"),
     ],
 )

@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_one_clear_error(tmp_path):
         lw.selfsup.anchors(gpt2(), TEXT, tokenizer=tokenizer(95))
     with pytest.raises(InputError, match=r"none is downloaded.*hf download nobody/nothing"):
         lw.selfsup.anchors("nobody/nothing", torch.arange(50))
-    with pytest.raises(InputError, match="save one there with save_pretrained"):
+    with pytest.raises(InputError, match="Save one there with save_pretrained"):
         lw.selfsup.anchors(tmp_path, torch.arange(50))
     base = hf.GPT2Model(gpt2().config)
     with pytest.raises(InputError, match="what its output embedding is"):
