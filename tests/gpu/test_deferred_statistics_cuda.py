@@ -34,18 +34,18 @@ def run(member: str, cuda_graphs: bool, **options) -> tuple[list[Tensor], int]:
             f = model(x)
         nn.functional.cross_entropy(f.float(), y).backward()
         opt.step()
-    waiting = sum(len(stack.memory.get(PENDING, [])) for stack in opt._stacks)
+    pending = sum(len(stack.memory.get(PENDING, [])) for stack in opt._stacks)
     assert opt.health().skipped_statistics == 0
-    return [p.detach().clone() for p in model.parameters()], waiting
+    return [p.detach().clone() for p in model.parameters()], pending
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 @pytest.mark.parametrize("member", ["KFAC", "EKFAC"])
 def test_the_same_steps_as_at_once(member: str, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(executor, "LAUNCHES", 0.0)  # turns as of large layers
-    found, waiting = run(member, cuda_graphs)
+    found, pending = run(member, cuda_graphs)
     expected, none = run(member, cuda_graphs, statistics_over=1)
-    assert waiting > 0
+    assert pending > 0
     assert none == 0
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

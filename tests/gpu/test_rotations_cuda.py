@@ -1,4 +1,4 @@
-"""Steps in a basis on a GPU: written as halves, turned back without searches or splits, recorded without waiting."""
+"""Steps in a basis on a GPU: written in fp16, rotated back without searches or splits, captured as a CUDA graph."""
 
 import pytest
 import torch
@@ -115,7 +115,7 @@ def test_float16_is_cut_off_and_nan_stays():
     assert found.C.isfinite().flatten(1).all(1).tolist() == [True, False]
 
 
-def test_a_step_is_recorded_without_waiting():
+def test_a_step_is_captured_without_synchronization():
     K, O, I = 2, 96, 64
     P, Q, G = basis_pair(basis(K, O, 1)), basis_pair(basis(K, I, 2)), randn(K, O, I)
     s, one, W = torch.ones_like(G), torch.ones(K, device="cuda"), [torch.zeros(O, I, device="cuda") for _ in range(K)]

@@ -18,7 +18,7 @@ from layerwise.optim.rule import Requirements, UpdateRule
 pytestmark = pytest.mark.usefixtures("untyped")
 
 
-def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
 
 
@@ -53,11 +53,11 @@ def both(
     tol: float = 1e-3,
     steps: Sequence[int] = range(4),
 ) -> Any:
-    """Train twice, once without the host waiting for the device; `steps` are the seeds of the batches."""
+    """Train twice, the second time asynchronously; `steps` are the seeds of the batches."""
     a = net(make=model)
     b, start = copy.deepcopy(a), flat(a)
     train(make(a), a, steps, make_x)
-    unwaiting(monkeypatch)
+    asynchronous(monkeypatch)
     opt = make(b)
     train(opt, b, steps, make_x)
     way = float((flat(a) - start).norm())
@@ -68,7 +68,7 @@ def both(
 
 def test_a_square_weight_exchanged_for_its_transpose(monkeypatch: pytest.MonkeyPatch):
     """The same memory in another order: views by the old one are of other entries."""
-    unwaiting(monkeypatch)
+    asynchronous(monkeypatch)
     a = net()
     b = copy.deepcopy(a)
     for model, copied in ((a, True), (b, False)):
@@ -204,7 +204,7 @@ def test_bfloat16(lr: Any, nesterov: bool, monkeypatch: pytest.MonkeyPatch):
 
 def test_parameters_can_be_swapped_between_steps(monkeypatch: pytest.MonkeyPatch):
     """As `Module.to` does where torch is told to swap; views of a parameter must not forbid it."""
-    unwaiting(monkeypatch)
+    asynchronous(monkeypatch)
     model = net()
     opt = lw.optim.SGD(model, lr=0.1)
     train(opt, model, range(2))
@@ -260,7 +260,7 @@ def test_gradients_that_overflow_when_scaled(monkeypatch: pytest.MonkeyPatch):
     """Finite as they are, infinite for the sum that a rule is given: a step to leave out, as where the host waits."""
     for unwait in (False, True):
         if unwait:
-            unwaiting(monkeypatch)
+            asynchronous(monkeypatch)
         model = nn.Sequential(nn.Linear(4, 2))
         opt = lw.optim.KFAC(model, lr=0.01, refresh_every=1, accumulate=1, loss_average="examples", scale="formula")
         train(opt, model, range(1))
@@ -320,7 +320,7 @@ def test_transposed_convolutions(member: str, options: Any, monkeypatch: pytest.
 
 @pytest.mark.parametrize("size", [1e-18, 1e-30, 1e-36])
 def test_tiny_gradients_by_products(size: float, monkeypatch: pytest.MonkeyPatch):
-    unwaiting(monkeypatch)
+    asynchronous(monkeypatch)
     model = net()
     opt = lw.optim.KFAC(model, lr=0.01, refresh_every=1, solver="newton", clip=None, scale="formula")
     for step in range(3):

@@ -38,7 +38,7 @@ Edit = Callable[[Layerwise, nn.Module, int], None]
 
 
 @pytest.fixture(autouse=True)
-def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, with graphs that note operations."""
     monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
     monkeypatch.setattr(Graphs, "_graph_of", captured)
@@ -126,7 +126,7 @@ def test_what_changes_between_steps_is_noticed():
     assert all(replays(opt))
 
 
-def test_behind_a_shut_gate_nothing_moves_and_it_is_counted():
+def test_where_a_gradient_is_not_finite_nothing_moves_and_it_is_counted():
     kept = {}
 
     def edit(opt: Layerwise, model: nn.Module, step: int) -> None:

@@ -19,7 +19,7 @@ CAPTURING = []
 
 
 @pytest.fixture(autouse=True)
-def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, with graphs that note operations."""
 
     def noted(owner: Any, call: Callable[[], None]) -> Callable[[], None]:

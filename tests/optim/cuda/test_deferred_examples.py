@@ -1,4 +1,4 @@
-"""EKFAC's examples looked at in turn: in the end the same scalings as at once, and nothing is kept for longer."""
+"""EKFAC's examples deferred: in the end the same scalings as at once, and nothing is kept for longer."""
 
 import copy
 import weakref

@@ -1,4 +1,4 @@
-"""Statistics taken in layer by layer: every refresh sees the factors it would have seen, and nothing is kept longer."""
+"""Deferred statistics: every refresh sees the factors it would have seen, and nothing is kept longer."""
 
 import weakref
 from collections.abc import Callable
@@ -199,7 +199,7 @@ def test_rows_that_somebody_writes_over_are_left_out_and_counted():
     assert not torch.equal(head.state["Q"].mean[groups], before[groups])
 
 
-def test_who_does_not_wait():
+def test_who_defers():
     assert DeferredStatistics.of(None, 10, by_itself=True, alone=True).over == 10
     assert DeferredStatistics.of(None, 10, by_itself=False, alone=True).over == 1
     assert DeferredStatistics.of(3, 10, by_itself=False, alone=True).over == 3
@@ -210,8 +210,8 @@ def test_who_does_not_wait():
         Run(0)
 
 
-def test_a_rule_of_another_kind_does_not_wait():
-    """`LocoProp` inherits from the factors' rule and reads them in its own way; roots beside a basis at every step."""
+def test_rules_that_read_factors_between_refreshes_do_not_defer():
+    """`LocoProp` reads its factor in its own way; roots that are kept as a basis read factors at every step."""
     torch.manual_seed(0)
     options = {"factor_every": 4, "refresh_every": 4, "statistics_over": 4}
     for make in (lw.optim.LocoProp, lambda model, **given: Layerwise(model, power=0.5, solver="newton", **given)):

@@ -1,4 +1,4 @@
-"""EKFAC's step as it is computed: one rotation of the gradient, damping by a few numbers a group, a gated average."""
+"""EKFAC's step as it is computed: one rotation of the gradient, damping by a few numbers a group, average squares."""
 
 import pytest
 import torch
@@ -132,21 +132,21 @@ def test_every_direction_is_of_the_present_basis_and_scalings(split: str, change
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("finite", [True, False])
 @pytest.mark.parametrize("split", ["exact", "trace"])
-def test_a_gated_average_is_the_plain_one_or_none(split: str, is_open: bool):
+def test_an_asynchronous_average_is_the_plain_one_or_none(split: str, finite: bool):
     """In a pass of its own, and in one with the quotient."""
     plain, cuda = Reference(), CudaBackend()
     options = {"scaling": "running", "scaling_decay": 0.3, "split": split}
     rule, state, shape = rule_and_state(plain, dtype=torch.float32, **options)
-    gated, G = rule_and_state(cuda, dtype=torch.float32, **options)[1], gradient(shape)
+    other, G = rule_and_state(cuda, dtype=torch.float32, **options)[1], gradient(shape)
     before = state["s"].clone()
-    given = G if is_open else torch.full_like(G, torch.nan)
-    for of, backend, X, finite in ((state, plain, G, None), (gated, cuda, given, torch.tensor(is_open))):
-        context = context_of(backend, shape, finite=finite)
+    given = G if finite else torch.full_like(G, torch.nan)
+    for of, backend, X, flag in ((state, plain, G, None), (other, cuda, given, torch.tensor(finite))):
+        context = context_of(backend, shape, finite=flag)
         context.gradient = X
         rule.direction(of, X, context)
-    torch.testing.assert_close(gated["s"], state["s"] if is_open else before, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(other["s"], state["s"] if finite else before, rtol=1e-6, atol=1e-6)
 
 
 @BACKENDS

@@ -53,7 +53,7 @@ def member(name: str, model: nn.Module, **options: Any) -> Layerwise:
 
 
 @pytest.fixture
-def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
     monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
 
@@ -101,7 +101,7 @@ def assert_alike(
     edit: Edit = keep_gradients,
     tol: float | None = None,
 ) -> None:
-    """Steps that wait and steps that do not: within 1e-9 of the way gone in float64, 1e-3 in float32."""
+    """Eager and asynchronous steps: within 1e-9 of the way gone in float64, 1e-3 in float32."""
     expected, start = moved(dtype, make, edit)
     monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
     found, _ = moved(dtype, make, edit)
@@ -114,7 +114,7 @@ def assert_alike(
 
 
 @ONE_EACH
-def test_nobody_waits_and_the_steps_are_the_same(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+def test_asynchronous_steps_are_the_same(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     """With decay, momentum, Nesterov and a group of its own."""
     options: dict[str, Any] = {"weight_decay": 0.1, "overrides": {"2": {"lr": 0.02, "weight_decay": 0.01}}}
     if name != "NGD":
@@ -190,7 +190,7 @@ def test_adaptive_damping(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     assert float((found - expected).norm()) < 1e-4
 
 
-# --- a shut gate -------------------------------------------------------------------------------------------
+# --- a gradient that is not finite ---------------------------------------------------------------------------
 
 
 def tensors(opt: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -232,7 +232,9 @@ SOLVED += [(name, "newton") for name in ("KFAC", "EKFAC", "EKFAC running", "FOOF
 @pytest.mark.parametrize(
     ("solved", "bad"), thinned(SOLVED, [(float("nan"), torch.float32), (float("inf"), torch.float64)])
 )
-def test_nothing_moves_behind_a_shut_gate(solved: tuple[str, str], bad: tuple[float, torch.dtype], unwaiting: None):
+def test_nothing_moves_where_a_gradient_is_not_finite(
+    solved: tuple[str, str], bad: tuple[float, torch.dtype], asynchronous: None
+):
     """Bit for bit, with momentum and decay: parameters and every state tensor, at a step when no refresh is due."""
     (name, solver), (value, dtype) = solved, bad
     model = net(dtype)
@@ -260,8 +262,8 @@ def renewed_names(opt: Layerwise) -> set[str]:
 
 @pytest.mark.parametrize("dtype", [torch.float32])
 @pytest.mark.parametrize(("name", "solver"), SOLVED)
-def test_behind_a_shut_gate_only_decompositions_are_renewed(
-    name: str, solver: str, dtype: torch.dtype, unwaiting: None
+def test_where_a_gradient_is_not_finite_only_decompositions_are_renewed(
+    name: str, solver: str, dtype: torch.dtype, asynchronous: None
 ):
     """The host does not know of it, and refreshes whose turn it is: from statistics that stay as they are."""
     model = net(dtype)
@@ -280,7 +282,7 @@ def test_behind_a_shut_gate_only_decompositions_are_renewed(
 
 @pytest.mark.parametrize("dtype", [torch.float32])
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "KFAC sampled"])  # labels numbered by forwards
-def test_a_bad_step_is_as_if_it_had_not_been(name: str, dtype: torch.dtype, unwaiting: None):
+def test_a_bad_step_is_as_if_it_had_not_been(name: str, dtype: torch.dtype, asynchronous: None):
     """Without it the parameters come out the same; SOAP's basis has turned a little further meanwhile."""
     options = options_for(name, refresh_every=1, factor_every=1)
     model, other = net(dtype), net(dtype)
@@ -294,7 +296,7 @@ def test_a_bad_step_is_as_if_it_had_not_been(name: str, dtype: torch.dtype, unwa
 
 
 @pytest.mark.parametrize("name", ["KFAC", "EKFAC", "EKFAC running", "FOOF", "Shampoo", "SOAP"])
-def test_nobody_waits_and_the_steps_by_products_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_asynchronous_steps_by_products_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
     """A basis begins with eigh, also where a refresh came before there were factors (SOAP)."""
     options: dict[str, Any] = {"refresh_every": 1, "solver": "newton"}
     tol = 0.1 if name == "SOAP" else 1e-2
@@ -302,7 +304,7 @@ def test_nobody_waits_and_the_steps_by_products_are_the_same(name: str, monkeypa
 
 
 @pytest.mark.parametrize(("name", "every", "dtype"), thinned(NAMES, [1, 2], DTYPES))
-def test_a_bad_first_step(name: str, every: int, dtype: torch.dtype, unwaiting: None):
+def test_a_bad_first_step(name: str, every: int, dtype: torch.dtype, asynchronous: None):
     """Afterwards everything is as if it had not been; with few refreshes at least sound."""
     options: dict[str, Any] = {} if name == "NGD" else {"refresh_every": every, "factor_every": 1}
     model, other = net(dtype), net(dtype)
@@ -325,7 +327,7 @@ def test_a_bad_first_step(name: str, every: int, dtype: torch.dtype, unwaiting: 
 @pytest.mark.parametrize("solver", ["auto", "newton"])
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("name", ["KFAC", "EKFAC", "EKFAC running"])
-def test_bad_statistics_alone(name: str, steps: int, solver: str, unwaiting: None):
+def test_bad_statistics_alone(name: str, steps: int, solver: str, asynchronous: None):
     """A layer's output gradients are not finite, its parameters' gradients are: the last good factors stay."""
     model = net(torch.float32)
     opt = member(name, model, solver=solver)
@@ -352,7 +354,7 @@ def test_bad_statistics_alone(name: str, steps: int, solver: str, unwaiting: Non
     assert opt.health().skipped_statistics > 0
 
 
-# --- nobody waits ------------------------------------------------------------------------------------------
+# --- no synchronization --------------------------------------------------------------------------------------
 
 ASKS = {
     "_local_scalar_dense": "item(), bool(), int() or float() of a tensor",
@@ -416,7 +418,7 @@ STEADY: dict[str, Callable[[nn.Sequential], Layerwise]] = {
 
 
 @pytest.mark.parametrize("name", STEADY)
-def test_a_steady_step_asks_the_device_for_nothing(name: str, unwaiting: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_steady_step_asks_the_device_for_nothing(name: str, asynchronous: None, monkeypatch: pytest.MonkeyPatch):
     """Forward, backward and step, from the 13th to the 24th, refreshes and reports among them."""
     model = net(torch.float32)
     opt = STEADY[name](model)
@@ -429,7 +431,7 @@ def test_a_steady_step_asks_the_device_for_nothing(name: str, unwaiting: None, m
 
 
 @pytest.mark.parametrize("name", ["KFAC", "SOAP", "Muon"])
-def test_a_bad_step_asks_for_nothing_either(name: str, unwaiting: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_bad_step_asks_for_nothing_either(name: str, asynchronous: None, monkeypatch: pytest.MonkeyPatch):
     model = net(torch.float32)
     opt = STEADY[name](model)
     train(opt, model, DATA[:12])
@@ -446,7 +448,7 @@ def test_the_test_itself_notices(monkeypatch: pytest.MonkeyPatch):
             ask()
 
 
-def test_a_step_without_any_gradient_moves_nothing(unwaiting: None):
+def test_a_step_without_any_gradient_moves_nothing(asynchronous: None):
     model = net(torch.float32)
     opt = member("Shampoo", model, lr=0.1)
     before = [p.detach().clone() for p in model.parameters()]

@@ -75,7 +75,7 @@ def train(opt: Layerwise, model: Any, steps: range, edit: Callable[[nn.Module, i
         opt.step()
 
 
-def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
     monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
 
@@ -89,7 +89,7 @@ def assert_near(found: nn.Module, expected: nn.Module, tolerance: float = 1e-3) 
 def compare(make: Make, monkeypatch: pytest.MonkeyPatch, edit: Any = None) -> Layerwise:
     model, other = zoo(), zoo()
     train(make(model), model, range(5), edit)
-    unwaiting(monkeypatch)
+    asynchronous(monkeypatch)
     opt = make(other)
     train(opt, other, range(5), edit)
     assert_near(other, model)
@@ -139,7 +139,7 @@ def test_what_is_taken_as_a_list(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_same_views_at_every_step(monkeypatch: pytest.MonkeyPatch):
-    unwaiting(monkeypatch)
+    asynchronous(monkeypatch)
     model = zoo()
     opt = MEMBERS["Adam"](model)
     train(opt, model, range(1))
@@ -151,7 +151,7 @@ def test_the_same_views_at_every_step(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_memory_that_is_exchanged_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    unwaiting(monkeypatch)
+    asynchronous(monkeypatch)
     model, other = zoo(), zoo()
     for m, exchanged in ((model, False), (other, True)):
         opt = MEMBERS["KFAC"](m)
@@ -165,7 +165,7 @@ def test_memory_that_is_exchanged_is_noticed(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("name", ["Adam", "SGD with momentum", "KFAC by products"])
 def test_saved_and_loaded(name: str, monkeypatch: pytest.MonkeyPatch):
     """The order in memory is no part of what is saved."""
-    unwaiting(monkeypatch)
+    asynchronous(monkeypatch)
     model = zoo()
     opt = MEMBERS[name](model)
     train(opt, model, range(3))

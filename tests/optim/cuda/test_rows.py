@@ -115,7 +115,7 @@ def train(
 
 
 @pytest.fixture
-def waiting(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def kept_rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """As on a GPU: rows are kept for the step. Counts what is asked for."""
     monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
     calls = {"kept": 0, "again": 0, "averaged": 0}
@@ -146,25 +146,25 @@ def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)  # inputs in bfloat16 here, in float32 there
 
 
-def test_training_with_rows_that_wait(waiting: dict[str, int]):
+def test_training_with_rows_kept_for_the_step(kept_rows: dict[str, int]):
     model = Residual()
     plain = copy.deepcopy(model)
     _, found = train(model)
     # Three linear layers after a norm, of which two have one shape; the first layer's input is the user's own.
-    assert waiting == {"kept": 3, "again": 6, "averaged": 12}
+    assert kept_rows == {"kept": 3, "again": 6, "averaged": 12}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "waits_for_step", lambda io: False)
         _, expected = train(plain)
-    assert waiting["kept"] == 3
+    assert kept_rows["kept"] == 3
     assert_close(found, expected)
 
 
-def test_examples_are_recorded_as_before_where_rows_are_kept_again(waiting: dict[str, int]):
+def test_examples_are_recorded_as_before_where_rows_are_kept_again(kept_rows: dict[str, int]):
     """EKFAC's; the first batch tells what of a call is always the same."""
     models = [Residual() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     _, found = train(models[0], member=lw.optim.EKFAC)
-    assert waiting["again"] == 6
+    assert kept_rows["again"] == 6
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Accumulator, "add_rows", lambda *_: False)
         _, expected = train(models[1], member=lw.optim.EKFAC)
@@ -173,13 +173,13 @@ def test_examples_are_recorded_as_before_where_rows_are_kept_again(waiting: dict
 
 
 @pytest.mark.parametrize("case", ["accumulate", "shared", "reduce"])
-def test_what_does_not_wait(waiting: dict[str, int], case: str):
+def test_what_is_not_kept(kept_rows: dict[str, int], case: str):
     model = Residual(shared=case == "shared")
     plain = copy.deepcopy(model)
     options = {"batches": 2} if case == "accumulate" else {"sharing": "reduce"} if case == "reduce" else {}
     _, found = train(model, **options)
     if case == "reduce":
-        assert waiting["kept"] == 0
+        assert kept_rows["kept"] == 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "waits_for_step", lambda io: False)
         _, expected = train(plain, **options)
@@ -208,14 +208,14 @@ def test_a_tape_that_listens_holds_no_graph():
     opt.step()
 
 
-def test_gradients_in_between_do_not_count(waiting: dict[str, int]):
+def test_gradients_in_between_do_not_count(kept_rows: dict[str, int]):
     """A backward that is thrown away, an evaluation, and a forward without a backward."""
     model = Residual()
     plain = copy.deepcopy(model)
     results = []
-    for waits, m in ((True, model), (False, plain)):
+    for kept, m in ((True, model), (False, plain)):
         with pytest.MonkeyPatch.context() as patch:
-            if not waits:
+            if not kept:
                 patch.setattr(rows, "waits_for_step", lambda io: False)
             opt = lw.optim.KFAC(m, lr=0.01, scale="formula")
             for step in range(3):

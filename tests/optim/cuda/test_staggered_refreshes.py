@@ -61,7 +61,7 @@ def test_soap_goes_on_where_it_was_saved(monkeypatch: pytest.MonkeyPatch, sync: 
 
 @pytest.mark.parametrize("name", ["Shampoo", "SOAP", "KFAC", "EKFAC"])
 def test_a_layer_that_joins_late(monkeypatch: pytest.MonkeyPatch, name: str):
-    """It moves as far whether or not anybody sync for the device."""
+    """It moves as far in eager and in asynchronous steps."""
     moved = []
     for sync in (True, False):
         monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self, sync=sync: sync))

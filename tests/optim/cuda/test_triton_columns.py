@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from layerwise.optim.reference import running_weight
 from torch import Tensor
 
 from interpreter import only_interpreted
 from layerwise.foundations.errors import InputError
 from layerwise.optim.cuda.triton import columns as triton_columns
 from layerwise.optim.cuda.triton.columns import average_grams_
+from layerwise.optim.reference import running_weight
 from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted

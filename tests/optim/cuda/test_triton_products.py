@@ -271,7 +271,7 @@ def test_what_the_kernels_do_not_take():
         triton_products.pair_product(pair.mT, pair, symmetric=True, tiles=Tiles(m=64))
     with pytest.raises(InputError, match="last stride"):
         triton_products.pair_product(pair, pair.mT, out=torch.ones(4, 8)[:, ::2])
-    with pytest.raises(InputError, match="flatten"):
+    with pytest.raises(InputError, match="Flatten"):
         triton_products.pair_product(half_pairs.split(torch.ones(1, 1, 2, 2)), pair)
 
 
