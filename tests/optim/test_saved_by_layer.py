@@ -1,6 +1,7 @@
 """State is saved and loaded layer by layer: what is packed or halved is never whole for a stack at once."""
 
 import copy
+import weakref
 from functools import partial
 
 import pytest
@@ -33,15 +34,20 @@ def test_one_layer_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch):
     step(opt, model, 0)
     (treated,) = [s for s in opt._stacks if "Q" in s.state]
     assert treated.groups == LAYERS
-    own, whole, taken = StoredMatrix.value, symmetric.whole, list[int]()
+    own, whole, taken, made = StoredMatrix.value, symmetric.whole, list[int](), list[weakref.ref[Tensor]]()
+
+    def noted(unpacked: Tensor) -> Tensor:
+        made.append(weakref.ref(unpacked))
+        assert sum(ref() is not None for ref in made) <= 2, "what was unpacked before is still there"
+        return unpacked
 
     def spy(matrix: StoredMatrix, groups: slice = ALL) -> Tensor:
         taken.append(len(matrix.data[groups]))
-        return own(matrix, groups)
+        return noted(own(matrix, groups))
 
     def spy_on_factors(M: Tensor) -> Tensor:
         taken.append(len(M))
-        return whole(M)
+        return noted(whole(M))
 
     monkeypatch.setattr(StoredMatrix, "value", spy)
     monkeypatch.setattr(symmetric, "whole", spy_on_factors)

@@ -594,7 +594,7 @@ class Layerwise(Checkpointed):
                     describe(
                         f"parameter {name!r} with a gradient, frozen or absent when the optimizer was built",
                         "parameters that the optimizer was told of",
-                        f'opt.add_param_group({{"params": [model.get_parameter({name!r})]}}), or '
+                        f'call opt.add_param_group({{"params": [model.get_parameter({name!r})]}}), or '
                         f"model.get_parameter({name!r}).requires_grad_(False)",
                     )
                 )

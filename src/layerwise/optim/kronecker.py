@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, not_one_of
 from layerwise.foundations.kronecker import split_damping
 from layerwise.optim.backend import Backend, Factor, Shifts, Side
 from layerwise.optim.rule import Context, Observation, Requirements, Shape, State, UpdateRule
@@ -19,7 +19,7 @@ RIGHT = ("inputs", "gradient", "identity")
 def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
     """One of some names."""
     if value not in known:
-        raise InputError(describe(f"{name}={value!r}", " or ".join(f'"{k}"' for k in known), "choose one of them"))
+        raise InputError(not_one_of(name, value, known))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Options of the optimizer: checked, and cut into parameter groups."""
 
-import difflib
 import inspect
 import math
 import warnings
@@ -11,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, not_one_of, unknown
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.vectors import trainable
 from layerwise.layers.table import LayerSpec, LayerTable
@@ -187,15 +186,10 @@ def _check_names(pattern: str, options: Mapping[str, Any], defaults: Mapping[str
         expected = 'a dictionary, such as {"lr": 1e-3}'
         raise InputError(describe(f"overrides={{{pattern!r}: {options!r}}}", expected, "pass one"))
     allowed = [name for name in GROUP_OPTIONS if name in defaults]
-    unknown = [key for key in options if key not in allowed]
-    if unknown:
-        raise InputError(
-            describe(
-                f"overrides={{{pattern!r}: {{{unknown[0]!r}: …}}}}",
-                f"options among: {', '.join(allowed)}",
-                "other options hold for the whole optimizer",
-            )
-        )
+    for name in options:
+        if name not in allowed:
+            said = unknown("option", name, allowed, where=f"in overrides[{pattern!r}]")
+            raise InputError(f"{said} Other options hold for the whole optimizer.")
 
 
 def _parameters_of(table: LayerTable, pattern: str) -> list[str]:
@@ -220,16 +214,14 @@ def show_options(member: Callable[..., Any], engine: Callable[..., Any], hidden:
         member.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
 
 
-def about_unknown(member: type, unknown: Collection[str]) -> str:
+def about_unknown(member: type, others: Collection[str]) -> str:
     """What to do about options that a member does not have: torch's own, or misspelt ones."""
     alone = (*GROUPED, "solver", "precision", "cuda_graphs")
-    name, known = next(iter(unknown)), [*inspect.signature(member).parameters, *alone]
-    near = difflib.get_close_matches(name, known, 1)
+    name, known = next(iter(others)), [*inspect.signature(member).parameters, *alone]
     if name in TORCHS_OWN:
-        do = f"leave {name} out: {TORCHS_OWN[name]}"
-    else:
-        do = f"did you mean {near[0]}=?" if near else f"see help(lw.optim.{member.__name__})"
-    return describe(f"{member.__name__}({name}=…)", f"options among: {', '.join(known)}", do)
+        expected = f"options among: {', '.join(known)}"
+        return describe(f"{member.__name__}({name}=…)", expected, f"leave {name} out: {TORCHS_OWN[name]}")
+    return f"{unknown('option', name, known, where=f'of {member.__name__}')} See help(lw.optim.{member.__name__})."
 
 
 def fallback_rule(given: str | UpdateRule, betas: tuple[float, float] | None = None) -> UpdateRule:
@@ -241,7 +233,7 @@ def fallback_rule(given: str | UpdateRule, betas: tuple[float, float] | None = N
     if isinstance(given, UpdateRule):
         return given
     if given not in FALLBACKS:
-        raise InputError(describe(f"update_fallback={given!r}", '"adam", "sgd" or an UpdateRule', "choose one of them"))
+        raise InputError(not_one_of("update_fallback", given, (*FALLBACKS, "an UpdateRule")))
     return FALLBACKS[given]()
 
 
@@ -273,7 +265,7 @@ def positive(name: str, value: int) -> int:
 def known(name: str, value: str, names: tuple[str, ...]) -> str:
     """One of some names."""
     if value not in names:
-        raise InputError(describe(f"{name}={value!r}", " or ".join(f'"{k}"' for k in names), "choose one of them"))
+        raise InputError(not_one_of(name, value, names))
     return value
 
 

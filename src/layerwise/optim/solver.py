@@ -30,7 +30,7 @@ def method(solver: str, power: float, dtype: torch.dtype, device: torch.device) 
             describe(
                 f'solver="cholesky" for a power of {power:g} or an eigenbasis',
                 'solver="auto", "eigh" or "newton"; Cholesky gives inverses alone',
-                "choose one of them",
+                "pass one of them",
             )
         )
     if solver != "auto":

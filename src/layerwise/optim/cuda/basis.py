@@ -108,12 +108,9 @@ class TrackedSide:
             self.values[groups, : value.shape[1]] = value.to(self.values)
 
     def narrow(self, groups: slice) -> "TrackedSide":
-        """Views, with a monitor of its own that knows what this one does."""
-        known = self.known()
-        recalled = known[groups] if known else []
-        return replace(
-            self, matrix=self.matrix.narrow(groups), values=self.values[groups], monitor=None, recalled=recalled
-        )
+        """Views, with a monitor of its own that knows nothing yet: to ask this one may wait for the device."""
+        matrix, values = self.matrix.narrow(groups), self.values[groups]
+        return replace(self, matrix=matrix, values=values, monitor=None, recalled=[])
 
     def clone(self) -> "TrackedSide":
         """A copy."""

@@ -74,6 +74,8 @@ def _ahead(stack: Stack, one: PendingExamples, every: int, step: int) -> Pending
         part = entry[groups] if isinstance(entry, Tensor) else entry.narrow(groups)
         renewed = name in stack.requires.renewed if isinstance(entry, Tensor) else entry.renewed
         state[name] = part.clone() if renewed else part  # what a refresh may change
+    for side, of in zip(_sides(state), tracked(stack), strict=True):
+        side.recalled = of.known()[groups]
     slot = next(turn.slot for turn in stack.memory["turns"] if turn.groups == groups)
     whole, memory = slice(0, groups.stop - groups.start), dict[str, Any](fresh=freshness(stack)[groups])
     factors = [state[name] for name in ("P", "Q") if name in state]
@@ -136,8 +138,12 @@ def _padded(X: Tensor, like: Tensor, own: tuple[int, ...]) -> Tensor | None:
 
 def tracked(stack: Stack) -> list[TrackedSide]:
     """All bases of a stack that are kept up to date by products."""
+    return _sides(stack.state)
+
+
+def _sides(state: State) -> list[TrackedSide]:
     found: list[TrackedSide] = []
-    for entry in kept(stack.state):
+    for entry in kept(state):
         if isinstance(entry, TrackedBasis):
             found += entry.sides
         elif isinstance(entry, RefinedRoots):

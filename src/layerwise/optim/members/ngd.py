@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from layerwise.distributed.processes import Processes
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, not_one_of
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.linalg import conjugate_gradient, guarded_cholesky
 from layerwise.kernel.contraction import contract, rows_of
@@ -195,9 +195,7 @@ class NGD(Layerwise):
         **options: Any,
     ) -> None:
         if method not in METHODS:
-            raise InputError(
-                describe(f"method={method!r}", " or ".join(f'"{k}"' for k in METHODS), "choose one of them")
-            )
+            raise InputError(not_one_of("method", method, METHODS))
         if options.get("factor_every", 1) != 1:
             raise InputError(describe("factor_every above 1", "1: the matrix is that of each batch", "leave it out"))
         self.method, self.tol, self.max_iterations = method, tol, max_iterations

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, not_one_of
 from layerwise.foundations.likelihoods import Categorical, Likelihood
 
 
@@ -22,13 +22,8 @@ class LossScale:
 
     def __post_init__(self) -> None:
         if self.average not in ("auto", "examples", "tokens", None):
-            raise InputError(
-                describe(
-                    f"loss_average={self.average!r}",
-                    '"auto", "examples", "tokens", or None for a sum',
-                    "say how the loss in your loop is reduced",
-                )
-            )
+            said = not_one_of("loss_average", self.average, ("auto", "examples", "tokens", None))
+            raise InputError(f"{said} Say how the loss in your loop is reduced: None is for a sum.")
         if self.accumulate is not None and self.accumulate < 1:
             raise InputError(describe(f"accumulate={self.accumulate}", "a number ≥ 1", "pass the number of batches"))
 

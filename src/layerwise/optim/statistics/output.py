@@ -169,7 +169,7 @@ class OutputReader:
             self.wrong = describe(
                 f"{words}, but the gradient at the model's output ({examples} examples, {tokens} positions) is that of "
                 f"a sum divided by {needed:g}, not by {' or '.join(f'{factor:g}' for factor in sorted(said))}",
-                "what is said of the loss to be so",
+                "a loss that is reduced as was said",
                 "leave it out: it is read from the gradient; or mend the loss",
             )
 

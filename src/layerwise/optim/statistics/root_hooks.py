@@ -36,9 +36,9 @@ def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
 
 
 WHOLE_GRAPH = (
-    "layerwise takes statistics in a hook on the model, between two compiled graphs; "
-    "expected: torch.compile(model) without fullgraph=True; "
-    "do: leave fullgraph=True out, or take a member without statistics of its own (Shampoo, SOAP, Muon, Adam, SGD)"
+    "layerwise takes statistics in a hook on the model, between two compiled graphs. "
+    "Expected torch.compile(model) without fullgraph=True. "
+    "Leave fullgraph=True out, or take a member without statistics of its own (Shampoo, SOAP, Muon, Adam, SGD)."
 )
 """What a user reads, inside the compiler's own error, who compiles the model as one graph."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from layerwise.foundations.errors import InputError, LayerwiseError, describe
+from layerwise.foundations.errors import InputError, LayerwiseError, describe, not_one_of
 from layerwise.optim.step.stack import Stack
 
 ADAPT_EVERY = 5
@@ -19,13 +19,15 @@ class Damping:
 
     def __init__(self, given: float | str | Callable[[int], float], scale: str) -> None:
         if scale not in ("relative", "absolute"):
-            raise InputError(describe(f"damping_scale={scale!r}", '"relative" or "absolute"', "choose one of them"))
+            raise InputError(not_one_of("damping_scale", scale, ("relative", "absolute")))
         self.relative = scale == "relative"
         self.adaptive = given == "adaptive"
         self.schedule = given if callable(given) else None
         if isinstance(given, str) and not self.adaptive:
             raise InputError(
-                describe(f"damping={given!r}", 'a number, a function of the step, or "adaptive"', "choose")
+                describe(
+                    f"damping={given!r}", 'a number, a function of the step, or "adaptive"', "pass e.g. damping=1e-3"
+                )
             )
         start = 1e-1 if self.adaptive else given(1) if callable(given) else given
         if isinstance(start, str) or not (start >= 0 and math.isfinite(start)):

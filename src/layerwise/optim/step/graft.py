@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, not_one_of
 from layerwise.optim.elementwise import AdamRule
 from layerwise.optim.rule import Context
 from layerwise.optim.step.stack import Stack
@@ -20,7 +20,7 @@ class Graft:
 
     def __post_init__(self) -> None:
         if self.method not in (None, "gradient", "adam"):
-            raise InputError(describe(f"graft={self.method!r}", 'None, "gradient" or "adam"', "choose one of them"))
+            raise InputError(not_one_of("graft", self.method, (None, "gradient", "adam")))
 
     def apply(
         self, stack: Stack, grad: Float[Tensor, "K O I"], D: Float[Tensor, "K O I"], context: Context

@@ -213,8 +213,14 @@ class Stack:
         return {spec.name: self._portable(groups) for spec, groups in self.layers}
 
     def saved(self) -> dict[str, dict[str, Tensor]]:
-        """The same as it is now: copies."""
-        return {name: {k: X.clone() for k, X in of_layer.items()} for name, of_layer in self.portable().items()}
+        """The same as it is now: copies, made one after the other, so that little is unpacked at once."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for spec, groups in self.layers:
+            own = found[spec.name] = {}
+            for name, entry in self.state.items():
+                part = {name: self.own(entry[groups])} if isinstance(entry, Tensor) else entry.saved(groups)
+                own |= {k: X.clone() for k, X in part.items()}
+        return found
 
     def copied(self) -> dict[str, Tensor]:
         """All of it as it is stored, for `restore`."""

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.errors import InputError, describe, not_one_of
 from layerwise.optim.rule import Context, Health, Observation, UpdateRule
 from layerwise.optim.statistics.accumulate import Accumulator, Sums
 from layerwise.optim.step.clip import Clip
@@ -52,13 +52,7 @@ class UpdateSize:
 
     def __post_init__(self) -> None:
         if self.method not in ("adam", "formula"):
-            raise InputError(
-                describe(
-                    f"scale={self.method!r}",
-                    '"adam" (updates of AdamW\'s size) or "formula" (the bare formula)',
-                    "choose one of them",
-                )
-            )
+            raise InputError(not_one_of("scale", self.method, ("adam", "formula")))
 
     def check(self, rule: UpdateRule, graft: str | None) -> None:
         """What an update of AdamW's size cannot be combined with, and what only goes with one."""
@@ -68,7 +62,7 @@ class UpdateSize:
                     describe(
                         f'betas={self.betas!r} with scale="formula", which has no moments of AdamW',
                         'momentum=β₁, or scale="adam"',
-                        "say one of them",
+                        "pass one of them",
                     )
                 )
             return
