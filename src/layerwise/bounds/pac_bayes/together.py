@@ -15,6 +15,7 @@ from layerwise.bounds.pac_bayes.run import Run, check_finite
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.progress import Progress, Silent
 from layerwise.foundations.random import stream
+from layerwise.foundations.replay import Replayed
 
 SHARED = ("delta", "precision", "epochs", "batch_size", "lr", "decay", "milestones", "optimizer", "loss_scale")
 """Options that all members have in common."""
@@ -64,10 +65,16 @@ class _Stack:
         self.theta = nn.Parameter(self.posterior.theta)
         self.theta.grad = self.posterior.grad
         self.optimizer = OPTIMIZERS[self.options.optimizer]([self.theta], lr=self.options.lr)
+        for group in self.optimizer.param_groups:
+            if "capturable" in group:  # its count of steps is then on the device, too
+                group["capturable"] = self.theta.is_cuda
         seeds = [run.options.seed for run in runs]
         self.seeds = sorted(set(seeds))
         self.source = torch.tensor([self.seeds.index(seed) for seed in seeds], device=self.theta.device)
         self.feeds = [runs[seeds.index(seed)].examples for seed in self.seeds]
+        self.noise = torch.empty_like(self.posterior.mean[: len(self.seeds)])
+        self.wrong = torch.zeros(len(runs), dtype=torch.long, device=self.theta.device)
+        self.step = Replayed(self._step)
 
     def epoch(self, epoch: int, record: bool) -> None:
         """All batches of one."""
@@ -76,24 +83,29 @@ class _Stack:
                 self.last[number] = epoch
                 self.bases[number] = run.bases(self.posterior.mean[number])
                 _write(self.posterior.bases, number, self.bases[number])
+        rate = self.options.rate(epoch)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.options.rate(epoch)
-        noises = [stream(seed, "noise", epoch, device=self.theta.device) for seed in self.seeds]
-        wrong = torch.zeros(len(self.runs), dtype=torch.long, device=self.theta.device)
-        like = self.posterior.mean[0]
+            group["lr"] = rate
+        generators = [stream(seed, "noise", epoch, device=self.theta.device) for seed in self.seeds]
+        self.wrong.zero_()
         for batches in zip(*(feed.shuffled(epoch) for feed in self.feeds), strict=True):
-            x, y = (torch.stack([batch[part] for batch in batches])[self.source] for part in (0, 1))
-            noise = torch.stack([torch.empty_like(like).normal_(generator=g) for g in noises])[self.source]
-            wrong += self.posterior.backward(self.runs[0].network, x, y, noise=noise)
-            self.optimizer.step()
-            self.posterior.project()
+            for noise, generator in zip(self.noise, generators, strict=True):
+                noise.normal_(generator=generator)
+            self.step(*(part for batch in batches for part in batch), key=rate)
         check_finite(self.posterior, epoch, self.options)
         if record:
-            found = self.posterior.on_grid(wrong / self.runs[0].examples.count)
+            found = self.posterior.on_grid(self.wrong / self.runs[0].examples.count)
             columns = {name: column.tolist() for name, column in found.items()}
             for number, run in enumerate(self.runs):
                 row = {name: float(column[number]) for name, column in columns.items()}
                 run.history.append({"epoch": epoch + 1, **row})
+
+    def _step(self, *parts: Tensor) -> None:
+        """One, for the batches x, y, x, y, … of all seeds, and the noise that was drawn."""
+        x, y = (torch.stack(parts[first::2])[self.source] for first in (0, 1))
+        self.wrong += self.posterior.backward(self.runs[0].network, x, y, noise=self.noise[self.source])
+        self.optimizer.step()
+        self.posterior.project()
 
     def members(self) -> list[Posterior]:
         """Each by itself."""

@@ -360,7 +360,7 @@ EXPERIMENT = Experiment(
     run=run,
     claims=claims,
     figures=figures,
-    cost="on two cores: smoke two seconds, laptop five minutes; paper many hours on a GPU",
+    cost="on two cores: smoke two seconds, laptop five minutes; paper some hours on a GPU",
     ranges={"milestones": (0, 1), "decay": (0, 1), "per_draw": (0, 1_000_000)},
     check=check,
 )

@@ -7,7 +7,8 @@ about one training share it when they run in one process.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -21,6 +22,7 @@ from layerwise import data
 from layerwise.foundations.errors import InputError, NameLookupError, NumericalError, describe, not_one_of, unknown
 from layerwise.foundations.progress import Progress, Silent
 from layerwise.foundations.random import stream
+from layerwise.foundations.replay import Replayed
 from layerwise.studies.training_regimes.stack import Stack, cross_entropy_gradient
 from layerwise.training.stacked import StackedLinear, StackedNorm, stacked
 
@@ -199,47 +201,61 @@ def _train(task: Task, seeds: Sequence[int], progress: Progress) -> list[nn.Sequ
     x, y = splits[0].x, torch.stack([split.y for split in splits])
     generators = [stream(seed, "batches") for seed in seeds]
 
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        which = torch.arange(len(seeds), device=x.device).unsqueeze(1)
+    which = torch.arange(len(seeds), device=x.device).unsqueeze(1)
+    train = _by_hand if task.network == "mlp" and not task.batch_norm else _by_autograd
+    with train(task, models) as step:
+        replayed = Replayed(lambda chosen: step(x[chosen], y[which, chosen]))
         for _ in progress.track(range(task.epochs), f"training {task.network}", task.epochs):
             orders = torch.stack([torch.randperm(len(x), generator=generator) for generator in generators])
             for chosen in orders.to(x.device).split(task.batch, 1):
-                yield x[chosen], y[which, chosen]
-
-    train = _train_by_hand if task.network == "mlp" and not task.batch_norm else _train_by_autograd
-    train(task, models, batches())
+                replayed(chosen)
     if not all(bool(torch.isfinite(p).all()) for model in models for p in model.parameters()):
         given = f"a training at lr={task.lr} whose weights are not finite in the end"
         raise NumericalError(describe(given, "finite weights", "take a smaller lr"))
     return [model.eval() for model in models]
 
 
-@torch.no_grad()
-def _train_by_hand(task: Task, models: Sequence[nn.Sequential], batches: Iterator[tuple[Tensor, Tensor]]) -> None:
-    """Several times as fast as autograd for networks as small as these."""
+Step = Callable[[Float[Tensor, "seeds batch *pixels"], Int[Tensor, "seeds batch"]], None]
+
+
+@contextmanager
+def _by_hand(task: Task, models: Sequence[nn.Sequential]) -> Iterator[Step]:
+    """A step of all networks; several times as fast as autograd for networks as small as these.
+
+    When it is left, the networks have the new weights.
+    """
     layers = [[part for part in model if isinstance(part, nn.Linear)] for model in models]
-    flat = [torch.cat([p.flatten() for part in parts for p in (part.weight.mT, part.bias)]) for parts in layers]
-    stack = Stack(task.sizes, torch.stack(flat))
-    rate = torch.full((len(models),), float(task.lr), dtype=task.dtype, device=task.device)
-    for x, y in batches:
-        seen = stack.forward(x)
-        stack.descend(rate, stack.gradient(seen, cross_entropy_gradient(seen[-1], y)))
-    for k, parts in enumerate(layers):
-        for part, weight, bias in zip(parts, stack.parts[::2], stack.parts[1::2], strict=True):
-            part.weight.copy_(weight[k].mT)
-            part.bias.copy_(bias[k, 0])
+    with torch.no_grad():
+        flat = [torch.cat([p.flatten() for part in parts for p in (part.weight.mT, part.bias)]) for parts in layers]
+        stack = Stack(task.sizes, torch.stack(flat))
+        rate = torch.full((len(models),), float(task.lr), dtype=task.dtype, device=task.device)
+
+        def step(x: Tensor, y: Tensor) -> None:
+            seen = stack.forward(x)
+            stack.descend(rate, stack.gradient(seen, cross_entropy_gradient(seen[-1], y)))
+
+        yield step
+        for k, parts in enumerate(layers):
+            for part, weight, bias in zip(parts, stack.parts[::2], stack.parts[1::2], strict=True):
+                part.weight.copy_(weight[k].mT)
+                part.bias.copy_(bias[k, 0])
 
 
-def _train_by_autograd(task: Task, models: Sequence[nn.Sequential], batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+@contextmanager
+def _by_autograd(task: Task, models: Sequence[nn.Sequential]) -> Iterator[Step]:
+    """The same for networks with batch norm, and for one with convolutions."""
     together = stacked(models) if task.network == "mlp" else models[0]
     optimizer = torch.optim.SGD(together.parameters(), lr=task.lr)
     together.train()
-    for x, y in batches:  # [seeds, batch, …]
+
+    def step(x: Tensor, y: Tensor) -> None:
         f = together(x.transpose(0, 1)).transpose(0, 1) if task.network == "mlp" else together(x[0])
         loss = nn.functional.cross_entropy(f.reshape(-1, CLASSES), y.flatten()) * len(models)  # a mean for each seed
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+
+    yield step
     if task.network == "mlp":
         unstack(together, models)
 

@@ -24,6 +24,7 @@ from layerwise.bounds.pac_bayes.together import optimize_together
 from layerwise.foundations.errors import NameLookupError, unknown
 from layerwise.foundations.progress import Progress
 from layerwise.foundations.random import stream
+from layerwise.foundations.replay import Replayed
 
 
 class Variant(NamedTuple):
@@ -128,11 +129,16 @@ def trained(what: Network, seed: int, device: str = "cpu") -> Trained:
     init = nn.Sequential(*chain(sizes, what.std, stream(seed, "weights"))).to(device)
     model, generator = copy.deepcopy(init), stream(seed, "batches")
     optimizer = torch.optim.SGD(model.parameters(), lr=what.lr, momentum=what.momentum)
+
+    def step(batch: Tensor) -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+        optimizer.step()
+
+    replayed = Replayed(step)
     for _ in range(what.epochs):
         for batch in torch.randperm(len(x), generator=generator).to(device).split(what.batch):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
-            optimizer.step()
+            replayed(batch)
     return Trained(init, model, x, y, held_x, held_y)
 
 
