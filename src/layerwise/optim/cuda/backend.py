@@ -330,11 +330,10 @@ class CudaBackend(Backend):
 
     def squares_of_examples(self, basis: Eigenbasis, seen: Observation, s: Tensor) -> Tensor | None:
         """Plain linear maps that a GPU computed in half precision, all layers together."""
-        if not isinstance(basis, TrackedBasis) or basis.P is None or basis.Q is None:
+        if _by_channel(basis) or not at_once(s.device, seen):
             return None
-        if not at_once(s.device, seen):
-            return None
-        return squares_of_stack(seen.recorded, basis.P.matrix.rough(), basis.Q.matrix.rough())
+        P, Q = _rough(basis)
+        return None if P is None or Q is None else squares_of_stack(seen.recorded, P, Q)
 
 
 def in_half_precision(device: torch.device, calls: Sequence[Recorded]) -> bool:
@@ -352,3 +351,11 @@ def _by_channel(basis: Eigenbasis) -> bool:
     if not isinstance(basis, DenseBasis) or basis.U_Q is None:
         return False
     return basis.bias is not None or basis.U_Q.shape[-1] != basis.values_Q.shape[-1]
+
+
+def _rough(basis: Eigenbasis) -> list[tuple[Tensor, Tensor] | None]:
+    """U_P and U_Q times a number for each group, as they lie there, and these numbers; None for the identity."""
+    if isinstance(basis, TrackedBasis):
+        return [None if side is None else side.matrix.rough() for side in (basis.P, basis.Q)]
+    assert isinstance(basis, DenseBasis)
+    return [None if U is None else (U, torch.ones_like(U[:, 0, 0])) for U in (basis.U_P, basis.U_Q)]

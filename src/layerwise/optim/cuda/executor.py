@@ -8,6 +8,7 @@ on the device, refinements report two steps late (`monitor`). So that no step is
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,7 +136,7 @@ class AsynchronousExecutor(Executor):
         for stack, context, grad, active, largest in zip(
             self.stacks, contexts, gathered.grads, gathered.active, gathered.largest, strict=True
         ):
-            replay = self._replay if self._repeats(stack) else None
+            replay = partial(self._replay, stack.shape.device) if self._repeats(stack) else None
             own = grad if splits_gradient(stack) else None
             finite = gathered.all_finite[stack.shape.device]
             context.device_step = DeviceStep(finite, own, largest, replay)
@@ -205,8 +206,8 @@ class AsynchronousExecutor(Executor):
         steady = self.damping.schedule is None and not self.damping.adaptive
         return stack.shape.device.type == "cuda" and steady and self.processes.count == 1
 
-    def _replay(self, key: Hashable, call: Callable[[], None], kind: str) -> None:
-        self.graphs.run(key, call, self.stacks[0].shape.device, kind=kind)
+    def _replay(self, device: torch.device, key: Hashable, call: Callable[[], None], kind: str) -> None:
+        self.graphs.run(key, call, device, kind=kind)
 
     # --- the update --------------------------------------------------------------------------------------------
 
