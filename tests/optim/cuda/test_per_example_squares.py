@@ -92,7 +92,8 @@ def test_layers_that_are_not_alike(monkeypatch: pytest.MonkeyPatch):
     assert not alike(other)
 
 
-def test_a_step_takes_them_at_once(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("solver", ["auto", "newton"])
+def test_a_step_takes_them_at_once(solver: str, monkeypatch: pytest.MonkeyPatch):
     """Where it is said to, and with the same scalings."""
     monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
     taken = []
@@ -100,7 +101,7 @@ def test_a_step_takes_them_at_once(monkeypatch: pytest.MonkeyPatch):
     def scalings(at_once: bool) -> torch.Tensor:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
-        opt = lw.optim.EKFAC(model, lr=1e-3, scaling="batch", solver="newton", scale="formula")
+        opt = lw.optim.EKFAC(model, lr=1e-3, scaling="batch", solver=solver, scale="formula")
 
         def allowed(device: torch.device, seen: Observation) -> bool:
             taken.append(at_once and alike(seen.recorded))
@@ -118,11 +119,13 @@ def test_a_step_takes_them_at_once(monkeypatch: pytest.MonkeyPatch):
     assert taken == [False, True]
 
 
+@pytest.mark.parametrize("solver", ["eigh", "newton"])
 @pytest.mark.parametrize("positions", [5, 40])
-def test_scalings_take_them(positions: int, monkeypatch: pytest.MonkeyPatch):
+def test_scalings_take_them(positions: int, solver: str, monkeypatch: pytest.MonkeyPatch):
     """In every order: long sequences are turned as gradients."""
     with monkeypatch.context() as patch:
-        stacks = observed(patch, 16, 32, positions, solver="newton")
+        patch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
+        stacks = observed(patch, 16, 32, positions, solver=solver)
     monkeypatch.setattr(cuda_backend, "at_once", lambda *_: True)
     made = []
     monkeypatch.setattr(
