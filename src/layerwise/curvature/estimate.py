@@ -39,6 +39,7 @@ def check_structure(structure: Any, allowed: tuple[str, ...], what: str) -> None
     names = list(structure.values()) if isinstance(structure, Mapping) else [structure]
     for name in names:
         if name not in STRUCTURES:
+            import_folder("layerwise.curvature")  # once: a file that was added there is found without any list
             if name in Approximation.known and name != "group" and "kfac" in allowed:
                 continue  # a subclass of `Approximation` that somebody else has added
             raise NameLookupError(unknown("structure", name, STRUCTURES))
