@@ -10,7 +10,7 @@ import pytest
 from interpreter import ASKED, MISSING
 
 TESTS = Path(__file__).parent
-LONG = {"optim/test_steps_interpreted.py"}
+LONG = {"optim/cuda/test_steps_interpreted.py"}
 """A minute: by `make test-interpreted` alone."""
 FILES = sorted(
     path.relative_to(TESTS).as_posix()
