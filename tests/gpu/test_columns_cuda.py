@@ -66,15 +66,15 @@ def test_one_layer_is_left_out(bad: float):
     X[2][100:101, 300:301].fill_(bad)  # 1e20: its square is infinite
     mean = torch.ones(4, 784, 784, device="cuda")
     count = torch.full((4,), 3.0, device="cuda")
-    gate = torch.ones((), dtype=torch.bool, device="cuda")
+    all_finite = torch.ones((), dtype=torch.bool, device="cuda")
     with nothing_waits():
-        skipped = average_grams_(mean, count, X, 1 / 2048, 0.9, gate=gate, border=True)
+        skipped = average_grams_(mean, count, X, 1 / 2048, 0.9, all_finite=all_finite, border=True)
     assert int(skipped) == 1
     assert count.tolist() == [4, 4, 3, 4]
     assert (mean[2] == 1).all()
     assert torch.isfinite(mean).all()
     before = mean.clone()
-    assert int(average_grams_(mean, count, X, 1 / 2048, 0.9, gate=~gate, border=True)) == 0
+    assert int(average_grams_(mean, count, X, 1 / 2048, 0.9, all_finite=~all_finite, border=True)) == 0
     assert torch.equal(mean, before)
 
 

@@ -25,7 +25,7 @@ SHAPES = [(12, 768, 769, 768, 784), (3, 770, 131, 784, 144), (40, 33, 18, 33, 19
 """K, o, i, and the O and I of a stack with room for a bias."""
 
 
-def gate_of(state: str) -> Tensor | None:
+def mask_of(state: str) -> Tensor | None:
     return None if state == "none" else torch.full((), state == "open", device="cuda")
 
 
@@ -51,43 +51,47 @@ def close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None
         torch.testing.assert_close(x.double(), y.double(), rtol=bound, atol=bound)
 
 
-GATES, DTYPES = ("none", "open", "shut"), (torch.float32, torch.bfloat16, torch.float16)
+STEPS, DTYPES = ("none", "open", "shut"), (torch.float32, torch.bfloat16, torch.float16)
 KINDS = ("plain", "momentum", "nesterov")
 STACKS = [(12, 768, 784), (3, 33, 31), (40, 1, 1)]
-# Triton compiles a kernel for every number of layers, type, gate and kind: below, any two of these meet at least once.
-GATHERED = [(shape, DTYPES[a], GATES[(a + b) % 3]) for b, shape in enumerate(SHAPES) for a in range(3)]
-FINISHED = [(SHAPES[(a + 2 * b) % 3], KINDS[a], DTYPES[(a + b) % 3], GATES[b]) for a in range(3) for b in range(3)]
-FINISHED += [(SHAPES[3], KINDS[a], DTYPES[a], GATES[a]) for a in range(3)]
-STACKED = [(shape, bool((a + b) % 2), GATES[a]) for b, shape in enumerate(STACKS) for a in range(3)]
+# Triton compiles a kernel for every number of layers, type, mask and kind: below, any two of these meet once or more.
+GATHERED = [(shape, DTYPES[a], STEPS[(a + b) % 3]) for b, shape in enumerate(SHAPES) for a in range(3)]
+FINISHED = [(SHAPES[(a + 2 * b) % 3], KINDS[a], DTYPES[(a + b) % 3], STEPS[b]) for a in range(3) for b in range(3)]
+FINISHED += [(SHAPES[3], KINDS[a], DTYPES[a], STEPS[a]) for a in range(3)]
+STACKED = [(shape, bool((a + b) % 2), STEPS[a]) for b, shape in enumerate(STACKS) for a in range(3)]
 
 
-@pytest.mark.parametrize(("shape", "dtype", "gate"), GATHERED)
-def test_gather(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype, gate: str):
+@pytest.mark.parametrize(("shape", "dtype", "all_finite"), GATHERED)
+def test_gather(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype, all_finite: str):
     K, o, i, O, I = shape
     weights, biases = layers(K, o, i, dtype)
-    if gate == "shut":
+    if all_finite == "shut":
         weights[0][0, 0] = torch.nan
 
     def call() -> list[Tensor]:
         stacks = [torch.full((2 * K, O, I), torch.nan, device="cuda")[::2] for _ in range(2)]
-        return [fused.gather_(s, weights, b, 0.5, gate_of(gate)) for s, b in zip(stacks, (biases, None), strict=True)]
+        return [
+            fused.gather_(s, weights, b, 0.5, mask_of(all_finite)) for s, b in zip(stacks, (biases, None), strict=True)
+        ]
 
     found, expected = both(monkeypatch, call)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     assert all(torch.isfinite(x).all() for x in found)
 
 
-@pytest.mark.parametrize(("shape", "kind", "dtype", "gate"), FINISHED)
-def test_finish(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], kind: str, dtype: torch.dtype, gate: str):
+@pytest.mark.parametrize(("shape", "kind", "dtype", "all_finite"), FINISHED)
+def test_finish(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], kind: str, dtype: torch.dtype, all_finite: str
+):
     K, o, i, O, I = shape
-    options = {"lr": 0.1, "decay": 0.3, "mu": 0.9, "nesterov": kind == "nesterov", "gate": gate_of(gate)}
+    options = {"lr": 0.1, "decay": 0.3, "mu": 0.9, "nesterov": kind == "nesterov", "all_finite": mask_of(all_finite)}
 
     def call() -> list[Tensor]:
         all_changed = []
         for biased, factor in ((True, 0.5), (False, randn())):
             weights, biases = layers(K, o, i, dtype)
             D = randn(2 * K, O, I, seed=5).to(torch.float32 if biased else torch.bfloat16)[::2]
-            D = D * torch.nan if gate == "shut" else D
+            D = D * torch.nan if all_finite == "shut" else D
             D = D if biased else D.mT.contiguous().mT
             M = None if kind == "plain" else randn(2 * K, O, I, seed=6)[::2]
             fused.finish_(weights, biases if biased else None, D, M, factor=factor, **options)
@@ -132,16 +136,16 @@ def test_finite_diagonals(n: int):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_finite_gate(dtype: torch.dtype):
     tensors = [torch.full((300, 7000), 6e4, device="cuda").to(dtype), *(randn(7).to(dtype) for _ in range(400))]
-    assert bool(fused.finite_gate([*tensors, randn(5).double()]))
+    assert bool(fused.are_finite([*tensors, randn(5).double()]))
     for bad in (torch.nan, torch.inf, -torch.inf):
         for at in (0, 250):
             broken = [X.clone() if place == at else X for place, X in enumerate(tensors)]
             broken[at].view(-1)[-1] = bad
-            assert not bool(fused.finite_gate(broken))
+            assert not bool(fused.are_finite(broken))
 
 
-@pytest.mark.parametrize(("shape", "rotated", "gate"), STACKED)
-def test_adam(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], rotated: bool, gate: str):
+@pytest.mark.parametrize(("shape", "rotated", "all_finite"), STACKED)
+def test_adam(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], rotated: bool, all_finite: str):
     K = shape[0]
     t = torch.arange(1.0, K + 1, device="cuda")
     numbers = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "correction1": 1 - 0.9**t, "correction2": 1 - 0.95**t}
@@ -150,21 +154,21 @@ def test_adam(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], rotated: 
 
     def call() -> list[Tensor]:
         M, V, R = randn(2 * K, *shape[1:])[::2], randn(*shape, seed=1).square(), randn(*shape, seed=2)
-        R = R * torch.nan if gate == "shut" else R
-        step = adam(M, V, R, **numbers, gate=gate_of(gate))
-        return [M, V, step, adam(M, V, R, **numbers, gate=gate_of(gate), out=R)]
+        R = R * torch.nan if all_finite == "shut" else R
+        step = adam(M, V, R, **numbers, all_finite=mask_of(all_finite))
+        return [M, V, step, adam(M, V, R, **numbers, all_finite=mask_of(all_finite), out=R)]
 
     found, expected = both(monkeypatch, call)
     close(found, expected, 1e-5)
     assert all(torch.isfinite(x).all() for x in found)
 
 
-@pytest.mark.parametrize(("shape", "nesterov", "gate"), STACKED)
-def test_momentum_half(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], nesterov: bool, gate: str):
+@pytest.mark.parametrize(("shape", "nesterov", "all_finite"), STACKED)
+def test_momentum_half(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], nesterov: bool, all_finite: str):
     def call() -> list[Tensor]:
         M, G = randn(2 * shape[0], *shape[1:])[::2], randn(*shape, seed=1)
-        G = G * torch.nan if gate == "shut" else G
-        return [M, *fused.momentum_half_(M, G, 0.95, nesterov, gate_of(gate))]
+        G = G * torch.nan if all_finite == "shut" else G
+        return [M, *fused.momentum_half_(M, G, 0.95, nesterov, mask_of(all_finite))]
 
     found, expected = both(monkeypatch, call)
     close(found, expected, 1e-5)
@@ -187,28 +191,32 @@ def compiled() -> int:
     return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in jitted)
 
 
-def all_of(lr: float, weights: list[Tensor], stack: Tensor, gate: Tensor) -> None:
+def all_of(lr: float, weights: list[Tensor], stack: Tensor, all_finite: Tensor) -> None:
     ones = torch.ones(2, device="cuda")
-    fused.gather_(stack, weights, None, lr, gate)
-    fused.finish_(weights, None, stack, stack.clone(), lr=lr, decay=lr, mu=lr, factor=lr, gate=gate)
+    fused.gather_(stack, weights, None, lr, all_finite)
+    fused.finish_(weights, None, stack, stack.clone(), lr=lr, decay=lr, mu=lr, factor=lr, all_finite=all_finite)
     moments = {"beta1": lr, "beta2": lr, "eps": lr, "correction1": ones, "correction2": ones}
-    fused.adam_(stack.clone(), stack.square(), stack, **moments, gate=gate)
+    fused.adam_(stack.clone(), stack.square(), stack, **moments, all_finite=all_finite)
     fused.ema_(stack, stack.clone(), ones, lr)
-    fused.momentum_half_(stack.clone(), stack, lr, gate=gate)
+    fused.momentum_half_(stack.clone(), stack, lr, all_finite=all_finite)
     fused.finite_diagonals(stack)
-    fused.finite_gate(weights)
+    fused.are_finite(weights)
     fused.dot(stack, stack)
 
 
 def test_numbers_do_not_compile_again_and_nothing_waits():
-    weights, stack, gate = [randn(32, 32) for _ in range(2)], torch.zeros(2, 32, 48, device="cuda"), gate_of("open")
-    assert gate is not None
+    weights, stack, all_finite = (
+        [randn(32, 32) for _ in range(2)],
+        torch.zeros(2, 32, 48, device="cuda"),
+        mask_of("open"),
+    )
+    assert all_finite is not None
     assert fused.way_of(stack, layers=(weights,)) is fused_launch
     assert fused.way_of(stack.double()) is fused_reference
-    all_of(0.5, weights, stack, gate)
+    all_of(0.5, weights, stack, all_finite)
     before = compiled()
     torch.cuda.synchronize()
     with nothing_waits():
         for lr in (1, 1.0, 0, 0.0, 16, 1e-3):
-            all_of(lr, weights, stack, gate)
+            all_of(lr, weights, stack, all_finite)
     assert compiled() == before

@@ -79,10 +79,10 @@ def test_subnormal_reciprocals_are_not_flushed():
     assert unscaled(D).tolist() == [[[2.0**-120, 2.0**-120]]]
 
 
-@pytest.mark.parametrize("gate", [None, True, False])
-def test_corrections(gate: bool | None):
+@pytest.mark.parametrize("all_finite", [None, True, False])
+def test_corrections(all_finite: bool | None):
     steps = torch.arange(19200.0, device="cuda")
-    other, flag = steps.clone(), None if gate is None else torch.tensor(gate, device="cuda")
+    other, flag = steps.clone(), None if all_finite is None else torch.tensor(all_finite, device="cuda")
     expected = torch.empty_like(steps), torch.empty_like(steps)
     found = corrections_(steps, 0.9, 0.999, flag)
     fused_reference.corrections_(other, *expected, 0.9, 0.999, flag)

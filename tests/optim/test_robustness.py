@@ -126,7 +126,7 @@ def test_a_head_that_starts_at_zero(name: str, every: int):
         assert sane(model)
 
 
-class Gate(nn.Module):
+class AllFinite(nn.Module):
     """A branch that is switched off by a factor of zero for some steps: gradients of zero, not None."""
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class Gate(nn.Module):
 @pytest.mark.parametrize(("name", "closed"), thinned(MEMBERS, [1, 5]))
 def test_a_layer_whose_gradient_is_zero_for_a_while(name: str, closed: int):
     torch.manual_seed(0)
-    model = Gate().double()
+    model = AllFinite().double()
     opt = member(name, model, **({"refresh_every": 10} if name not in ("NGD", "LocoProp") else {}))
     before = model.b.weight.detach().clone()
     for t, batch in enumerate(DATA):

@@ -246,7 +246,7 @@ def test_a_batch_that_comes_before_the_last_is_done(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_batch_that_is_left_out_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
-    """Only the device knows: later steps remember its gate, not their own."""
+    """Only the device knows: later steps remember its all_finite, not their own."""
     run = Run(monkeypatch)
     run.steps(EVERY)
     run.steps(1, spoil=True)

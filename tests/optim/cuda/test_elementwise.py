@@ -15,7 +15,7 @@ from random_tensors import randn
 pytestmark = pytest.mark.interpreted
 
 OPEN, SHUT = torch.tensor(True), torch.tensor(False)
-GATES = [None, OPEN, SHUT]
+STEPS = [None, OPEN, SHUT]
 HALF = 8e-3 if INTERPRETED else 4e-3  # the interpreter cuts bfloat16 off, where a GPU rounds
 LAYERS = [(1, 5, 7), (3, 16, 128), (2, 17, 130), (40, 3, 2)]
 
@@ -44,40 +44,40 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
     torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
-def is_shut(gate: Tensor | None) -> bool:
-    return gate is SHUT
+def is_shut(all_finite: Tensor | None) -> bool:
+    return all_finite is SHUT
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("all_finite", STEPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", LAYERS)
-def test_gather(way: str, shape: tuple[int, int, int], dtype: torch.dtype, gate: Tensor | None):
+def test_gather(way: str, shape: tuple[int, int, int], dtype: torch.dtype, all_finite: Tensor | None):
     K, o, i = shape
     weights, biases = layers(K, o, i, dtype)
-    if is_shut(gate):
+    if is_shut(all_finite):
         weights[0][0, 0] = torch.nan
     for given, padding in ((biases, (0, 1)), (biases, (3, 5)), (None, (0, 0)), (None, (2, 0))):
         out = torch.full((2 * K, o + padding[0], i + padding[1]), torch.nan)[::2]
-        assert fused.gather_(out, weights, given, -0.5, gate) is out
+        assert fused.gather_(out, weights, given, -0.5, all_finite) is out
         expected = torch.zeros(out.shape)
-        if not is_shut(gate):
+        if not is_shut(all_finite):
             expected[:, :o, :i] = -0.5 * torch.stack(weights).float()
             if given is not None:
                 expected[:, :o, i] = -0.5 * torch.stack(given).float()
         assert torch.equal(out, expected)
 
 
-def test_finite_gate():
+def test_finiteness_of_all():
     huge = torch.full((5, 3), 3e38)
     for bad in (torch.nan, torch.inf, -torch.inf):
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             X = torch.ones(7, 9, dtype=dtype)
             fine = [huge, -huge, huge.double() * 1e100, X, torch.empty(0), torch.ones(()), torch.ones(4).bfloat16()]
-            assert bool(fused.finite_gate(fine))
+            assert bool(fused.are_finite(fine))
             X[3, 2] = bad
-            assert not bool(fused.finite_gate(fine))
-    assert bool(fused.finite_gate([]))
-    assert fused.finite_gate([torch.empty(0)]).shape == ()
+            assert not bool(fused.are_finite(fine))
+    assert bool(fused.are_finite([]))
+    assert fused.are_finite([torch.empty(0)]).shape == ()
 
 
 def expected_finish(
@@ -94,7 +94,7 @@ def expected_finish(
     return W, b, M
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("all_finite", STEPS)
 @pytest.mark.parametrize("nesterov", [None, False, True])
 @pytest.mark.parametrize(
     ("weight_dtype", "D_dtype"), [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)]
@@ -106,7 +106,7 @@ def test_finish(
     weight_dtype: torch.dtype,
     D_dtype: torch.dtype,
     nesterov: bool | None,
-    gate: Tensor | None,
+    all_finite: Tensor | None,
 ):
     K, o, i = shape
     options = {"lr": 0.1, "decay": 0.3, "mu": 0.9, "nesterov": bool(nesterov)}
@@ -114,13 +114,13 @@ def test_finish(
         weights, biases = layers(K, o, i, weight_dtype)
         biases = biases if has_bias else None
         D, M = strided(K, o + 2, i + 3, seed=5).to(D_dtype), None if nesterov is None else strided(K, o + 2, i + 3)
-        if is_shut(gate):
+        if is_shut(all_finite):
             D[:] = torch.nan
             before = [x.clone() for x in (*weights, *(biases or ()), *([] if M is None else [M]))]
         W, b, new = expected_finish(weights, biases, D, M, options, 0.5)
-        fused.finish_(weights, biases, D, M, **options, factor=factor, gate=gate)
+        fused.finish_(weights, biases, D, M, **options, factor=factor, all_finite=all_finite)
         after = [*weights, *(biases or ()), *([] if M is None else [M])]
-        if is_shut(gate):
+        if is_shut(all_finite):
             assert all(torch.equal(x, y) for x, y in zip(after, before, strict=True))
             continue
         wanted = [*W, *(b or ()), *([] if new is None else [new])]
@@ -198,10 +198,10 @@ def test_finite_diagonals(way: str):
         assert fused.finite_diagonals(X).dtype == torch.bool
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("all_finite", STEPS)
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("shape", [(1, 3, 5), (3, 17, 31), (40, 2, 1)])
-def test_adam(way: str, shape: tuple[int, int, int], rotated: bool, gate: Tensor | None):
+def test_adam(way: str, shape: tuple[int, int, int], rotated: bool, all_finite: Tensor | None):
     K, b1, b2, eps = shape[0], 0.9, 0.99, 1e-3
     M, V, R = strided(*shape), strided(*shape, seed=1).square_(), strided(*shape, seed=2)
     t = torch.arange(1.0, K + 1).double().view(-1, 1, 1)
@@ -209,12 +209,12 @@ def test_adam(way: str, shape: tuple[int, int, int], rotated: bool, gate: Tensor
     m, v = M.double().lerp(R.double(), 1 - b1), V.double().lerp(R.double().square(), 1 - b2)
     expected = m / (v.sqrt() + eps) * c2.sqrt() / c1 if rotated else (m / c1) / ((v / c2).sqrt() + eps)
     before = M.clone(), V.clone()
-    if is_shut(gate):
+    if is_shut(all_finite):
         R[:] = torch.nan
     adam = fused.rotated_adam_ if rotated else fused.adam_
     corrections = {"correction1": c1.flatten().float(), "correction2": c2.flatten().float()}
-    step = adam(M, V, R, beta1=b1, beta2=b2, eps=eps, **corrections, gate=gate)
-    if is_shut(gate):
+    step = adam(M, V, R, beta1=b1, beta2=b2, eps=eps, **corrections, all_finite=all_finite)
+    if is_shut(all_finite):
         assert torch.isfinite(step).all()
         assert torch.equal(M, before[0])
         assert torch.equal(V, before[1])
@@ -223,23 +223,23 @@ def test_adam(way: str, shape: tuple[int, int, int], rotated: bool, gate: Tensor
     close(V, v)
     close(step, expected, 1e-5)
     M, V = (X.clone() for X in before)
-    assert adam(M, V, R, beta1=b1, beta2=b2, eps=eps, **corrections, gate=gate, out=R) is R
+    assert adam(M, V, R, beta1=b1, beta2=b2, eps=eps, **corrections, all_finite=all_finite, out=R) is R
     assert torch.equal(R, step)
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("all_finite", STEPS)
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("shape", [(1, 3, 5), (3, 17, 31), (40, 2, 1)])
-def test_no_step_below_a_floor(way: str, shape: tuple[int, int, int], apart: bool, gate: Tensor | None):
+def test_no_step_below_a_floor(way: str, shape: tuple[int, int, int], apart: bool, all_finite: Tensor | None):
     """One floor for each group, stacks in one piece or apart; entries of V on both sides of it, and zeros."""
     M, V, R = (strided(*shape, seed=seed) if apart else strided(*shape, seed=seed).contiguous() for seed in range(3))
     V.square_()
     V[:, 0] = R[:, 0] = 0
     c, floor = torch.full((len(M),), 0.5), torch.linspace(0, 0.5, len(M))
-    numbers = {"beta1": 0.9, "beta2": 0.5, "eps": 1e-3, "correction1": c, "correction2": c, "gate": gate}
+    numbers = {"beta1": 0.9, "beta2": 0.5, "eps": 1e-3, "correction1": c, "correction2": c, "all_finite": all_finite}
     plain = fused.rotated_adam_(M.clone(), V.clone(), R, **numbers)
     step = fused.rotated_adam_(M, V, R, floor=floor, **numbers)
-    if is_shut(gate):
+    if is_shut(all_finite):
         assert torch.equal(step, torch.zeros_like(step))
         return
     above = (1 - floor.view(-1, 1, 1) / V).nan_to_num(0.0, neginf=0.0).clamp_min(0)
@@ -247,19 +247,19 @@ def test_no_step_below_a_floor(way: str, shape: tuple[int, int, int], apart: boo
     assert (step[:, 0] == 0).all()
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("all_finite", STEPS)
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("shape", [(1, 3, 5), (3, 17, 31), (40, 2, 1)])
-def test_momentum_half(way: str, shape: tuple[int, int, int], nesterov: bool, gate: Tensor | None):
+def test_momentum_half(way: str, shape: tuple[int, int, int], nesterov: bool, all_finite: Tensor | None):
     M, G = strided(*shape), strided(*shape, seed=1)
     new = M.double().lerp(G.double(), 1 - 0.95)
     update = G.double().lerp(new, 0.95) if nesterov else new
     before = M.clone()
-    if is_shut(gate):
+    if is_shut(all_finite):
         G[:] = torch.nan
-    half, squares = fused.momentum_half_(M, G, 0.95, nesterov, gate)
+    half, squares = fused.momentum_half_(M, G, 0.95, nesterov, all_finite)
     assert half.dtype == torch.bfloat16
-    if is_shut(gate):
+    if is_shut(all_finite):
         assert torch.equal(M, before)
         assert torch.isfinite(half).all()
         assert torch.isfinite(squares).all()

@@ -99,19 +99,19 @@ def test_a_largest_entry_that_is_not_finite_stays_visible():
 # --- steps in float16 -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gate", [None, OPEN, SHUT])
+@pytest.mark.parametrize("all_finite", [None, OPEN, SHUT])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_an_adam_step_in_float16(shape: tuple[int, int, int], gate: Tensor | None):
+def test_an_adam_step_in_float16(shape: tuple[int, int, int], all_finite: Tensor | None):
     R, M, V = randn(*shape), randn(*shape, seed=1), randn(*shape, seed=2).square()
     before, out = (M.clone(), V.clone()), torch.empty(shape, dtype=torch.float16)
-    found = adam(M, V, not_divided(R), gate=gate, out=out, factor=64.0)
+    found = adam(M, V, not_divided(R), all_finite=all_finite, out=out, factor=64.0)
     assert found is out
-    if gate is SHUT:
+    if all_finite is SHUT:
         assert not out.any()
         assert torch.equal(M, before[0])
         assert torch.equal(V, before[1])
         return
-    expected = adam(before[0], before[1], R, gate=gate)
+    expected = adam(before[0], before[1], R, all_finite=all_finite)
     torch.testing.assert_close(out.float() / 64, expected.clamp(-1023, 1023), rtol=2.0**-11, atol=2.0**-30)
     assert torch.equal(M, before[0])
 
@@ -131,14 +131,14 @@ def test_a_step_too_large_for_float16_is_cut_off_and_nan_stays():
 
 
 @pytest.mark.parametrize("with_momentum", [False, True])
-@pytest.mark.parametrize("gate", [None, OPEN, SHUT])
-def test_the_descent_reads_scaled_halves(gate: Tensor | None, with_momentum: bool):
+@pytest.mark.parametrize("all_finite", [None, OPEN, SHUT])
+def test_the_descent_reads_scaled_halves(all_finite: Tensor | None, with_momentum: bool):
     K, o, i = 3, 9, 40
     scales, C = (powers(3, -5, 12),), (100 * randn(K, o, i)).half()
     D = C.float() / scales[0].view(-1, 1, 1)
     found, expected = ([randn(o, i, seed=k) for k in range(K)] for _ in range(2))
     m, n = (torch.ones(K, o, i) if with_momentum else None for _ in range(2))
-    options: dict[str, Any] = {"lr": 0.1, "decay": 0.2, "factor": torch.tensor(0.5), "gate": gate}
+    options: dict[str, Any] = {"lr": 0.1, "decay": 0.2, "factor": torch.tensor(0.5), "all_finite": all_finite}
     options |= {"mu": 0.9, "nesterov": True} if with_momentum else {}
     fused.finish_(found, None, Scaled(C, scales), m, **options)
     fused.finish_(expected, None, D, n, **options)

@@ -9,7 +9,7 @@ from interpreter import INTERPRETED, only_interpreted
 from layerwise.optim.cuda import elementwise as fused
 from layerwise.optim.cuda.adam_corrections import corrections_
 from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
-from layerwise.optim.cuda.magnitudes import finite_gate, magnitudes
+from layerwise.optim.cuda.magnitudes import are_finite, magnitudes
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton import elementwise as fused_launch
 from layerwise.optim.cuda.triton import splits as triton_splits
@@ -39,15 +39,15 @@ def powers(*exponents: int) -> Tensor:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("gate", [None, OPEN, SHUT])
-def test_a_scaled_direction_is_divided_on_the_way(way: str, gate: Tensor | None, count: int):
+@pytest.mark.parametrize("all_finite", [None, OPEN, SHUT])
+def test_a_scaled_direction_is_divided_on_the_way(way: str, all_finite: Tensor | None, count: int):
     K, o, i = 3, 9, 40
     scales = tuple(powers(3, -5, 40)[[q % 3, (q + 1) % 3, (q + 2) % 3]] for q in range(count))
     D = randn(K, o, i, seed=5)
     C = D * torch.stack(scales).prod(0).view(-1, 1, 1)
     found, expected = ([randn(o, i, seed=k) for k in range(K)] for _ in range(2))
     m, n = torch.ones(K, o, i), torch.ones(K, o, i)
-    options = {"lr": 0.1, "decay": 0.2, "mu": 0.9, "factor": torch.tensor(0.5), "gate": gate}
+    options = {"lr": 0.1, "decay": 0.2, "mu": 0.9, "factor": torch.tensor(0.5), "all_finite": all_finite}
     fused.finish_(found, None, Scaled(C, scales), m, **options)
     fused.finish_(expected, None, D, n, **options)
     torch.testing.assert_close(m, n, rtol=1e-6, atol=1e-6)
@@ -92,11 +92,11 @@ def test_dot_of_a_scaled_one(way: str):
 # --- Adam --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("gate", "taken"), [(None, 1), (OPEN, 1), (SHUT, 0)])
-def test_corrections(way: str, gate: Tensor | None, taken: int):
+@pytest.mark.parametrize(("all_finite", "taken"), [(None, 1), (OPEN, 1), (SHUT, 0)])
+def test_corrections(way: str, all_finite: Tensor | None, taken: int):
     before = torch.tensor([0.0, 1.0, 7.0, 1000.0]).repeat(80)
     steps = before.clone()
-    for found, beta in zip(corrections_(steps, 0.9, 0.999, gate), (0.9, 0.999), strict=True):
+    for found, beta in zip(corrections_(steps, 0.9, 0.999, all_finite), (0.9, 0.999), strict=True):
         t = (before.double() + taken).clamp_min(1)
         torch.testing.assert_close(found.double(), 1 - beta**t, rtol=2e-6, atol=0)  # 1 − β of 1e-3 has all digits
     assert torch.equal(steps, before + taken)
@@ -104,13 +104,13 @@ def test_corrections(way: str, gate: Tensor | None, taken: int):
 
 
 @pytest.mark.parametrize("shape", [(700, 1, 2), (5, 17, 3), (3, 1, 1), (2, 20, 30)])
-@pytest.mark.parametrize("gate", [None, SHUT])
-def test_adam_of_many_small_groups(way: str, shape: tuple[int, int, int], gate: Tensor | None):
+@pytest.mark.parametrize("all_finite", [None, SHUT])
+def test_adam_of_many_small_groups(way: str, shape: tuple[int, int, int], all_finite: Tensor | None):
     m, v, g = randn(*shape), randn(*shape, seed=1).square(), randn(*shape, seed=2)
     c1, c2 = (torch.linspace(low, 1.0, shape[0]) for low in (0.1, 0.2))
     old = m.clone(), v.clone()
-    step = fused.adam_(m, v, g, beta1=0.9, beta2=0.99, eps=1e-8, correction1=c1, correction2=c2, gate=gate)
-    if gate is SHUT:
+    step = fused.adam_(m, v, g, beta1=0.9, beta2=0.99, eps=1e-8, correction1=c1, correction2=c2, all_finite=all_finite)
+    if all_finite is SHUT:
         assert torch.equal(m, old[0])
         assert torch.equal(v, old[1])
         assert not step.any()
@@ -135,12 +135,12 @@ def test_magnitudes_of_several_types():
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_one_bad_entry_of_one_type_shuts_the_gate(value: float):
+def test_one_bad_entry_of_one_type_is_found(value: float):
     bad = torch.ones(5, dtype=torch.bfloat16)
     bad[3] = value
-    assert not bool(finite_gate([torch.ones(3), bad, torch.ones(2, dtype=torch.float64)]))
-    assert bool(finite_gate([torch.full((2,), 1e300, dtype=torch.float64), torch.ones(3)]))
-    assert bool(finite_gate([]))
+    assert not bool(are_finite([torch.ones(3), bad, torch.ones(2, dtype=torch.float64)]))
+    assert bool(are_finite([torch.full((2,), 1e300, dtype=torch.float64), torch.ones(3)]))
+    assert bool(are_finite([]))
 
 
 @only_interpreted

@@ -189,12 +189,12 @@ def test_bounds_hold_for_every_group(open_: bool, scale: float):
     train(opt, model, range(2))
     model.without.weight.grad = None
     assert opt._stacks is not None
-    gate, memory = torch.tensor(open_), dict[str, Any]()
+    all_finite, memory = torch.tensor(open_), dict[str, Any]()
     for _ in range(2):  # the second time from memory
         sizes = sizes_of(model.parameters())[torch.device("cpu")]
-        found = bounds(opt._stacks, sizes, gate, scale, memory)
+        found = bounds(opt._stacks, sizes, all_finite, scale, memory)
         for stack in opt._stacks:
-            largest = _gradient(stack, scale, gate)[0].abs().amax((1, 2))
+            largest = _gradient(stack, scale, all_finite)[0].abs().amax((1, 2))
             lists = param_lists(stack)
             if any(p.grad is None for p in stack.params.values()):
                 assert id(stack) not in found

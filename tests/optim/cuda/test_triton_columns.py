@@ -57,7 +57,7 @@ def test_what_is_not_finite_is_left_out(bad: float):
     weight[1] = 0
     X_half = [x.half() for x in X]
     expected = expected_mean(mean, [*X_half[:1], torch.zeros(40, 16), *X_half[2:]], 0.1, weight, True)
-    skipped = average_grams_(mean, count, X, 0.1, 0.5, border=True, half=torch.float16, gate=torch.tensor(True))
+    skipped = average_grams_(mean, count, X, 0.1, 0.5, border=True, half=torch.float16, all_finite=torch.tensor(True))
     assert int(skipped) == 1
     assert count.tolist() == [3, 2, 3]
     assert torch.equal(mean[1], before[1])
@@ -65,11 +65,11 @@ def test_what_is_not_finite_is_left_out(bad: float):
 
 
 @only_interpreted
-def test_nothing_changes_behind_a_gate_that_is_shut():
+def test_nothing_changes_in_a_step_that_is_left_out():
     X = [torch.full((20, 16), torch.nan).half(), randn(20, 16).half()]
     mean, count = symmetric(2, 32, 32), torch.ones(2)
     before = mean.clone()
-    skipped = average_grams_(mean, count, X, 1.0, 0.9, border=True, gate=torch.tensor(False))
+    skipped = average_grams_(mean, count, X, 1.0, 0.9, border=True, all_finite=torch.tensor(False))
     assert int(skipped) == 0
     assert torch.equal(mean, before)
     assert count.tolist() == [1, 1]

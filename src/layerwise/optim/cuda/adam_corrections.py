@@ -5,14 +5,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.optim.cuda import elementwise as fused
-from layerwise.optim.cuda.elementwise import Gate
+from layerwise.optim.cuda.elementwise import AllFinite
 
 
 @torch.no_grad()
 def corrections_(
-    steps: Float[Tensor, "K"], beta1: int | float, beta2: int | float, gate: Gate = None
+    steps: Float[Tensor, "K"], beta1: int | float, beta2: int | float, all_finite: AllFinite = None
 ) -> tuple[Float[Tensor, "K"], Float[Tensor, "K"]]:
-    """Count a step of each group, t, where the gate is open; returns ``1 − beta1ᵗ`` and ``1 − beta2ᵗ`` (of t ≥ 1).
+    """Count a step of each group, t, in a step that is taken; returns ``1 − beta1ᵗ`` and ``1 − beta2ᵗ`` (of t ≥ 1).
 
     >>> steps = torch.tensor([1.0])
     >>> corrections_(steps, 0.5, 0.0), steps
@@ -20,5 +20,5 @@ def corrections_(
     """
     found = torch.empty_like(steps), torch.empty_like(steps)
     if steps.numel():
-        fused.way_of(steps.unsqueeze(0)).corrections_(steps, *found, beta1, beta2, gate)
+        fused.way_of(steps.unsqueeze(0)).corrections_(steps, *found, beta1, beta2, all_finite)
     return found

@@ -189,7 +189,7 @@ class CudaBackend(Backend):
                 state[name] = laid_out(state[name], transposed)
             m, v, g = (X.mT if transposed else X.contiguous() for X in (state["m"], state["v"], grad))
             c1, c2 = corrections_(state["steps"], b1, b2, finite)
-            D = adam_(m, v, g, beta1=b1, beta2=b2, eps=eps, correction1=c1, correction2=c2, gate=finite)
+            D = adam_(m, v, g, beta1=b1, beta2=b2, eps=eps, correction1=c1, correction2=c2, all_finite=finite)
             return D.mT if transposed else D
         m, v, steps = state["m"], state["v"], state["steps"]
         steps += taken(1.0, grad, context)
@@ -233,7 +233,7 @@ class CudaBackend(Backend):
             out = torch.empty(grad.shape, dtype=torch.float16, device=grad.device)
         Y = rotated_adam_(
             M, V, rotated, beta1=b1, beta2=b2, eps=eps, correction1=c1, correction2=c2,
-            floor=floor(c2), gate=finite, out=out, factor=scale,
+            floor=floor(c2), all_finite=finite, out=out, factor=scale,
         )  # fmt: skip
         return Half(Y, torch.full_like(c1, scale)) if halves else Y
 

@@ -138,7 +138,7 @@ class CapturedStep:
     # --- the two graphs ------------------------------------------------------------------------------------
 
     def _gather(self, key: Hashable, contexts: Sequence[Context], scale: float) -> tuple[Any, bool]:
-        """Gradients with their gate, and whether they lie where the recording left them."""
+        """Gradients with the mask, and whether they lie where the recording left them."""
         made: list[Any] = []
 
         def call() -> None:

@@ -25,7 +25,7 @@ def squares_ema_(
 
     A weight of 0 leaves its matrix unchanged whatever R is; elsewhere an entry whose square is not finite leaves its
     own mean unchanged. (That a whole matrix be left out for one entry would take another pass over R, and gradients
-    have passed a gate before.)
+    were found finite before.)
 
     >>> squares_ema_(torch.ones(1, 1, 2), torch.tensor([[[3.0, torch.inf]]]), torch.tensor([0.5]), 2.0)
     tensor([[[9.5000, 1.0000]]])

@@ -1,8 +1,8 @@
 """What an optimizer's step does entry by entry, in one pass each: gather, average, Adam, momentum, and the descent.
 
 On a GPU with Triton every function is one launch (one for each 32 listed layers); elsewhere it is a few calls of
-torch, which the kernels are checked against. Nothing here asks the device for a value. A `gate` is a bool on the
-device, or None for an open one: where it is shut nothing changes, whatever the other arguments hold.
+torch, which the kernels are checked against. Nothing here asks the device for a value. `all_finite` is a bool on the
+device, or None for a step that is taken: where it is false nothing changes, whatever the other arguments hold.
 Stacks ``[K, O, I]`` may be strided along K (``state[groups]``), but each matrix lies in one piece.
 """
 
@@ -15,23 +15,27 @@ from torch import Tensor
 
 from layerwise.optim.cuda import elementwise_torch as fused_reference
 from layerwise.optim.cuda.checks import check_layers, check_means, check_whole
-from layerwise.optim.cuda.magnitudes import finite_gate as finite_gate
+from layerwise.optim.cuda.magnitudes import are_finite as are_finite
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton import elementwise as fused_launch
 from layerwise.optim.cuda.triton.products import available
 
 TAKEN = (torch.float32, torch.bfloat16, torch.float16)
 """Types that the kernels read; they compute in float32."""
-Gate = Bool[Tensor, ""] | None
+AllFinite = Bool[Tensor, ""] | None
 Layers = Sequence[Float[Tensor, "o i"]]
 Vectors = Sequence[Float[Tensor, "o"]] | None
 
 
 @torch.no_grad()
 def gather_(
-    out: Float[Tensor, "K O I"], weights: Layers, biases: Vectors = None, factor: int | float = 1.0, gate: Gate = None
+    out: Float[Tensor, "K O I"],
+    weights: Layers,
+    biases: Vectors = None,
+    factor: int | float = 1.0,
+    all_finite: AllFinite = None,
 ) -> Float[Tensor, "K O I"]:
-    """Fill a stack with ``factor · [weight, bias]`` of each layer, and zeros around; all zeros where the gate is shut.
+    """Fill a stack with ``factor · [weight, bias]`` of each layer, and zeros around; zeros in a step left out.
 
     >>> gather_(torch.empty(1, 2, 4), [torch.ones(1, 2)], [torch.ones(1)], 3.0).tolist()
     [[[3.0, 3.0, 3.0, 0.0], [0.0, 0.0, 0.0, 0.0]]]
@@ -39,7 +43,7 @@ def gather_(
     check_whole(out, "out")
     check_layers(out, "out", weights, biases)
     if out.numel():
-        way_of(out, layers=(weights, biases)).gather_(out, weights, biases, factor, gate)
+        way_of(out, layers=(weights, biases)).gather_(out, weights, biases, factor, all_finite)
     return out
 
 
@@ -56,7 +60,7 @@ def finish_(
     mu: int | float = 0.0,
     nesterov: bool = False,
     factor: Float[Tensor, ""] | int | float = 1.0,
-    gate: Gate = None,
+    all_finite: AllFinite = None,
 ) -> None:
     """The end of a step: momentum, decoupled decay and descent of each layer's weight, and of its bias by column i.
 
@@ -80,7 +84,7 @@ def finish_(
         first = D if momentum is None else momentum
         way = way_of(first, layers=(weights, biases), others=(D,), half=momentum is None)
         kept = (1 - lr * decay, lr) if rates is None else rates
-        way.finish_(weights, biases, D, scales, momentum, kept, mu, nesterov, factor, gate)
+        way.finish_(weights, biases, D, scales, momentum, kept, mu, nesterov, factor, all_finite)
 
 
 @torch.no_grad()
@@ -130,7 +134,7 @@ def rotated_adam_(
     correction1: Float[Tensor, "K"],
     correction2: Float[Tensor, "K"],
     floor: Float[Tensor, "K"] | None = None,
-    gate: Gate = None,
+    all_finite: AllFinite = None,
     out: Float[Tensor, "K O I"] | None = None,
     factor: int | float = 1.0,
 ) -> Float[Tensor, "K O I"]:
@@ -138,14 +142,14 @@ def rotated_adam_(
 
     The corrections are ``c = 1 − βᵗ``. With a `floor` the step is multiplied by ``max(0, 1 − floor/V)``, by the new V:
     there is none where V is no more than what rounding leaves. `out` may be R, or of half precision; what it gets is
-    `factor` times the step, in float16 cut off where it is too large (NaN stays). Where the gate is shut it is zero.
+    `factor` times the step, in float16 cut off where it is too large (NaN stays). In a step left out it is zero.
 
     >>> M, V, c = torch.zeros(1, 1, 1), torch.zeros(1, 1, 1), torch.tensor([0.5])
     >>> step = rotated_adam_(M, V, torch.ones(1, 1, 1), beta1=0.5, beta2=0.5, eps=0.0, correction1=c, correction2=c)
     >>> M.item(), V.item(), round(step.item(), 6)
     (0.5, 0.5, 1.0)
     """
-    return _adam(M, V, R, out, factor, (beta1, beta2, eps, correction1, correction2, True, floor, gate))
+    return _adam(M, V, R, out, factor, (beta1, beta2, eps, correction1, correction2, True, floor, all_finite))
 
 
 @torch.no_grad()
@@ -159,7 +163,7 @@ def adam_(
     eps: int | float,
     correction1: Float[Tensor, "K"],
     correction2: Float[Tensor, "K"],
-    gate: Gate = None,
+    all_finite: AllFinite = None,
     out: Float[Tensor, "K O I"] | None = None,
 ) -> Float[Tensor, "K O I"]:
     """Adam's step ``(m/c₁) / (√v/√c₂ + ε)``; otherwise as `rotated_adam_`.
@@ -168,7 +172,7 @@ def adam_(
     >>> adam_(m, v, torch.ones(1, 1, 1), beta1=0.5, beta2=0.5, eps=1.0, correction1=c, correction2=c)
     tensor([[[0.5000]]])
     """
-    return _adam(m, v, g, out, 1.0, (beta1, beta2, eps, correction1, correction2, False, None, gate))
+    return _adam(m, v, g, out, 1.0, (beta1, beta2, eps, correction1, correction2, False, None, all_finite))
 
 
 def _adam(
@@ -185,12 +189,16 @@ def _adam(
 
 @torch.no_grad()
 def momentum_half_(
-    M: Float[Tensor, "K O I"], G: Float[Tensor, "K O I"], mu: int | float, nesterov: bool = True, gate: Gate = None
+    M: Float[Tensor, "K O I"],
+    G: Float[Tensor, "K O I"],
+    mu: int | float,
+    nesterov: bool = True,
+    all_finite: AllFinite = None,
 ) -> tuple[BFloat16[Tensor, "K O I"], Float[Tensor, "K"]]:
     """Muon's ``M ← mu·M + (1 − mu) G``, what is orthogonalized in bfloat16, and its squared norms.
 
     That is M, or with `nesterov` ``mu·M + (1 − mu) G`` once more. The squares are of values that are not rounded yet,
-    added in an order that does not change. Where the gate is shut both are zero.
+    added in an order that does not change. In a step that is left out both are zero.
 
     >>> M = torch.zeros(1, 1, 2)
     >>> half, squares = momentum_half_(M, torch.tensor([[[2.0, 4.0]]]), 0.5, nesterov=False)
@@ -199,7 +207,7 @@ def momentum_half_(
     """
     check_whole(M, "M")
     check_whole(G, "G")
-    return way_of(M, others=(G,)).momentum_half_(M, G, mu, nesterov, gate)
+    return way_of(M, others=(G,)).momentum_half_(M, G, mu, nesterov, all_finite)
 
 
 @torch.no_grad()

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-Gate = Tensor | None
+AllFinite = Tensor | None
 
 
-def chosen(gate: Gate, new: Tensor, old: Tensor | int | float) -> Tensor:
-    """The new values, or the old where the gate is shut."""
-    return new if gate is None else torch.where(gate, new, old)
+def chosen(all_finite: AllFinite, new: Tensor, old: Tensor | int | float) -> Tensor:
+    """The new values, or the old in a step that is left out."""
+    return new if all_finite is None else torch.where(all_finite, new, old)
 
 
 def per_group(numbers: Tensor, X: Tensor) -> Tensor:
@@ -19,15 +19,15 @@ def per_group(numbers: Tensor, X: Tensor) -> Tensor:
 
 
 def gather_(
-    out: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, factor: int | float, gate: Gate
+    out: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, factor: int | float, all_finite: AllFinite
 ) -> None:
     """`fused.gather_`."""
     out.zero_()
     o, i = weights[0].shape
     for k, weight in enumerate(weights):
-        out[k, :o, :i] = chosen(gate, factor * weight.to(out.dtype), 0.0)
+        out[k, :o, :i] = chosen(all_finite, factor * weight.to(out.dtype), 0.0)
         if biases is not None:
-            out[k, :o, i] = chosen(gate, factor * biases[k].to(out.dtype), 0.0)
+            out[k, :o, i] = chosen(all_finite, factor * biases[k].to(out.dtype), 0.0)
 
 
 def finish_(
@@ -40,23 +40,25 @@ def finish_(
     mu: int | float,
     nesterov: bool,
     factor: Tensor | int | float,
-    gate: Gate,
+    all_finite: AllFinite,
 ) -> None:
     """`fused.finish_`."""
     update = over(widened(D), scales) * factor
     if momentum is not None:
         buffer = update + mu * momentum
-        momentum.copy_(chosen(gate, buffer, momentum))
+        momentum.copy_(chosen(all_finite, buffer, momentum))
         update = update + mu * buffer if nesterov else buffer
     (o, i), (keep, lr) = weights[0].shape, rates
     for k, weight in enumerate(weights):
-        _descend_(weight, update[k, :o, :i], keep, lr, gate)
+        _descend_(weight, update[k, :o, :i], keep, lr, all_finite)
         if biases is not None:
-            _descend_(biases[k], update[k, :o, i], keep, lr, gate)
+            _descend_(biases[k], update[k, :o, i], keep, lr, all_finite)
 
 
-def _descend_(W: Tensor, update: Tensor, keep: Tensor | int | float, lr: Tensor | int | float, gate: Gate) -> None:
-    W.copy_(chosen(gate, (keep * W.to(update.dtype) - lr * update).to(W.dtype), W))
+def _descend_(
+    W: Tensor, update: Tensor, keep: Tensor | int | float, lr: Tensor | int | float, all_finite: AllFinite
+) -> None:
+    W.copy_(chosen(all_finite, (keep * W.to(update.dtype) - lr * update).to(W.dtype), W))
 
 
 def ema_(mean: Tensor, new: Tensor, weight: Tensor, divisor: Tensor | int | float) -> None:
@@ -89,16 +91,16 @@ def adam_(
     correction2: Tensor,
     rotated: bool,
     floor: Tensor | None,
-    gate: Gate,
+    all_finite: AllFinite,
 ) -> None:
     """`fused.adam_` and `fused.rotated_adam_`."""
     G = over(G.to(M.dtype), scales)
-    M.copy_(chosen(gate, M.lerp(G, 1 - beta1), M))
-    V.copy_(chosen(gate, beta2 * V + (1 - beta2) * G * G, V))
+    M.copy_(chosen(all_finite, M.lerp(G, 1 - beta1), M))
+    V.copy_(chosen(all_finite, beta2 * V + (1 - beta2) * G * G, V))
     c1, c2 = per_group(correction1, M), per_group(correction2, M)
     d = M / (V.sqrt() + eps) * (c2.sqrt() / c1) if rotated else M / c1 / (V.sqrt() / c2.sqrt() + eps)
     d = d if floor is None else d * above(V, floor)
-    step.copy_(cut(chosen(gate, d if factor == 1 else d * factor, 0.0), step.dtype))
+    step.copy_(cut(chosen(all_finite, d if factor == 1 else d * factor, 0.0), step.dtype))
 
 
 def above(V: Tensor, floor: Tensor) -> Tensor:
@@ -107,19 +109,26 @@ def above(V: Tensor, floor: Tensor) -> Tensor:
     return (floor / V).neg_().add_(1.0).clamp_min_(0.0)
 
 
-def momentum_half_(M: Tensor, G: Tensor, mu: int | float, nesterov: bool, gate: Gate) -> tuple[Tensor, Tensor]:
+def momentum_half_(
+    M: Tensor, G: Tensor, mu: int | float, nesterov: bool, all_finite: AllFinite
+) -> tuple[Tensor, Tensor]:
     """`fused.momentum_half_`."""
     G = G.to(M.dtype)
-    M.copy_(chosen(gate, M.lerp(G, 1 - mu), M))
-    update = chosen(gate, G.lerp(M, mu) if nesterov else M, 0.0)
+    M.copy_(chosen(all_finite, M.lerp(G, 1 - mu), M))
+    update = chosen(all_finite, G.lerp(M, mu) if nesterov else M, 0.0)
     return update.to(torch.bfloat16), update.square().flatten(1).sum(1)
 
 
 def corrections_(
-    steps: Tensor, correction1: Tensor, correction2: Tensor, beta1: int | float, beta2: int | float, gate: Gate
+    steps: Tensor,
+    correction1: Tensor,
+    correction2: Tensor,
+    beta1: int | float,
+    beta2: int | float,
+    all_finite: AllFinite,
 ) -> None:
     """`fused_adam.corrections_`."""
-    steps.copy_(chosen(gate, steps + 1, steps))
+    steps.copy_(chosen(all_finite, steps + 1, steps))
     t = steps.double().clamp_min(1)
     for correction, beta in ((correction1, beta1), (correction2, beta2)):
         correction.copy_(1 - beta**t)

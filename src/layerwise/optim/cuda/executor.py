@@ -285,7 +285,7 @@ class AsynchronousExecutor(Executor):
             mu=mu,
             nesterov=stack.group["nesterov"],
             factor=factor,
-            gate=part.context.device_step.all_finite,
+            all_finite=part.context.device_step.all_finite,
         )
 
     def _with_momentum(self, part: Part, D: Tensor, factor: float | Tensor) -> Tensor:

@@ -49,10 +49,10 @@ def magnitudes(tensors: Sequence[Float[Tensor, "..."]]) -> Magnitudes:
     return Magnitudes((largest < torch.inf).all(), largest, tuple(places))
 
 
-def finite_gate(tensors: Sequence[Float[Tensor, "..."]]) -> Bool[Tensor, ""]:
+def are_finite(tensors: Sequence[Float[Tensor, "..."]]) -> Bool[Tensor, ""]:
     """Whether all entries are finite, by the largest magnitude of each tensor: no sum that could overflow.
 
-    >>> finite_gate([torch.tensor([3e38, 3e38]), torch.ones(2, 2)]), finite_gate([torch.tensor([0.0, torch.nan])])
+    >>> are_finite([torch.tensor([3e38, 3e38]), torch.ones(2, 2)]), are_finite([torch.tensor([0.0, torch.nan])])
     (tensor(True), tensor(False))
     """
     return magnitudes(tensors).finite

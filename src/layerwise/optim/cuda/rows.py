@@ -160,7 +160,7 @@ def average_rows_(mean: Float[Tensor, "K *n"], count: Tensor, rows: StackRows, d
             mean.copy_(packed.pack(square))
         return
     X = [layer.X for layer in rows.layers]
-    skipped = average_grams_(mean, count, X, alpha, decay, gate=taken, border=first.bias, half=first.half)
+    skipped = average_grams_(mean, count, X, alpha, decay, all_finite=taken, border=first.bias, half=first.half)
     context.health.count("skipped_statistics", skipped)
 
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
 
-Gate = Tensor | None
+AllFinite = Tensor | None
 
 
-def byte(gate: Gate) -> Tensor | None:
-    """A gate as the kernels read it."""
-    return None if gate is None else gate.view(torch.uint8)
+def byte(all_finite: AllFinite) -> Tensor | None:
+    """A mask as the kernels read it."""
+    return None if all_finite is None else all_finite.view(torch.uint8)
 
 
 def bits(largest: Tensor | None) -> Tensor | None:

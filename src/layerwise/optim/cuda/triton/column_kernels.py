@@ -58,8 +58,8 @@ def column_kernel(
 @_jit
 @no_type_check
 def border_kernel(
-    mean, count, weight, skipped, sums, squares, gate, alpha, rest_hi, rest_lo, log_hi, log_lo, n, parts, blocks, K,
-    mean_k, mean_row, BORDER: tl.constexpr, PACKED: tl.constexpr, HAS_GATE: tl.constexpr, COLUMNS: tl.constexpr,
+    mean, count, weight, skipped, sums, squares, all_finite, alpha, rest_hi, rest_lo, log_hi, log_lo, n, parts, blocks,
+    K, mean_k, mean_row, BORDER: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, COLUMNS: tl.constexpr,
     GROUPS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Of one mean: whether its layer is taken, its count, the weight of what is new, and the column of the bias.
@@ -78,8 +78,8 @@ def border_kernel(
         total += tl.sum(tl.load(squares + groups[:, None] * each + here[None, :], mask=inside, other=0.0), axis=1)
     finite = (total < float("inf")) & (total * alpha < float("inf"))  # nan is not less than anything
     asked = groups < K
-    if HAS_GATE:
-        asked = asked & (tl.load(gate) != 0)
+    if MASKED:
+        asked = asked & (tl.load(all_finite) != 0)
     take = tl.sum(((groups == k) & finite & asked).to(tl.int32), axis=0)
     if k == 0:
         tl.store(skipped, tl.sum((asked & ~finite).to(tl.int32), axis=0).to(tl.int64))

@@ -38,7 +38,7 @@ def average_grams_(
     alpha: int | float,
     decay: int | float,
     *,
-    gate: Bool[Tensor, ""] | None = None,
+    all_finite: Bool[Tensor, ""] | None = None,
     border: bool = False,
     half: torch.dtype = torch.bfloat16,
     parts: int | None = None,
@@ -47,8 +47,8 @@ def average_grams_(
 
     Means are ``[K, N, N]``, or `packed`. With `border`, row and column n follow ``alpha·Xᵀ1`` and their corner 1, the
     moment of a bias. A matrix with an entry that is not finite, or whose squares are not, changes nothing; nor does any
-    where the gate is shut. `X` has one matrix for each mean, alike in shape, strides and type; those of float32 are
-    rounded to `half`. Returns how many matrices were left out behind an open gate.
+    in a step that is left out. `X` has one matrix for each mean, alike in shape, strides and type; those of float32 are
+    rounded to `half`. Returns how many matrices were left out in a step that is taken.
     """
     first, K = X[0], len(X)
     m, n = first.shape
@@ -71,9 +71,10 @@ def average_grams_(
                 LISTED=len(listed), SUMS=border, CAST=cast, COLUMNS=COLUMNS, ROWS=ROWS, num_warps=4,
             )  # fmt: skip
         launch.border_kernel[(K,)](
-            mean, count, weight, skipped, sums, squares, None if gate is None else gate.view(torch.uint8), float(alpha),
-            *_memory(decay), n, parts, blocks, K,
-            mean.stride(0), mean.stride(1), BORDER=border, PACKED=is_packed(mean), HAS_GATE=gate is not None,
+            mean, count, weight, skipped, sums, squares,
+            None if all_finite is None else all_finite.view(torch.uint8), float(alpha), *_memory(decay), n, parts,
+            blocks, K, mean.stride(0), mean.stride(1), BORDER=border, PACKED=is_packed(mean),
+            MASKED=all_finite is not None,
             COLUMNS=_power_of_two(n), GROUPS=_power_of_two(K), PARTS=LOOKED_AT, num_warps=8,
         )  # fmt: skip
     made = X if rounded is None else rounded

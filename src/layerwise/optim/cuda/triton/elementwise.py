@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from layerwise.optim.cuda.triton.arguments import (
-    Gate,
+    AllFinite,
     add_up,
     basis_kernels,
     bits,
@@ -32,7 +32,7 @@ MOST_ENTRIES = 2**31 - 2**16  # of one group: offsets in it are 32 bits
 
 
 def gather_(
-    out: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, factor: int | float, gate: Gate
+    out: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, factor: int | float, all_finite: AllFinite
 ) -> None:
     """`fused.gather_`."""
     (o, i), (O, I) = weights[0].shape, out.shape[1:]
@@ -41,8 +41,9 @@ def gather_(
             these = tuple(weights[start : start + LISTED])
             those = None if biases is None else tuple(biases[start : start + LISTED])
             kernels().gather_kernel[(tiles(O, I), len(these))](
-                from_group(out, start), these, those, byte(gate), float(factor), O, I, o, i, out.stride(0),
-                row_stride(these[0]), LISTED=len(these), HAS_BIAS=those is not None, HAS_GATE=gate is not None, **TILE,
+                from_group(out, start), these, those, byte(all_finite), float(factor), O, I, o, i, out.stride(0),
+                row_stride(these[0]), LISTED=len(these), HAS_BIAS=those is not None, MASKED=all_finite is not None,
+                **TILE,
             )  # fmt: skip
 
 
@@ -56,7 +57,7 @@ def finish_(
     mu: int | float,
     nesterov: bool,
     factor: Tensor | int | float,
-    gate: Gate,
+    all_finite: AllFinite,
 ) -> None:
     """`fused.finish_`."""
     (o, i), (O, I) = weights[0].shape, D.shape[1:]
@@ -70,10 +71,10 @@ def finish_(
             those = None if biases is None else tuple(biases[start : start + LISTED])
             kernels().finish_kernel[(tiles(O, I), len(these))](
                 these, those, from_group(D, start), listed(scales, start), from_group(momentum, start), factor_at,
-                rates_at, byte(gate), host, float(keep), float(lr), float(mu), O, I, o, i, row_stride(these[0]),
+                rates_at, byte(all_finite), host, float(keep), float(lr), float(mu), O, I, o, i, row_stride(these[0]),
                 *D.stride(), momentum_k, LISTED=len(these), SCALES=len(scales), HAS_BIAS=those is not None,
                 HAS_MOMENTUM=momentum is not None, NESTEROV=nesterov, HAS_FACTOR=factor_at is not None,
-                HAS_RATES=rates_at is not None, HAS_GATE=gate is not None, **TILE,
+                HAS_RATES=rates_at is not None, MASKED=all_finite is not None, **TILE,
             )  # fmt: skip
     # Autograd sees changes that torch makes; those of a kernel it must be told of.
     torch.autograd.graph.increment_version([*weights, *(biases or ())])
@@ -114,7 +115,7 @@ def adam_(
     correction2: Tensor,
     rotated: bool,
     floor: Tensor | None,
-    gate: Gate,
+    all_finite: AllFinite,
 ) -> None:
     """`fused.adam_` and `fused.rotated_adam_`."""
     entries, groups = M[0].numel(), len(M)
@@ -123,36 +124,50 @@ def adam_(
         entries, groups = entries * groups, 1
     with on(M.device):
         kernels().adam_kernel[(blocks(entries), groups)](
-            M, V, G, listed(scales, 0), step, byte(gate), correction1.contiguous(), correction2.contiguous(),
+            M, V, G, listed(scales, 0), step, byte(all_finite), correction1.contiguous(), correction2.contiguous(),
             correction2 if floor is None else floor.contiguous(),
             float(1 - beta1), float(beta2), float(1 - beta2), float(eps), float(factor), entries,
             M.stride(0), V.stride(0), G.stride(0), step.stride(0),
             SCALES=len(scales), ROTATED=rotated, FLAT=flat if groups == 1 else 0, HAS_FLOOR=floor is not None,
-            HAS_GATE=gate is not None, **BLOCK,
+            MASKED=all_finite is not None, **BLOCK,
         )  # fmt: skip
 
 
-def momentum_half_(M: Tensor, G: Tensor, mu: int | float, nesterov: bool, gate: Gate) -> tuple[Tensor, Tensor]:
+def momentum_half_(
+    M: Tensor, G: Tensor, mu: int | float, nesterov: bool, all_finite: AllFinite
+) -> tuple[Tensor, Tensor]:
     """`fused.momentum_half_`."""
     entries = M[0].numel()
     half = torch.empty(M.shape, dtype=torch.bfloat16, device=M.device)
     partial = torch.empty(len(M), blocks(entries), dtype=torch.float32, device=M.device)
     with on(M.device):
         kernels().momentum_half_kernel[(blocks(entries), len(M))](
-            M, G, half, partial, byte(gate), float(1 - mu), float(mu), entries, M.stride(0), G.stride(0),
-            NESTEROV=nesterov, HAS_GATE=gate is not None, **BLOCK,
+            M, G, half, partial, byte(all_finite), float(1 - mu), float(mu), entries, M.stride(0), G.stride(0),
+            NESTEROV=nesterov, MASKED=all_finite is not None, **BLOCK,
         )  # fmt: skip
     return half, partial.sum(1)
 
 
 def corrections_(
-    steps: Tensor, correction1: Tensor, correction2: Tensor, beta1: int | float, beta2: int | float, gate: Gate
+    steps: Tensor,
+    correction1: Tensor,
+    correction2: Tensor,
+    beta1: int | float,
+    beta2: int | float,
+    all_finite: AllFinite,
 ) -> None:
     """`fused_adam.corrections_`."""
     logs = (math.log(max(beta, 1e-300)) for beta in (beta1, beta2))
     with on(steps.device):
         kernels().corrections_kernel[(blocks(len(steps)),)](
-            steps, correction1, correction2, byte(gate), *logs, len(steps), HAS_GATE=gate is not None, **BLOCK
+            steps,
+            correction1,
+            correction2,
+            byte(all_finite),
+            *logs,
+            len(steps),
+            MASKED=all_finite is not None,
+            **BLOCK,
         )
 
 

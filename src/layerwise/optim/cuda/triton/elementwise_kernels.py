@@ -19,7 +19,7 @@ def _jit(kernel: Any) -> Any:
 
 
 # `no_type_check` keeps checkers that rewrite functions at import away from kernels, which Triton reads as text.
-# A gate is a byte on the device. Where it is shut, masks keep every load and store away: nothing is multiplied by 0.
+# `all_finite` is a byte on the device. Where it is 0, masks keep every load and store away: nothing is multiplied by 0.
 
 
 @_jit
@@ -81,16 +81,16 @@ def stored(x, KIND: tl.constexpr):
 @_jit
 @no_type_check
 def gather_kernel(
-    out, weights, biases, gate, factor, O, I, o, i, out_k, weight_row,
-    LISTED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GATE: tl.constexpr,
+    out, weights, biases, all_finite, factor, O, I, o, i, out_k, weight_row,
+    LISTED: tl.constexpr, HAS_BIAS: tl.constexpr, MASKED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One tile of factor·[weight, bias], with zeros around."""
     k = tl.program_id(1).to(tl.int64)
     rows, columns = tile(I, ROWS, COLUMNS)
     own = rows < o
-    if HAS_GATE:
-        own = own & (tl.load(gate) != 0)
+    if MASKED:
+        own = own & (tl.load(all_finite) != 0)
     weight = weights[0]
     for q in tl.static_range(1, LISTED):
         weight = tl.where(k == q, weights[q], weight)
@@ -108,18 +108,18 @@ def gather_kernel(
 @_jit
 @no_type_check
 def finish_kernel(
-    weights, biases, D, scales, momentum, factor_at, rates, gate, factor, keep, lr, mu, O, I, o, i, weight_row,
+    weights, biases, D, scales, momentum, factor_at, rates, all_finite, factor, keep, lr, mu, O, I, o, i, weight_row,
     D_k, D_row, D_column, momentum_k,
     LISTED: tl.constexpr, SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
-    NESTEROV: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_RATES: tl.constexpr, HAS_GATE: tl.constexpr,
+    NESTEROV: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_RATES: tl.constexpr, MASKED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Momentum and weights (and biases) of one tile: W ← keep·W − lr·update."""
     k = tl.program_id(1).to(tl.int64)
     rows, columns = tile(I, ROWS, COLUMNS)
     inside = (rows < O) & (columns < I)
-    if HAS_GATE:
-        inside = inside & (tl.load(gate) != 0)
+    if MASKED:
+        inside = inside & (tl.load(all_finite) != 0)
     at = rows * I + columns
     update = tl.load(D + k * D_k + rows * D_row + columns * D_column, mask=inside, other=0.0).to(tl.float32)
     update = unscaled(update, scales, k, SCALES) * factor
@@ -185,17 +185,17 @@ def finite_kernel(flags, X, n, X_k, step, BLOCK: tl.constexpr):
 @_jit
 @no_type_check
 def adam_kernel(
-    M, V, G, scales, step, gate, correction1, correction2, floor_at, weight1, beta2, weight2, eps, factor, entries,
-    M_k, V_k, G_k, step_k,
-    SCALES: tl.constexpr, ROTATED: tl.constexpr, FLAT: tl.constexpr, HAS_FLOOR: tl.constexpr, HAS_GATE: tl.constexpr,
+    M, V, G, scales, step, all_finite, correction1, correction2, floor_at, weight1, beta2, weight2, eps, factor,
+    entries, M_k, V_k, G_k, step_k,
+    SCALES: tl.constexpr, ROTATED: tl.constexpr, FLAT: tl.constexpr, HAS_FLOOR: tl.constexpr, MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Both moments and Adam's step on one block, of FLAT > 0: of all groups, each so large; ROTATED: ε as it is."""
     k = tl.program_id(1).to(tl.int64)
     at, inside = block(entries, BLOCK)
     taken = inside
-    if HAS_GATE:
-        taken = inside & (tl.load(gate) != 0)
+    if MASKED:
+        taken = inside & (tl.load(all_finite) != 0)
     g = unscaled(tl.load(G + k * G_k + at, mask=taken, other=0.0).to(tl.float32), scales, k, SCALES)
     m = lerp(tl.load(M + k * M_k + at, mask=taken, other=0.0).to(tl.float32), g, weight1)
     v = beta2 * tl.load(V + k * V_k + at, mask=taken, other=0.0).to(tl.float32) + weight2 * g * g
@@ -218,15 +218,15 @@ def adam_kernel(
 @_jit
 @no_type_check
 def momentum_half_kernel(
-    M, G, half, partial, gate, weight, mu, entries, M_k, G_k,
-    NESTEROV: tl.constexpr, HAS_GATE: tl.constexpr, BLOCK: tl.constexpr,
+    M, G, half, partial, all_finite, weight, mu, entries, M_k, G_k,
+    NESTEROV: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Muon's momentum on one block, what is orthogonalized in half precision, and the sum of its squares."""
     k = tl.program_id(1).to(tl.int64)
     at, inside = block(entries, BLOCK)
     taken = inside
-    if HAS_GATE:
-        taken = inside & (tl.load(gate) != 0)
+    if MASKED:
+        taken = inside & (tl.load(all_finite) != 0)
     g = tl.load(G + k * G_k + at, mask=taken, other=0.0).to(tl.float32)
     m = lerp(tl.load(M + k * M_k + at, mask=taken, other=0.0).to(tl.float32), g, weight)
     tl.store(M + k * M_k + at, m, mask=taken)
@@ -250,14 +250,14 @@ def dot_kernel(X, scales, Y, partial, entries, X_k, Y_k, SCALES: tl.constexpr, B
 @_jit
 @no_type_check
 def corrections_kernel(
-    steps, correction1, correction2, gate, log1, log2, groups, HAS_GATE: tl.constexpr, BLOCK: tl.constexpr
+    steps, correction1, correction2, all_finite, log1, log2, groups, MASKED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One more step where the gate is open, and 1 − βᵗ."""
+    """One more step in a step that is taken, and 1 − βᵗ."""
     at, inside = block(groups, BLOCK)
     t = tl.load(steps + at, mask=inside, other=0.0)
     taken = inside
-    if HAS_GATE:
-        taken = inside & (tl.load(gate) != 0)
+    if MASKED:
+        taken = inside & (tl.load(all_finite) != 0)
     t = tl.where(taken, t + 1.0, t)
     tl.store(steps + at, t, mask=taken)
     t = tl.maximum(t, 1.0).to(tl.float64)  # in float32 a first 1 − β of 1e-3 would have four digits
