@@ -109,7 +109,7 @@ def test_a_whole_graph_is_refused_with_the_reason():
     model = mlp()
     opt = lw.optim.KFAC(model, lr=0.01, scale="formula")
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="leave fullgraph=True out"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Leave fullgraph=True out"):
         train_step(compiled, opt, DATA[0], cross_entropy)
 
 

@@ -258,7 +258,7 @@ def test_options_that_do_not_go_together():
         ({"graft": "adam"}, "graft='adam' with scale"),
         ({"loss_average": "words"}, "loss_average='words'"),
         ({"betas": (0.9, 0.95), "scale": "formula"}, "which has no moments of AdamW"),
-        ({"betas": 0.9}, "betas=0.9; expected: two numbers"),
+        ({"betas": 0.9}, r"betas=0\.9\. Expected two numbers"),
         ({"betas": (0.9, 1.0)}, "betas=1.0"),
     ):
         with pytest.raises(InputError, match=words):
@@ -269,7 +269,7 @@ def test_options_that_do_not_go_together():
 
 @pytest.mark.parametrize(
     ("option", "words"),
-    [("fused", "leave fused out: steps are"), ("wieght_decay", "mean weight_decay"), ("zzz", "help")],
+    [("fused", "Leave fused out: steps are"), ("wieght_decay", "mean 'weight_decay'"), ("zzz", "help")],
 )
 def test_options_of_others_and_misspelt_ones(option: str, words: str):
     with pytest.raises(TypeError, match=words):
