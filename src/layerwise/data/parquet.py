@@ -90,7 +90,9 @@ def _open(path: Path, columns: Sequence[str]) -> Any:
         found = parquet.ParquetFile(path)
     except (arrow.ArrowInvalid, OSError) as error:
         raise FileFormatError(
-            describe(f"{path}, which cannot be read ({str(error).splitlines()[0]})", "a parquet file", "download it again")
+            describe(
+                f"{path}, which cannot be read ({str(error).splitlines()[0]})", "a parquet file", "download it again"
+            )
         ) from error
     missing = [column for column in columns if column not in found.schema_arrow.names]
     if missing:
