@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 import layerwise as lw
 from layerwise.data.digits import digits
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.structure.eigenpairs import BLOCK, lanczos_pairs
 
 AIM_SECONDS, AIM_RATIO = 60.0, 5.0
@@ -63,7 +63,7 @@ class Problem:
     def ours(self) -> None:
         H = lw.structure.layer_hessian(self.model, self.batches, str(LAYER), gauss_newton=True)
         if self.products == "pairs":
-            H.rows.multiply = half_pairs.multiply  # pyright: ignore[reportAttributeAccessIssue]
+            H.rows.multiply = split_fp16.multiply  # pyright: ignore[reportAttributeAccessIssue]
         counted = self.counted("layerwise", H._times)
         self.keep("layerwise", self.lanczos(counted))
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from layerwise.layers.io.standard import Standard
-from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.cuda import elementwise
 from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, scaled, squares_ema_
 from layerwise.optim.cuda.fp16_steps import damped_half
-from layerwise.optim.cuda.triton import elementwise as fused_launch
+from layerwise.optim.cuda.triton import elementwise as triton_elementwise
 from layerwise.optim.cuda.triton.products import available
 from random_tensors import cuda_randn as randn
 from waiting import nothing_waits
@@ -29,10 +29,10 @@ MEANS = [torch.float32, torch.bfloat16]
 def same_by_both_ways(monkeypatch: pytest.MonkeyPatch, call: Callable[[], list[Tensor]]) -> list[Tensor]:
     """What a function that makes its own inputs returns, by the kernels alone and by torch."""
     with monkeypatch.context() as patch:
-        patch.setattr(fused, "fused_reference", None)
+        patch.setattr(elementwise, "elementwise_torch", None)
         found = call()
     with monkeypatch.context() as patch:
-        patch.setattr(fused, "available", lambda device: False)
+        patch.setattr(elementwise, "available", lambda device: False)
         expected = call()
     for x, y in zip(found, expected, strict=True):
         assert x.dtype == y.dtype
@@ -152,7 +152,7 @@ def test_numbers_do_not_compile_again_and_nothing_waits():
         scaled(R, s[..., 0], s[:, 0], out=R, along=along)
 
     def compiled() -> int:
-        kernels = fused_launch.basis_kernels()
+        kernels = triton_elementwise.basis_kernels()
         names = ("squares_ema_kernel", "damped_quotient_kernel", "scaled_kernel")
         caches = [getattr(kernels, name).device_caches[torch.cuda.current_device()][0] for name in names]
         return sum(len(cache) for cache in caches)

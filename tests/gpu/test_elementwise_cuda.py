@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.optim.cuda import elementwise as fused
-from layerwise.optim.cuda import elementwise_torch as fused_reference
-from layerwise.optim.cuda.triton import elementwise as fused_launch
+from layerwise.optim.cuda import elementwise, elementwise_torch
+from layerwise.optim.cuda.triton import elementwise as triton_elementwise
 from layerwise.optim.cuda.triton.products import available
 from random_tensors import cuda_randn as randn
 from waiting import nothing_waits
@@ -36,10 +35,10 @@ def layers(K: int, o: int, i: int, dtype: torch.dtype) -> tuple[list[Tensor], li
 def both(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> tuple[Any, Any]:
     """What a function that makes its own inputs returns: by the kernels alone, and by torch."""
     with monkeypatch.context() as patch:
-        patch.setattr(fused, "fused_reference", None)
+        patch.setattr(elementwise, "elementwise_torch", None)
         found = call()
     with monkeypatch.context() as patch:
-        patch.setattr(fused, "available", lambda device: False)
+        patch.setattr(elementwise, "available", lambda device: False)
         return found, call()
 
 
@@ -71,7 +70,8 @@ def test_gather(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: 
     def call() -> list[Tensor]:
         stacks = [torch.full((2 * K, O, I), torch.nan, device="cuda")[::2] for _ in range(2)]
         return [
-            fused.gather_(s, weights, b, 0.5, mask_of(all_finite)) for s, b in zip(stacks, (biases, None), strict=True)
+            elementwise.gather_(s, weights, b, 0.5, mask_of(all_finite))
+            for s, b in zip(stacks, (biases, None), strict=True)
         ]
 
     found, expected = both(monkeypatch, call)
@@ -94,7 +94,7 @@ def test_finish(
             D = D * torch.nan if all_finite == "shut" else D
             D = D if biased else D.mT.contiguous().mT
             M = None if kind == "plain" else randn(2 * K, O, I, seed=6)[::2]
-            fused.finish_(weights, biases if biased else None, D, M, factor=factor, **options)
+            elementwise.finish_(weights, biases if biased else None, D, M, factor=factor, **options)
             all_changed += [*weights, *biases, *([] if M is None else [M])]
         return all_changed
 
@@ -114,9 +114,9 @@ def test_ema(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], dtype: tor
         new[2] = torch.nan
         mean, vectors = randn(6, n, n)[::2], randn(3, n)
         return [
-            fused.ema_(mean, new, weight, divisor).clone(),
-            fused.ema_(mean, new, weight, 3.0),
-            fused.ema_(vectors, new[:, 0], weight, divisor),
+            elementwise.ema_(mean, new, weight, divisor).clone(),
+            elementwise.ema_(mean, new, weight, 3.0),
+            elementwise.ema_(vectors, new[:, 0], weight, divisor),
         ]
 
     found, expected = both(monkeypatch, call)
@@ -129,19 +129,19 @@ def test_ema(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], dtype: tor
 def test_finite_diagonals(n: int):
     X = torch.ones(4, n, n, device="cuda")
     X[0, 0, 0], X[1, -1, -1], X[2, n // 2, n // 2] = torch.nan, torch.inf, -torch.inf
-    assert fused.finite_diagonals(X).tolist() == [False, False, False, True]
-    assert fused.finite_diagonals(X[:, 0, :1].bfloat16()).tolist() == [False, n > 1, n > 1, True]
+    assert elementwise.finite_diagonals(X).tolist() == [False, False, False, True]
+    assert elementwise.finite_diagonals(X[:, 0, :1].bfloat16()).tolist() == [False, n > 1, n > 1, True]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_finite_gate(dtype: torch.dtype):
     tensors = [torch.full((300, 7000), 6e4, device="cuda").to(dtype), *(randn(7).to(dtype) for _ in range(400))]
-    assert bool(fused.are_finite([*tensors, randn(5).double()]))
+    assert bool(elementwise.are_finite([*tensors, randn(5).double()]))
     for bad in (torch.nan, torch.inf, -torch.inf):
         for at in (0, 250):
             broken = [X.clone() if place == at else X for place, X in enumerate(tensors)]
             broken[at].view(-1)[-1] = bad
-            assert not bool(fused.are_finite(broken))
+            assert not bool(elementwise.are_finite(broken))
 
 
 @pytest.mark.parametrize(("shape", "rotated", "all_finite"), STACKED)
@@ -149,7 +149,7 @@ def test_adam(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], rotated: 
     K = shape[0]
     t = torch.arange(1.0, K + 1, device="cuda")
     numbers = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "correction1": 1 - 0.9**t, "correction2": 1 - 0.95**t}
-    adam = fused.rotated_adam_ if rotated else fused.adam_
+    adam = elementwise.rotated_adam_ if rotated else elementwise.adam_
     numbers |= {"floor": 0.3 * t / K} if rotated else {}
 
     def call() -> list[Tensor]:
@@ -168,7 +168,7 @@ def test_momentum_half(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], 
     def call() -> list[Tensor]:
         M, G = randn(2 * shape[0], *shape[1:])[::2], randn(*shape, seed=1)
         G = G * torch.nan if all_finite == "shut" else G
-        return [M, *fused.momentum_half_(M, G, 0.95, nesterov, mask_of(all_finite))]
+        return [M, *elementwise.momentum_half_(M, G, 0.95, nesterov, mask_of(all_finite))]
 
     found, expected = both(monkeypatch, call)
     close(found, expected, 1e-5)
@@ -178,30 +178,30 @@ def test_momentum_half(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], 
 def test_dot():
     X, Y = randn(6, 768, 784)[::2], randn(3, 768, 784, seed=1)
     for left in (X, X.bfloat16(), X.clone()):
-        found = fused.dot(left, Y)
+        found = elementwise.dot(left, Y)
         exact = (left.double() * Y.double()).sum()
         assert abs(float(found - exact)) < 1e-6 * float(left.double().norm() * Y.double().norm())
-        assert torch.equal(found, fused.dot(left, Y))
+        assert torch.equal(found, elementwise.dot(left, Y))
 
 
 def compiled() -> int:
     """How many variants of the kernels exist."""
-    kernels = fused_launch.kernels()
+    kernels = triton_elementwise.kernels()
     jitted = [getattr(kernels, name) for name in ("gather_kernel", "finish_kernel", "adam_kernel", "ema_kernel")]
     return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in jitted)
 
 
 def all_of(lr: float, weights: list[Tensor], stack: Tensor, all_finite: Tensor) -> None:
     ones = torch.ones(2, device="cuda")
-    fused.gather_(stack, weights, None, lr, all_finite)
-    fused.finish_(weights, None, stack, stack.clone(), lr=lr, decay=lr, mu=lr, factor=lr, all_finite=all_finite)
+    elementwise.gather_(stack, weights, None, lr, all_finite)
+    elementwise.finish_(weights, None, stack, stack.clone(), lr=lr, decay=lr, mu=lr, factor=lr, all_finite=all_finite)
     moments = {"beta1": lr, "beta2": lr, "eps": lr, "correction1": ones, "correction2": ones}
-    fused.adam_(stack.clone(), stack.square(), stack, **moments, all_finite=all_finite)
-    fused.ema_(stack, stack.clone(), ones, lr)
-    fused.momentum_half_(stack.clone(), stack, lr, all_finite=all_finite)
-    fused.finite_diagonals(stack)
-    fused.are_finite(weights)
-    fused.dot(stack, stack)
+    elementwise.adam_(stack.clone(), stack.square(), stack, **moments, all_finite=all_finite)
+    elementwise.ema_(stack, stack.clone(), ones, lr)
+    elementwise.momentum_half_(stack.clone(), stack, lr, all_finite=all_finite)
+    elementwise.finite_diagonals(stack)
+    elementwise.are_finite(weights)
+    elementwise.dot(stack, stack)
 
 
 def test_numbers_do_not_compile_again_and_nothing_waits():
@@ -211,8 +211,8 @@ def test_numbers_do_not_compile_again_and_nothing_waits():
         mask_of("open"),
     )
     assert all_finite is not None
-    assert fused.way_of(stack, layers=(weights,)) is fused_launch
-    assert fused.way_of(stack.double()) is fused_reference
+    assert elementwise.way_of(stack, layers=(weights,)) is triton_elementwise
+    assert elementwise.way_of(stack.double()) is elementwise_torch
     all_of(0.5, weights, stack, all_finite)
     before = compiled()
     torch.cuda.synchronize()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.linalg.jacobi import coupling, rotation, second_order, tracked_basis
 from layerwise.optim.cuda.linalg.newton_inverse import accepted, refined_inverse, series_inverse
 from layerwise.optim.cuda.linalg.products import HALF_PAIRS
@@ -29,7 +29,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 def assert_same(found: HalfPair, X: Tensor) -> None:
-    expected = half_pairs.split(X.cpu())
+    expected = split_fp16.split(X.cpu())
     for name in ("hi", "lo", "scale"):
         torch.testing.assert_close(getattr(found, name).cpu(), getattr(expected, name), rtol=0, atol=0, equal_nan=True)
 
@@ -46,11 +46,11 @@ def drifted(n: int, K: int = 2, samples: int = 0, weight: float = 0.05) -> tuple
 def test_split(n: int):
     X = 1e-7 * randn(3, n, n)
     X[1, 5, 7], X[2] = torch.inf, 0
-    assert_same(half_pairs.split(X), X)
-    assert_same(half_pairs.split(X.mT).mT, X)
-    assert_same(half_pairs.split(X[1:, 2:9]), X[1:, 2:9])
-    assert_same(half_pairs.split(X[0, :, 3:40]), X[0, :, 3:40])
-    assert torch.equal(half_pairs.halved(X[::2]).hi, half_pairs.split(X[::2]).hi)
+    assert_same(split_fp16.split(X), X)
+    assert_same(split_fp16.split(X.mT).mT, X)
+    assert_same(split_fp16.split(X[1:, 2:9]), X[1:, 2:9])
+    assert_same(split_fp16.split(X[0, :, 3:40]), X[0, :, 3:40])
+    assert torch.equal(split_fp16.halved(X[::2]).hi, split_fp16.split(X[::2]).hi)
     kept, scale = torch.zeros(3, 2, n, n, device="cuda").half(), torch.zeros(3, device="cuda")
     where = torch.tensor([True, False, True], device="cuda")
     out = HalfPair(kept[:, 0], kept[:, 1], scale)
@@ -62,8 +62,8 @@ def test_split(n: int):
 @pytest.mark.parametrize("amax", [0.0, 1e-42, 1.2e-38, 2.0**-100, 1.0, 1.9999999, 2.0, 3.3e38, torch.inf, torch.nan])
 def test_scale_in_the_kernel(amax: float):
     X = torch.full((1, 1), amax, device="cuda")
-    expected = half_pairs.pair_scale(X.cpu())
-    torch.testing.assert_close(half_pairs.split(X).scale.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    expected = split_fp16.pair_scale(X.cpu())
+    torch.testing.assert_close(split_fp16.split(X).scale.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -72,9 +72,9 @@ def test_products(n: int, symmetric: bool):
     A, D = randn(2, 304, n), randn(2, n, n, seed=1)
     D = D + D.mT
     exact = A.double().mT @ A.double()
-    pair = half_pairs.split(A)
-    assert relative(half_pairs.product(pair.mT, pair, symmetric=symmetric), exact) < 1e-5
-    assert 1e-6 < relative(half_pairs.rough_product(A.mT, A, symmetric=symmetric), exact) < 1e-3
+    pair = split_fp16.split(A)
+    assert relative(split_fp16.product(pair.mT, pair, symmetric=symmetric), exact) < 1e-5
+    assert 1e-6 < relative(split_fp16.rough_product(A.mT, A, symmetric=symmetric), exact) < 1e-3
     found = HALF_PAIRS.precise(pair.mT, pair, add=D, alpha=-1, identity=2, symmetric=symmetric)
     assert relative(found, D - exact + 2 * torch.eye(n, device="cuda")) < 1e-5
     rough = HALF_PAIRS.rough(pair.mT, pair, add=D, alpha=0.5, symmetric=symmetric)
@@ -158,7 +158,7 @@ def test_refined_inverse(n: int):
     shift = 1e-3 * M.diagonal(dim1=-2, dim2=-1).mean() * torch.eye(n, device="cuda")
     guess = torch.linalg.inv((0.95 * M + shift).double()).float()
     guess = (guess + guess.mT) / 2
-    for given in (guess, half_pairs.split(guess)):
+    for given in (guess, split_fp16.split(guess)):
         for X, residual, radius, *_ in (
             refined_inverse(M + shift, given, 1, HALF_PAIRS),
             series_inverse(M + shift, given, 3, HALF_PAIRS),
@@ -178,7 +178,7 @@ def test_remainders_by_cublas_and_by_the_fused_kernel(n: int, monkeypatch: pytes
     found = []
     for large in (n, n + 1):
         monkeypatch.setattr(triton_remainders, "LARGE", large)
-        found.append(triton_remainders.remainder(half_pairs.split(X), half_pairs.split(M)))
+        found.append(triton_remainders.remainder(split_fp16.split(X), split_fp16.split(M)))
     expected = torch.eye(n, device="cuda", dtype=torch.float64) - X.double() @ M.double()
     for R in found:
         assert relative(R.hi[0].double() / R.scale[0], expected[0]) < 1e-3
@@ -191,7 +191,7 @@ def test_nothing_waits():
     M, U = torch.eye(128, device="cuda").expand(2, 128, 128), torch.eye(128, device="cuda").repeat(2, 1, 1)
     tracked_basis(M, U, 2, HALF_PAIRS)
     refined_inverse(M, U, 1, HALF_PAIRS)
-    half_pairs.rough_product(M, U)
+    split_fp16.rough_product(M, U)
 
 
 def test_launches_of_a_sweep_and_of_a_refinement():

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 import layerwise as lw
 from layerwise.optim.cuda import factor
 from layerwise.optim.cuda.inverse import FINE_RESIDUAL
-from layerwise.optim.cuda.linalg import packed
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import packed, split_fp16
 from layerwise.optim.cuda.storage import StoredMatrix
 from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton.columns import average_grams_
@@ -51,7 +50,7 @@ def test_kernels_against_whole_matrices(n: int):
     damped = M + shift.view(-1, 1, 1) * torch.eye(n, device="cuda")
     damped.diagonal(dim1=1, dim2=2)[:, n - 15 :] = mean.unsqueeze(-1)
     assert torch.equal(packed.unpack(P, shift, n - 15, mean), damped)
-    pair, expected = packed.split(P, shift, n - 15, mean), half_pairs.split(damped)
+    pair, expected = packed.split(P, shift, n - 15, mean), split_fp16.split(damped)
     torch.testing.assert_close(pair.value(), expected.value(), rtol=1e-6, atol=0)
     padded = torch.nn.functional.pad(new, (0, 15, 0, 15))
     packed.ema_(P, new, weight)

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 import layerwise as lw
 from layerwise.optim.cuda import factor
 from layerwise.optim.cuda.inverse import RefinedRoots
-from layerwise.optim.cuda.linalg import packed_fp16
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import packed_fp16, split_fp16
 from layerwise.optim.cuda.linalg.fp16 import HalfPair
 from layerwise.optim.cuda.linalg.two_sided_product import long_between
 from layerwise.optim.cuda.storage import StoredMatrix, between
@@ -43,7 +42,7 @@ def symmetric_matrices(K: int, n: int, seed: int = 0) -> Tensor:
 
 
 def squares(X: Tensor, halves: int) -> tuple[Tensor, Tensor]:
-    pair = half_pairs.split(X)
+    pair = split_fp16.split(X)
     return torch.stack([pair.hi, pair.lo][:halves], 1), pair.scale
 
 

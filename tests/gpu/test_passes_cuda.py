@@ -8,13 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim.cuda import elementwise as fused
-from layerwise.optim.cuda import elementwise_torch as fused_reference
-from layerwise.optim.cuda import executor
+from layerwise.optim.cuda import elementwise, elementwise_torch, executor
 from layerwise.optim.cuda.adam_corrections import corrections_
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.triton import elementwise as fused_launch
+from layerwise.optim.cuda.triton import elementwise as triton_elementwise
 from layerwise.optim.cuda.triton import splits as triton_splits
 from layerwise.optim.cuda.triton.products import available
 from layerwise.optim.cuda.unscaled import unscaled
@@ -42,7 +40,7 @@ def test_largest_entries(shape: tuple[int, int, int], dtype: torch.dtype):
         expected = Y.float().abs().amax((1, 2))
         assert torch.equal(triton_splits.largest_parts(Y).amax(1).view(torch.float32), expected)
         found, known = triton_splits.split(Y), triton_splits.split(Y, amax=expected)
-        scale = half_pairs.power_of_two_scale(expected)
+        scale = split_fp16.power_of_two_scale(expected)
         assert torch.equal(found.scale, scale)
         assert torch.equal(known.scale, scale)
         assert torch.equal(found.hi, known.hi)
@@ -65,12 +63,12 @@ def test_a_scaled_direction(momentum: bool):
     found, expected = ([randn(o, i, seed=k) for k in range(K)] for _ in range(2))
     m, n = (torch.zeros_like(D) if momentum else None for _ in range(2))
     factor = torch.tensor(0.5, device="cuda")
-    assert fused.way_of(C, layers=(found,)) is fused_launch
-    fused.finish_(found, None, Scaled(C, scales), m, lr=0.1, mu=0.9, factor=factor)
-    fused.finish_(expected, None, D, n, lr=0.1, mu=0.9, factor=factor)
+    assert elementwise.way_of(C, layers=(found,)) is triton_elementwise
+    elementwise.finish_(found, None, Scaled(C, scales), m, lr=0.1, mu=0.9, factor=factor)
+    elementwise.finish_(expected, None, D, n, lr=0.1, mu=0.9, factor=factor)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     Y = randn(K, o, i + 16, seed=3)
-    torch.testing.assert_close(fused.dot(Scaled(C, scales), Y), fused.dot(D, Y), rtol=1e-3, atol=1e-1)
+    torch.testing.assert_close(elementwise.dot(Scaled(C, scales), Y), elementwise.dot(D, Y), rtol=1e-3, atol=1e-1)
     assert torch.equal(unscaled(Scaled(C, scales)), D)
 
 
@@ -85,7 +83,7 @@ def test_corrections(all_finite: bool | None):
     other, flag = steps.clone(), None if all_finite is None else torch.tensor(all_finite, device="cuda")
     expected = torch.empty_like(steps), torch.empty_like(steps)
     found = corrections_(steps, 0.9, 0.999, flag)
-    fused_reference.corrections_(other, *expected, 0.9, 0.999, flag)
+    elementwise_torch.corrections_(other, *expected, 0.9, 0.999, flag)
     assert torch.equal(steps, other)
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=0)
@@ -96,12 +94,12 @@ def test_adam_of_small_groups(shape: tuple[int, int, int], monkeypatch: pytest.M
     """By kernels, unless there are more groups than a grid has places, and by torch."""
     g, c = randn(*shape, seed=2), torch.linspace(0.1, 1.0, shape[0], device="cuda")
     numbers = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "correction1": c, "correction2": c}
-    assert (fused.way_of(g) is fused_launch) == (shape[0] <= fused_launch.MOST_GROUPS)
+    assert (elementwise.way_of(g) is triton_elementwise) == (shape[0] <= triton_elementwise.MOST_GROUPS)
     results = []
     for kernels in (True, False):
-        monkeypatch.setattr(fused, "available", lambda device, kernels=kernels: kernels)
+        monkeypatch.setattr(elementwise, "available", lambda device, kernels=kernels: kernels)
         m, v = randn(*shape), randn(*shape, seed=1).square()
-        results.append((m, v, fused.adam_(m, v, g, **numbers)))
+        results.append((m, v, elementwise.adam_(m, v, g, **numbers)))
     for x, y in zip(*results, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.triton import products as triton_products
 from random_tensors import cuda_randn as randn
 
@@ -31,18 +31,18 @@ def product_error(A: Tensor, B: Tensor, C: Tensor) -> float:
 @pytest.mark.parametrize("n", SIZES)
 def test_torch_products_of_pairs(n: int):
     A, B = 1e-9 * randn(2, 200, n), 1e7 * randn(2, n, 129, seed=1)
-    left, right = half_pairs.split(A), half_pairs.split(B.mT).mT
-    assert product_error(A, B, half_pairs.product(left, right)) < 1e-6
-    assert product_error(A[0], B[0], half_pairs.product(left[0], right[0])) < 1e-6
-    assert product_error(A, B[:1].expand_as(B), half_pairs.multiply(left, B[0])) < 1e-6
-    assert torch.equal(left.value().cpu(), half_pairs.split(A.cpu()).value())
+    left, right = split_fp16.split(A), split_fp16.split(B.mT).mT
+    assert product_error(A, B, split_fp16.product(left, right)) < 1e-6
+    assert product_error(A[0], B[0], split_fp16.product(left[0], right[0])) < 1e-6
+    assert product_error(A, B[:1].expand_as(B), split_fp16.multiply(left, B[0])) < 1e-6
+    assert torch.equal(left.value().cpu(), split_fp16.split(A.cpu()).value())
 
 
 def test_scales_are_powers_of_two_on_the_device():
     amax = torch.exp2(torch.arange(-126, 128, device="cuda").double()).float()
-    assert torch.equal(half_pairs.power_of_two_scale(amax).cpu(), half_pairs.power_of_two_scale(amax.cpu()))
+    assert torch.equal(split_fp16.power_of_two_scale(amax).cpu(), split_fp16.power_of_two_scale(amax.cpu()))
     bad = torch.tensor([0.0, torch.inf, torch.nan]).cuda()
-    assert half_pairs.power_of_two_scale(bad).isnan().tolist() == [False, True, True]
+    assert split_fp16.power_of_two_scale(bad).isnan().tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize("kernel", ["torch", pytest.param("triton", marks=needs_kernels)])
@@ -54,9 +54,9 @@ def test_direction_of_ill_conditioned_factors(d: int, kernel: str):
     U, V = (torch.linalg.qr(randn(d, d, seed=s).double()).Q for s in (1, 2))
     G = ((U * values.sqrt()) @ U.mT @ randn(d, d, seed=3).double() @ (V * values.sqrt()) @ V.mT).float()
     P_inverse, Q_inverse = (U / (values + 1e-3)) @ U.mT, (V / (values + 1e-3)) @ V.mT
-    left, right = half_pairs.split(P_inverse.float()), half_pairs.split(Q_inverse.float())
-    product = half_pairs.product if kernel == "torch" else triton_products.pair_product
-    found = product(half_pairs.split(product(left, half_pairs.split(G))), right)
+    left, right = split_fp16.split(P_inverse.float()), split_fp16.split(Q_inverse.float())
+    product = split_fp16.product if kernel == "torch" else triton_products.pair_product
+    found = product(split_fp16.split(product(left, split_fp16.split(G))), right)
     assert relative(found, P_inverse @ G.double() @ Q_inverse) < 1e-2
 
 
@@ -115,23 +115,23 @@ def test_gram_update_of_padded_columns_and_weight_zero():
 def test_pair_product(n: int):
     A, B = 1e-9 * randn(2, 200, n), 1e7 * randn(2, n, 131, seed=1)
     for left, right in (
-        (half_pairs.split(A), half_pairs.split(B)),
-        (half_pairs.split(A.mT.contiguous()).mT, half_pairs.split(B.mT.contiguous()).mT),
+        (split_fp16.split(A), split_fp16.split(B)),
+        (split_fp16.split(A.mT.contiguous()).mT, split_fp16.split(B.mT.contiguous()).mT),
     ):
         C = triton_products.pair_product(left, right)
         assert product_error(A, B, C) < 1e-6
-        assert relative(C, half_pairs.product(left, right)) < 1e-5
+        assert relative(C, split_fp16.product(left, right)) < 1e-5
     D, alpha, beta = randn(2, 200, 131, seed=2), randn(2, seed=3), randn(2, seed=4)
-    expected = beta[:, None, None] * D + alpha[:, None, None] * half_pairs.product(left, right)
+    expected = beta[:, None, None] * D + alpha[:, None, None] * split_fp16.product(left, right)
     assert relative(triton_products.pair_product(left, right, add=D, alpha=alpha, beta=beta), expected) < 1e-5
 
 
 @needs_kernels
 @pytest.mark.parametrize("n", SIZES)
 def test_symmetric_pair_product(n: int):
-    X = half_pairs.split(randn(2, 300, n))
+    X = split_fp16.split(randn(2, 300, n))
     C = triton_products.pair_product(X.mT, X, symmetric=True)
-    assert relative(C, half_pairs.product(X.mT, X)) < 1e-5
+    assert relative(C, split_fp16.product(X.mT, X)) < 1e-5
     assert torch.equal(C, C.mT)
 
 
@@ -139,7 +139,7 @@ def test_symmetric_pair_product(n: int):
 @pytest.mark.parametrize("shape", [(769, 3073), (3, 768, 784)])
 def test_split(shape: tuple[int, ...]):
     X = 1e-4 * randn(*shape)
-    expected, found = half_pairs.split(X), triton_products.split(X)
+    expected, found = split_fp16.split(X), triton_products.split(X)
     assert torch.equal(found.hi, expected.hi)
     assert torch.equal(found.lo, expected.lo)
     assert torch.equal(found.scale, expected.scale)
@@ -148,7 +148,7 @@ def test_split(shape: tuple[int, ...]):
 @needs_kernels
 def test_nothing_waits_for_the_device(no_synchronisation):
     X, total = randn(256, 128), torch.zeros(128, 128, device="cuda")
-    pair = half_pairs.split(X)
-    half_pairs.product(pair.mT, pair)
+    pair = split_fp16.split(X)
+    split_fp16.product(pair.mT, pair)
     triton_products.gram_update_(total, X.half(), torch.ones((), device="cuda"))
     triton_products.pair_product(pair.mT, triton_products.split(X), symmetric=True, add=total)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.cuda import elementwise
 from layerwise.optim.cuda.eigenbasis_elementwise import damped_quotient, scaled, squares_ema_
 from layerwise.optim.cuda.fp16_steps import damped_half, scaled_half
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import basis_pair, between, rough_between, with_room
 from layerwise.optim.cuda.scaled import Scaled
@@ -41,7 +41,7 @@ def test_there_and_back(size: tuple[int, int, int]):
     U, V, X = basis(K, O, 1), basis(K, I, 2), randn(*size, seed=3) * torch.logspace(0, -4, I, device="cuda")
     P, Q = basis_pair(U), basis_pair(V)
     assert P.scale.tolist() == [2.0**14] * K
-    R = between(P.mT, half_pairs.split(X), Q)
+    R = between(P.mT, split_fp16.split(X), Q)
     assert error(R, U.double().mT @ X.double() @ V.double()) < 3e-6
     found = rough_between(P, with_room(X), Q.mT)
     assert error(found, U.double() @ X.double() @ V.double().mT) < 1e-3
@@ -108,7 +108,7 @@ def test_float16_is_cut_off_and_nan_stays():
     M[1, 0, 0] = torch.nan
     out = torch.empty(2, 64, 64, dtype=torch.float16, device="cuda")
     options = {"beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "correction1": one, "correction2": one}
-    Y = fused.rotated_adam_(M, V, torch.zeros_like(M), out=out, factor=64.0, **options)
+    Y = elementwise.rotated_adam_(M, V, torch.zeros_like(M), out=out, factor=64.0, **options)
     assert Y[0].unique().tolist() == [65504.0]
     U = Half(torch.full_like(out, 6e4), 2.0**14 * one)
     found = rough_between(U, Half(Y, one), U)
@@ -121,10 +121,10 @@ def test_a_step_is_captured_without_synchronization():
     s, one, W = torch.ones_like(G), torch.ones(K, device="cuda"), [torch.zeros(O, I, device="cuda") for _ in range(K)]
 
     def step() -> None:
-        R = between(P.mT, half_pairs.split(G), Q)
+        R = between(P.mT, split_fp16.split(G), Q)
         largest = torch.zeros(K, device="cuda")
         Y = damped_quotient(R, s, None, None, None, None, one, out=R.C, largest=largest)
-        fused.finish_(W, None, rough_between(P, with_room(Y, largest), Q.mT), lr=1.0)
+        elementwise.finish_(W, None, rough_between(P, with_room(Y, largest), Q.mT), lr=1.0)
 
     step()
     torch.cuda.synchronize()

@@ -4,12 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.optim.cuda import rows
-from layerwise.optim.cuda import storage as stored
-from layerwise.optim.cuda.linalg import jacobi as basis_tracking
-from layerwise.optim.cuda.linalg import moments_in_new_basis as half_turns
-from layerwise.optim.cuda.linalg import packed
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda import rows, storage
+from layerwise.optim.cuda.linalg import jacobi, moments_in_new_basis, packed, split_fp16
 from layerwise.optim.cuda.linalg.orthogonal import basis_half
 from layerwise.optim.cuda.linalg.products import HALF_PAIRS
 from layerwise.optim.cuda.rows import Rows, average_rows_, together
@@ -18,7 +14,7 @@ from layerwise.optim.rule import Context
 from random_tensors import randn as normal
 
 K, N = 3, 64
-MODULES = (half_pairs, half_turns, packed, basis_tracking, triton_products, stored, rows)
+MODULES = (split_fp16, moments_in_new_basis, packed, jacobi, triton_products, storage, rows)
 
 
 def definite() -> Tensor:
@@ -29,9 +25,11 @@ def definite() -> Tensor:
 def turns() -> list[Tensor]:
     U = basis_half(torch.linalg.qr(normal(K, N, N))[0])
     M, V, out = normal(K, N, 8), normal(K, N, 8).square(), torch.zeros(K, N, N).half()
-    half_turns.turn_moments_(M, V, half_turns.turn_between(U, basis_half(torch.eye(N).repeat(K, 1, 1))), "left")
-    half_turns.put_(out, U.hi, torch.tensor([True, False, True]))
-    return [M, V, out, half_turns.squared_rows(U).hi]
+    moments_in_new_basis.turn_moments_(
+        M, V, moments_in_new_basis.turn_between(U, basis_half(torch.eye(N).repeat(K, 1, 1))), "left"
+    )
+    moments_in_new_basis.put_(out, U.hi, torch.tensor([True, False, True]))
+    return [M, V, out, moments_in_new_basis.squared_rows(U).hi]
 
 
 def tiles() -> list[Tensor]:
@@ -43,13 +41,13 @@ def tiles() -> list[Tensor]:
 
 
 def sweeps() -> list[Tensor]:
-    return list(basis_tracking.tracked_basis(definite(), torch.linalg.eigh(definite())[1], 1, HALF_PAIRS))
+    return list(jacobi.tracked_basis(definite(), torch.linalg.eigh(definite())[1], 1, HALF_PAIRS))
 
 
 def kept() -> list[Tensor]:
-    matrix = stored.StoredMatrix.keep(torch.eye(N).repeat(K, 1, 1), 2)
+    matrix = storage.StoredMatrix.keep(torch.eye(N).repeat(K, 1, 1), 2)
     matrix.write(slice(0, K), definite(), torch.tensor([True, False, True]))
-    pair = stored.operand_of(definite(), definite().flatten(1).amax(1))
+    pair = storage.operand_of(definite(), definite().flatten(1).amax(1))
     return [*matrix.tensors("P_root").values(), pair.value()]
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 import layerwise as lw
 from layerwise.foundations.errors import InputError, MemoryBudgetError
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.structure import decoupled, eigenpairs, gauss_newton, layer_hessian, operator
 from layerwise.structure.pieces import Factored, Written
 
@@ -280,7 +280,7 @@ def test_products_of_pairs_of_halves():
     H = layer_hessian(net, (x.float(), y), "2")
     V = torch.randn(25, 4)
     plain = H @ V
-    H.rows.multiply = half_pairs.multiply
+    H.rows.multiply = split_fp16.multiply
     assert 0 < relative(H @ V, plain) <= 1e-5
 
 

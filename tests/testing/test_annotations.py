@@ -13,7 +13,7 @@ from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
 import annotations
-from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.cuda import elementwise
 
 checked = annotations.jaxtyped(typechecker=beartype)
 
@@ -126,4 +126,4 @@ def test_nothing_is_checked_where_checks_are_off(monkeypatch: pytest.MonkeyPatch
 def test_the_library_is_checked():
     assert jaxtyping.jaxtyped is annotations.jaxtyped
     with pytest.raises(TypeCheckError):
-        fused.dot("X", torch.ones(3))
+        elementwise.dot("X", torch.ones(3))

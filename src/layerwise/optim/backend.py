@@ -32,7 +32,7 @@ class Kept(ABC):
     """A part of a stack's state that owns its tensors."""
 
     renewed: bool = False
-    """Whether a refresh renews it: then it need not be in a checkpoint, and is sent to other processes."""
+    """Whether a refresh renews it: a checkpoint without it can be loaded too, and processes send it to each other."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:

@@ -1,6 +1,9 @@
 """`Layerwise`: the one optimizer. Hooks, schedules, groups, state and health; a rule gives the direction.
 
-W ← (1 − η·decay) W − η · momentum(clip(graft(P⁻ᵖ ∇L Q⁻ᑫ)))
+    scale="formula"   W ← (1 − η·decay) W − η · momentum(clip(graft(P⁻ᵖ ∇L Q⁻ᑫ)))
+    scale="adam"      W ← (1 − η·decay) W − η · clip(D · ‖AdamW's update‖/‖D‖),  D = P⁻ᵖ m Q⁻ᑫ, m the averaged gradient
+
+See `step.update` for the order in which a step happens.
 """
 
 import math
@@ -301,7 +304,8 @@ class Layerwise(Checkpointed):
 
     def _shape_of(self, rule: UpdateRule, spec: LayerSpec, group: Mapping[str, Any]) -> Any:
         """Of a layer alone."""
-        first = {spec.parameters[0]: self.model.get_parameter(spec.parameters[0])}
+        name = spec.parameters[0]
+        first = {name: group["params"][group["param_names"].index(name)]}
         return Stack(rule, (spec,), dict(group), first, self._make_backend()).shape
 
     def _make_capture(self, example_axis: int | None, seed: int) -> Capture | None:

@@ -114,7 +114,7 @@ class FactorPair:
             if curvature:
                 assert mean_P is not None
                 assert mean_Q is not None
-                return split_damping(damping, split, mean_Q, mean_P)
+                return split_damping(damping, split, mean_A=mean_Q, mean_G=mean_P)
             left = None if mean_P is None else torch.full_like(mean_P, damping)
             return left, None if mean_Q is None else torch.full_like(mean_Q, damping)
 

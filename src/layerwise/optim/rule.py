@@ -182,7 +182,7 @@ class Context:
     memory: dict[str, Any] = field(default_factory=dict)
     """What the host remembers of a stack from step to step; never saved."""
     device_step: Any = None
-    """Of an executor that does not wait for the device: `layerwise.optim.cuda.device_step.DeviceStep`."""
+    """What only the device knows of the step (`cuda.device_step.DeviceStep`); None: the host may look at values."""
 
     @property
     def age(self) -> int:

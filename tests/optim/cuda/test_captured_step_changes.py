@@ -10,7 +10,7 @@ from optim_tools import member as any_member
 from test_captured_step import assert_same, captured_of, net, replays, trained
 from torch import Tensor, nn
 
-from layerwise.optim.cuda import captured_step, executor, found_inf, graphs
+from layerwise.optim.cuda import captured_step, executor, gradient_sizes, graphs
 from layerwise.optim.cuda.graphs import Graphs
 from layerwise.optim.engine import Layerwise
 
@@ -63,7 +63,7 @@ def test_a_fallback_that_is_changed_while_it_trains():
 
 def test_a_missing_gradient_exchanges_nothing_that_graphs_read(monkeypatch: pytest.MonkeyPatch):
     """Which sizes belong together is sent to the device outside of graphs, and stays where they read it."""
-    made = found_inf._index
+    made = gradient_sizes._index
     sent: list[Tensor] = []
 
     def index(*args: Any) -> Tensor:
@@ -71,7 +71,7 @@ def test_a_missing_gradient_exchanges_nothing_that_graphs_read(monkeypatch: pyte
         sent.append(made(*args))
         return sent[-1]
 
-    monkeypatch.setattr(found_inf, "_index", index)
+    monkeypatch.setattr(gradient_sizes, "_index", index)
     monkeypatch.setattr(executor, "splits_gradient", lambda stack: True)
 
     def edit(opt: Layerwise, model: nn.Module, step: int) -> None:

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from interpreter import INTERPRETED
 from layerwise.foundations.errors import InputError
-from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.cuda import elementwise
 from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, scaled, squares_ema_
 from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.triton import elementwise as fused_launch
+from layerwise.optim.cuda.triton import elementwise as triton_elementwise
 from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted
@@ -26,10 +26,10 @@ MEANS = {torch.float32: 2e-6, torch.bfloat16: HALF}
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs small tiles, and must not be left for torch."""
     if INTERPRETED:
-        monkeypatch.setattr(fused, "available", lambda device: True)
-        monkeypatch.setattr(fused, "fused_reference", None)
-        monkeypatch.setattr(fused_launch, "TILE", {"ROWS": 8, "COLUMNS": 32, "num_warps": 1})
-        monkeypatch.setattr(fused_launch, "BLOCK", {"BLOCK": 256, "num_warps": 1})
+        monkeypatch.setattr(elementwise, "available", lambda device: True)
+        monkeypatch.setattr(elementwise, "elementwise_torch", None)
+        monkeypatch.setattr(triton_elementwise, "TILE", {"ROWS": 8, "COLUMNS": 32, "num_warps": 1})
+        monkeypatch.setattr(triton_elementwise, "BLOCK", {"BLOCK": 256, "num_warps": 1})
 
 
 def strided(*shape: int, seed: int = 0) -> Tensor:
@@ -77,7 +77,7 @@ def test_a_mean_in_bfloat16_is_nearest_and_stays_finite():
     if not INTERPRETED:  # where bfloat16 is cut off
         assert s[0, 0, 1] == 1 + 2.0**-7
         ties = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8])
-        assert fused.ema_(s[0], ties[None], torch.ones(1)).tolist() == [[1.0, 1 + 2.0**-6]]
+        assert elementwise.ema_(s[0], ties[None], torch.ones(1)).tolist() == [[1.0, 1 + 2.0**-6]]
     s.fill_(largest)
     assert squares_ema_(s, torch.zeros(1, 1, 2), torch.full((1,), 0.5)).tolist() == [[[largest / 2] * 2]]
 
@@ -166,7 +166,7 @@ def test_scaled(shape: tuple[int, int, int], dtype: torch.dtype):
 
 @pytest.mark.skipif(INTERPRETED, reason="float64 goes by torch")
 def test_float64_stays_float64(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fused, "available", lambda device: True)
+    monkeypatch.setattr(elementwise, "available", lambda device: True)
     R, s, one = randn(2, 3, 4).double(), torch.ones(2, 3, 4).double(), torch.ones(2).double()
     assert torch.equal(damped_quotient(R, s, None, None, None, None, one), R / 2)
     assert torch.equal(scaled(R, s[..., 0] + 1, None), 2 * R)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from interpreter import INTERPRETED
 from layerwise.foundations.errors import InputError
-from layerwise.optim.cuda import elementwise as fused
-from layerwise.optim.cuda.triton import elementwise as fused_launch
+from layerwise.optim.cuda import elementwise
+from layerwise.optim.cuda.triton import elementwise as triton_elementwise
 from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted
@@ -24,10 +24,10 @@ LAYERS = [(1, 5, 7), (3, 16, 128), (2, 17, 130), (40, 3, 2)]
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which way the functions go; the interpreter runs small tiles, and must not be left for torch."""
     if request.param == "triton":
-        monkeypatch.setattr(fused, "available", lambda device: True)
-        monkeypatch.setattr(fused, "fused_reference", None)
-        monkeypatch.setattr(fused_launch, "TILE", {"ROWS": 8, "COLUMNS": 32, "num_warps": 1})
-        monkeypatch.setattr(fused_launch, "BLOCK", {"BLOCK": 256, "num_warps": 1})
+        monkeypatch.setattr(elementwise, "available", lambda device: True)
+        monkeypatch.setattr(elementwise, "elementwise_torch", None)
+        monkeypatch.setattr(triton_elementwise, "TILE", {"ROWS": 8, "COLUMNS": 32, "num_warps": 1})
+        monkeypatch.setattr(triton_elementwise, "BLOCK", {"BLOCK": 256, "num_warps": 1})
     return request.param
 
 
@@ -58,7 +58,7 @@ def test_gather(way: str, shape: tuple[int, int, int], dtype: torch.dtype, all_f
         weights[0][0, 0] = torch.nan
     for given, padding in ((biases, (0, 1)), (biases, (3, 5)), (None, (0, 0)), (None, (2, 0))):
         out = torch.full((2 * K, o + padding[0], i + padding[1]), torch.nan)[::2]
-        assert fused.gather_(out, weights, given, -0.5, all_finite) is out
+        assert elementwise.gather_(out, weights, given, -0.5, all_finite) is out
         expected = torch.zeros(out.shape)
         if not is_shut(all_finite):
             expected[:, :o, :i] = -0.5 * torch.stack(weights).float()
@@ -73,11 +73,11 @@ def test_finiteness_of_all():
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             X = torch.ones(7, 9, dtype=dtype)
             fine = [huge, -huge, huge.double() * 1e100, X, torch.empty(0), torch.ones(()), torch.ones(4).bfloat16()]
-            assert bool(fused.are_finite(fine))
+            assert bool(elementwise.are_finite(fine))
             X[3, 2] = bad
-            assert not bool(fused.are_finite(fine))
-    assert bool(fused.are_finite([]))
-    assert fused.are_finite([torch.empty(0)]).shape == ()
+            assert not bool(elementwise.are_finite(fine))
+    assert bool(elementwise.are_finite([]))
+    assert elementwise.are_finite([torch.empty(0)]).shape == ()
 
 
 def expected_finish(
@@ -118,7 +118,7 @@ def test_finish(
             D[:] = torch.nan
             before = [x.clone() for x in (*weights, *(biases or ()), *([] if M is None else [M]))]
         W, b, new = expected_finish(weights, biases, D, M, options, 0.5)
-        fused.finish_(weights, biases, D, M, **options, factor=factor, all_finite=all_finite)
+        elementwise.finish_(weights, biases, D, M, **options, factor=factor, all_finite=all_finite)
         after = [*weights, *(biases or ()), *([] if M is None else [M])]
         if is_shut(all_finite):
             assert all(torch.equal(x, y) for x, y in zip(after, before, strict=True))
@@ -134,7 +134,7 @@ def test_finish_by_a_transposed_direction(way: str):
     weights, biases = layers(3, 15, 38)
     options = {"lr": 0.1, "decay": 0.3, "mu": 0.9, "nesterov": True}
     W, b, new = expected_finish(weights, biases, X.mT, M, options, 2.0)
-    fused.finish_(weights, biases, X.mT, M, **options, factor=2)
+    elementwise.finish_(weights, biases, X.mT, M, **options, factor=2)
     assert b is not None
     assert new is not None
     for x, y in zip([*weights, *biases, M], [*W, *b, new], strict=True):
@@ -144,24 +144,24 @@ def test_finish_by_a_transposed_direction(way: str):
 def test_finish_rounds_weights_once(way: str):
     W, D = randn(4, 5).half(), 0.01 * randn(1, 4, 5, seed=1)
     expected = (0.5 * W.float() - 0.5 * D[0]).half()
-    fused.finish_([W], None, D, lr=0.5, decay=1.0)
+    elementwise.finish_([W], None, D, lr=0.5, decay=1.0)
     assert torch.equal(W, expected)
 
 
 def test_finish_takes_parameters_and_tells_autograd(way: str):
     W = torch.nn.Parameter(randn(4, 5))
     version = W._version
-    fused.finish_([W], None, torch.ones(1, 4, 5), lr=0.5)
+    elementwise.finish_([W], None, torch.ones(1, 4, 5), lr=0.5)
     assert W._version > version
 
 
 def test_layers_of_unlike_types_and_strides(monkeypatch: pytest.MonkeyPatch):
     """Go by torch, even where there are kernels."""
-    monkeypatch.setattr(fused, "available", lambda device: True)
+    monkeypatch.setattr(elementwise, "available", lambda device: True)
     weights = [randn(5, 4), randn(4, 5, seed=1).mT, randn(5, 4, seed=2).bfloat16()]
-    out = fused.gather_(torch.empty(3, 5, 4), weights, None)
+    out = elementwise.gather_(torch.empty(3, 5, 4), weights, None)
     assert torch.equal(out, torch.stack([w.float() for w in weights]))
-    fused.finish_(weights, None, out.clone(), lr=1.0)
+    elementwise.finish_(weights, None, out.clone(), lr=1.0)
     assert not any(w.any() for w in weights)
 
 
@@ -184,7 +184,7 @@ def test_ema(way: str, sizes: tuple[int, int], vectors: bool, dtype: torch.dtype
         expected = mean.double() + weight.double().view(shape) * (wide / by.view(shape) - mean.double())
         kept = mean[2].clone()
         new[2], mean[1] = torch.nan, torch.nan  # of weight 0: ignored; of weight 1: replaced
-        assert fused.ema_(mean, new, weight, divisor) is mean
+        assert elementwise.ema_(mean, new, weight, divisor) is mean
         assert torch.equal(mean[2], kept)
         close(mean, expected, 2e-6 if kept_in == torch.float32 else HALF)
 
@@ -193,9 +193,9 @@ def test_finite_diagonals(way: str):
     for dtype in (torch.float32, torch.bfloat16):
         X = torch.ones(6, 37, 40, dtype=dtype)[:, :, :37]
         X[0, 0, 0], X[1, 36, 36], X[2, 5, 5], X[3, 4, 5] = torch.nan, torch.inf, -torch.inf, torch.nan
-        assert fused.finite_diagonals(X).tolist() == [False, False, False, True, True, True]
-        assert fused.finite_diagonals(X[:, 0]).tolist() == [False, True, True, True, True, True]
-        assert fused.finite_diagonals(X).dtype == torch.bool
+        assert elementwise.finite_diagonals(X).tolist() == [False, False, False, True, True, True]
+        assert elementwise.finite_diagonals(X[:, 0]).tolist() == [False, True, True, True, True, True]
+        assert elementwise.finite_diagonals(X).dtype == torch.bool
 
 
 @pytest.mark.parametrize("all_finite", STEPS)
@@ -211,7 +211,7 @@ def test_adam(way: str, shape: tuple[int, int, int], rotated: bool, all_finite: 
     before = M.clone(), V.clone()
     if is_shut(all_finite):
         R[:] = torch.nan
-    adam = fused.rotated_adam_ if rotated else fused.adam_
+    adam = elementwise.rotated_adam_ if rotated else elementwise.adam_
     corrections = {"correction1": c1.flatten().float(), "correction2": c2.flatten().float()}
     step = adam(M, V, R, beta1=b1, beta2=b2, eps=eps, **corrections, all_finite=all_finite)
     if is_shut(all_finite):
@@ -237,8 +237,8 @@ def test_no_step_below_a_floor(way: str, shape: tuple[int, int, int], apart: boo
     V[:, 0] = R[:, 0] = 0
     c, floor = torch.full((len(M),), 0.5), torch.linspace(0, 0.5, len(M))
     numbers = {"beta1": 0.9, "beta2": 0.5, "eps": 1e-3, "correction1": c, "correction2": c, "all_finite": all_finite}
-    plain = fused.rotated_adam_(M.clone(), V.clone(), R, **numbers)
-    step = fused.rotated_adam_(M, V, R, floor=floor, **numbers)
+    plain = elementwise.rotated_adam_(M.clone(), V.clone(), R, **numbers)
+    step = elementwise.rotated_adam_(M, V, R, floor=floor, **numbers)
     if is_shut(all_finite):
         assert torch.equal(step, torch.zeros_like(step))
         return
@@ -257,7 +257,7 @@ def test_momentum_half(way: str, shape: tuple[int, int, int], nesterov: bool, al
     before = M.clone()
     if is_shut(all_finite):
         G[:] = torch.nan
-    half, squares = fused.momentum_half_(M, G, 0.95, nesterov, all_finite)
+    half, squares = elementwise.momentum_half_(M, G, 0.95, nesterov, all_finite)
     assert half.dtype == torch.bfloat16
     if is_shut(all_finite):
         assert torch.equal(M, before)
@@ -272,30 +272,30 @@ def test_momentum_half(way: str, shape: tuple[int, int, int], nesterov: bool, al
 @pytest.mark.parametrize("shape", [(1, 3, 5), (3, 17, 31), (700,)])
 def test_dot(way: str, shape: tuple[int, ...]):
     X, Y = strided(*shape) if len(shape) > 1 else randn(*shape), randn(*shape, seed=1).bfloat16()
-    close(fused.dot(X, Y), (X.double() * Y.double()).sum(), 1e-5)
-    close(fused.dot(X.clone(), Y), (X.double() * Y.double()).sum(), 1e-5)
+    close(elementwise.dot(X, Y), (X.double() * Y.double()).sum(), 1e-5)
+    close(elementwise.dot(X.clone(), Y), (X.double() * Y.double()).sum(), 1e-5)
 
 
 def test_float64_stays_float64(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fused, "available", lambda device: True)
+    monkeypatch.setattr(elementwise, "available", lambda device: True)
     D, W = randn(1, 3, 4).double(), torch.zeros(3, 4).double()
-    fused.finish_([W], None, D, lr=1.0)
+    elementwise.finish_([W], None, D, lr=1.0)
     assert torch.equal(W, -D[0])
 
 
 def test_what_fused_passes_do_not_take():
     W, out = torch.ones(3, 4), torch.zeros(1, 3, 4)
     with pytest.raises(InputError, match="last two axes are contiguous"):
-        fused.gather_(torch.zeros(1, 4, 3).mT, [W])
+        elementwise.gather_(torch.zeros(1, 4, 3).mT, [W])
     with pytest.raises(InputError, match="D of shape"):
-        fused.finish_([W], None, torch.zeros(1, 3, 8)[..., ::2], lr=1.0)
+        elementwise.finish_([W], None, torch.zeros(1, 3, 8)[..., ::2], lr=1.0)
     with pytest.raises(InputError, match="room"):
-        fused.gather_(out, [W], [torch.ones(3)])
+        elementwise.gather_(out, [W], [torch.ones(3)])
     with pytest.raises(InputError, match="one shape"):
-        fused.finish_([W, W[:2]], None, torch.zeros(2, 3, 4), lr=1.0)
+        elementwise.finish_([W, W[:2]], None, torch.zeros(2, 3, 4), lr=1.0)
     with pytest.raises(InputError, match="momentum"):
-        fused.finish_([W], None, out, torch.zeros(1, 4, 3).mT, lr=1.0)
+        elementwise.finish_([W], None, out, torch.zeros(1, 4, 3).mT, lr=1.0)
     with pytest.raises(InputError, match="no larger"):
-        fused.ema_(out, torch.zeros(1, 4, 4), torch.ones(1))
+        elementwise.ema_(out, torch.zeros(1, 4, 4), torch.ones(1))
     with pytest.raises(InputError, match="last stride"):
-        fused.ema_(torch.zeros(1, 4, 4), torch.zeros(1, 3, 4).mT, torch.ones(1))
+        elementwise.ema_(torch.zeros(1, 4, 4), torch.zeros(1, 3, 4).mT, torch.ones(1))

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from interpreter import INTERPRETED
-from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.cuda import elementwise
 from layerwise.optim.cuda.eigenbasis_elementwise import damped_quotient, scaled, squares_ema_
 from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.triton import elementwise as fused_launch
+from layerwise.optim.cuda.triton import elementwise as triton_elementwise
 from layerwise.optim.cuda.unscaled import unscaled
 from random_tensors import randn
 
@@ -25,10 +25,10 @@ ONE = torch.ones(3)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs small tiles, and must not be left for torch."""
     if INTERPRETED:
-        monkeypatch.setattr(fused, "available", lambda device: True)
-        monkeypatch.setattr(fused, "fused_reference", None)
-        monkeypatch.setattr(fused_launch, "TILE", {"ROWS": 8, "COLUMNS": 32, "num_warps": 1})
-        monkeypatch.setattr(fused_launch, "BLOCK", {"BLOCK": 256, "num_warps": 1})
+        monkeypatch.setattr(elementwise, "available", lambda device: True)
+        monkeypatch.setattr(elementwise, "elementwise_torch", None)
+        monkeypatch.setattr(triton_elementwise, "TILE", {"ROWS": 8, "COLUMNS": 32, "num_warps": 1})
+        monkeypatch.setattr(triton_elementwise, "BLOCK", {"BLOCK": 256, "num_warps": 1})
 
 
 def powers(*exponents: int) -> Tensor:
@@ -42,7 +42,7 @@ def not_divided(R: Tensor) -> Scaled:
 
 
 def adam(M: Tensor, V: Tensor, R: Tensor | Scaled, **options: Any) -> Tensor:
-    return fused.rotated_adam_(
+    return elementwise.rotated_adam_(
         M, V, R, beta1=0.9, beta2=0.99, eps=1e-8, correction1=0.5 * ONE, correction2=0.25 * ONE, **options
     )
 
@@ -140,8 +140,8 @@ def test_the_descent_reads_scaled_halves(all_finite: Tensor | None, with_momentu
     m, n = (torch.ones(K, o, i) if with_momentum else None for _ in range(2))
     options: dict[str, Any] = {"lr": 0.1, "decay": 0.2, "factor": torch.tensor(0.5), "all_finite": all_finite}
     options |= {"mu": 0.9, "nesterov": True} if with_momentum else {}
-    fused.finish_(found, None, Scaled(C, scales), m, **options)
-    fused.finish_(expected, None, D, n, **options)
+    elementwise.finish_(found, None, Scaled(C, scales), m, **options)
+    elementwise.finish_(expected, None, D, n, **options)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     if with_momentum:
         torch.testing.assert_close(m, n, rtol=1e-6, atol=1e-6)
@@ -154,4 +154,4 @@ def test_a_scaled_half_is_divided_in_float32():
     assert torch.equal(found, C.float() / scales[0].view(-1, 1, 1))
     Y = randn(3, 2, 5)
     expected = float((found.double() * Y.double()).sum())
-    assert float(fused.dot(Scaled(C, scales), Y)) == pytest.approx(expected, rel=1e-5)
+    assert float(elementwise.dot(Scaled(C, scales), Y)) == pytest.approx(expected, rel=1e-5)

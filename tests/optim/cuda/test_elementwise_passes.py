@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from interpreter import INTERPRETED, only_interpreted
-from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.cuda import elementwise
 from layerwise.optim.cuda.adam_corrections import corrections_
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.magnitudes import are_finite, magnitudes
 from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.triton import elementwise as fused_launch
+from layerwise.optim.cuda.triton import elementwise as triton_elementwise
 from layerwise.optim.cuda.triton import splits as triton_splits
 from layerwise.optim.cuda.unscaled import unscaled
 from random_tensors import randn
@@ -24,10 +24,10 @@ OPEN, SHUT = torch.tensor(True), torch.tensor(False)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which way the functions go; the interpreter runs small tiles, and must not be left for torch."""
     if request.param == "triton":
-        monkeypatch.setattr(fused, "available", lambda device: True)
-        monkeypatch.setattr(fused, "fused_reference", None)
-        monkeypatch.setattr(fused_launch, "TILE", {"ROWS": 8, "COLUMNS": 32, "num_warps": 1})
-        monkeypatch.setattr(fused_launch, "BLOCK", {"BLOCK": 256, "num_warps": 1})
+        monkeypatch.setattr(elementwise, "available", lambda device: True)
+        monkeypatch.setattr(elementwise, "elementwise_torch", None)
+        monkeypatch.setattr(triton_elementwise, "TILE", {"ROWS": 8, "COLUMNS": 32, "num_warps": 1})
+        monkeypatch.setattr(triton_elementwise, "BLOCK", {"BLOCK": 256, "num_warps": 1})
     return request.param
 
 
@@ -48,17 +48,17 @@ def test_a_scaled_direction_is_divided_on_the_way(way: str, all_finite: Tensor |
     found, expected = ([randn(o, i, seed=k) for k in range(K)] for _ in range(2))
     m, n = torch.ones(K, o, i), torch.ones(K, o, i)
     options = {"lr": 0.1, "decay": 0.2, "mu": 0.9, "factor": torch.tensor(0.5), "all_finite": all_finite}
-    fused.finish_(found, None, Scaled(C, scales), m, **options)
-    fused.finish_(expected, None, D, n, **options)
+    elementwise.finish_(found, None, Scaled(C, scales), m, **options)
+    elementwise.finish_(expected, None, D, n, **options)
     torch.testing.assert_close(m, n, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_scales_of_more_layers_than_one_launch_lists(way: str):
-    K = fused_launch.LISTED + 3
+    K = triton_elementwise.LISTED + 3
     scale = powers(*(k % 7 - 3 for k in range(K)))
     D, found = randn(K, 2, 3), [torch.zeros(2, 3) for _ in range(K)]
-    fused.finish_(found, None, Scaled(D * scale.view(-1, 1, 1), (scale,)), lr=1.0)
+    elementwise.finish_(found, None, Scaled(D * scale.view(-1, 1, 1), (scale,)), lr=1.0)
     torch.testing.assert_close(torch.stack(found), -D)
 
 
@@ -86,7 +86,7 @@ def test_dot_of_a_scaled_one(way: str):
     X, Y = randn(3, 20, 31), randn(3, 20, 31, seed=1)
     scales = (powers(3, 0, -9),)
     expected = (X.double() / scales[0].view(-1, 1, 1) * Y.double()).sum()
-    assert float(fused.dot(Scaled(X, scales), Y)) == pytest.approx(float(expected), rel=1e-5)
+    assert float(elementwise.dot(Scaled(X, scales), Y)) == pytest.approx(float(expected), rel=1e-5)
 
 
 # --- Adam --------------------------------------------------------------------------------------------------
@@ -109,7 +109,9 @@ def test_adam_of_many_small_groups(way: str, shape: tuple[int, int, int], all_fi
     m, v, g = randn(*shape), randn(*shape, seed=1).square(), randn(*shape, seed=2)
     c1, c2 = (torch.linspace(low, 1.0, shape[0]) for low in (0.1, 0.2))
     old = m.clone(), v.clone()
-    step = fused.adam_(m, v, g, beta1=0.9, beta2=0.99, eps=1e-8, correction1=c1, correction2=c2, all_finite=all_finite)
+    step = elementwise.adam_(
+        m, v, g, beta1=0.9, beta2=0.99, eps=1e-8, correction1=c1, correction2=c2, all_finite=all_finite
+    )
     if all_finite is SHUT:
         assert torch.equal(m, old[0])
         assert torch.equal(v, old[1])
@@ -161,7 +163,7 @@ def test_largest_entries_and_the_split_by_them(
     }[layout]
     largest = X.abs().amax((1, 2))
     assert torch.equal(triton_splits.largest_parts(X).amax(1).view(torch.float32), largest)
-    expected = half_pairs.split(X)
+    expected = split_fp16.split(X)
     for found in (triton_splits.split(X), triton_splits.split(X, amax=largest)):
         assert torch.equal(found.scale, expected.scale)
         assert torch.equal(found.hi, expected.hi)
@@ -182,8 +184,8 @@ def test_what_is_not_finite_makes_its_matrix_nan(value: float):
 @only_interpreted
 def test_a_vocabulary_larger_than_a_block(monkeypatch: pytest.MonkeyPatch):
     """The diagonal input factor of an embedding with more than 2**20 rows."""
-    monkeypatch.setattr(fused, "available", lambda device: True)
+    monkeypatch.setattr(elementwise, "available", lambda device: True)
     new = torch.ones(1, 2**20 + 1)
-    assert fused.finite_diagonals(new).tolist() == [True]
+    assert elementwise.finite_diagonals(new).tolist() == [True]
     new[0, -1] = torch.nan
-    assert fused.finite_diagonals(new).tolist() == [False]
+    assert elementwise.finite_diagonals(new).tolist() == [False]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from interpreter import INTERPRETED
-from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.cuda import elementwise
 from layerwise.optim.cuda import factored_damping as fused_damping
 from layerwise.optim.cuda.factored_damping import factored_damping
 
@@ -15,8 +15,8 @@ O, I, OWN = 40, 24, (37, 21)
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
-        monkeypatch.setattr(fused, "available", lambda device: True)
-        monkeypatch.setattr(fused, "fused_reference", None)
+        monkeypatch.setattr(elementwise, "available", lambda device: True)
+        monkeypatch.setattr(elementwise, "elementwise_torch", None)
         monkeypatch.setattr(fused_damping, "split_damping", None)
         monkeypatch.setattr(fused_damping, "BLOCK", 16)
 

@@ -5,14 +5,13 @@ import torch
 from torch import Tensor
 
 from interpreter import INTERPRETED
-from layerwise.optim.cuda import elementwise as fused
-from layerwise.optim.cuda import fp16_steps as fused_half_steps
+from layerwise.optim.cuda import elementwise, fp16_steps
 from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, scaled
 from layerwise.optim.cuda.fp16_steps import HEADROOM, damped_half, scaled_half
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import ROOM
 from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.triton import elementwise as fused_launch
+from layerwise.optim.cuda.triton import elementwise as triton_elementwise
 from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted
@@ -30,10 +29,10 @@ COURSES = {
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
-        monkeypatch.setattr(fused, "available", lambda device: True)
-        monkeypatch.setattr(fused, "fused_reference", None)
-        monkeypatch.setattr(fused_half_steps, "with_room", None)
-        monkeypatch.setattr(fused_launch, "TILE", {"ROWS": 8, "COLUMNS": 32, "num_warps": 1})
+        monkeypatch.setattr(elementwise, "available", lambda device: True)
+        monkeypatch.setattr(elementwise, "elementwise_torch", None)
+        monkeypatch.setattr(fp16_steps, "with_room", None)
+        monkeypatch.setattr(triton_elementwise, "TILE", {"ROWS": 8, "COLUMNS": 32, "num_warps": 1})
 
 
 def not_divided(R: Tensor) -> Scaled:

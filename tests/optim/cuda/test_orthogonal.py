@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from interpreter import INTERPRETED
-from layerwise.optim.cuda import elementwise as fused
-from layerwise.optim.cuda.linalg import orthogonal
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda import elementwise
+from layerwise.optim.cuda.linalg import orthogonal, split_fp16
 from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
 from layerwise.optim.cuda.linalg.orthogonal import basis_pair, between, rough_between, with_room
 from layerwise.optim.cuda.scaled import Scaled
@@ -28,11 +27,11 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Which way the functions go, and what splits and searches they have launched; small tiles for the interpreter."""
     found: list[str] = []
     if request.param == "triton":
-        for module in (orthogonal, triton_products, fused):
+        for module in (orthogonal, triton_products, elementwise):
             monkeypatch.setattr(module, "available", lambda device: True)
         tiles = triton_products.Tiles(m=16, n=16, depth=16, warps=1, stages=1)
         monkeypatch.setattr(triton_products, "tiles_for", lambda *given: tiles)
-    for module, name in ((triton_splits, "_launch"), (triton_splits, "largest_parts"), (half_pairs, "pair_scale")):
+    for module, name in ((triton_splits, "_launch"), (triton_splits, "largest_parts"), (split_fp16, "pair_scale")):
         was = getattr(module, name)
 
         def noted(*given: Any, name: str = name, was: Any = was) -> Any:
@@ -147,7 +146,7 @@ def test_the_way_in_has_22_bits(size: tuple[int, int], kind: str, sides: str, la
     (O, I), K = size, 2
     U_P, U_Q, X = basis(K, O, 1), basis(K, I, 2), samples(K, O, I)[kind]
     P, Q = (basis_pair(U) for U in (U_P, U_Q))
-    pair: HalfPair = half_pairs.split(X)
+    pair: HalfPair = split_fp16.split(X)
     launches.clear()
     found = between(P.mT if sides != "right" else None, pair, Q if sides != "left" else None)
     assert set(launches) <= {"_launch"}

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from interpreter import only_interpreted
 from layerwise.foundations.errors import InputError
-from layerwise.optim.cuda.linalg import packed
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import packed, split_fp16
 from layerwise.optim.cuda.triton import packed as triton_packed
 from layerwise.optim.cuda.triton.columns import average_grams_
 from layerwise.optim.cuda.triton.products import Tiles
@@ -75,9 +74,9 @@ def test_a_shifted_diagonal_and_pairs(way: str):
     P = packed.pack(M)
     assert torch.equal(packed.unpack(P, shift, 35, mean), damped)
     for found, expected in (
-        (packed.split(P), half_pairs.split(M)),
-        (packed.split(P, shift, 35, mean), half_pairs.split(damped)),
-        (packed.split(P, shift), half_pairs.split(M + torch.diag_embed(shift.unsqueeze(-1).expand(-1, 48)))),
+        (packed.split(P), split_fp16.split(M)),
+        (packed.split(P, shift, 35, mean), split_fp16.split(damped)),
+        (packed.split(P, shift), split_fp16.split(M + torch.diag_embed(shift.unsqueeze(-1).expand(-1, 48)))),
     ):
         for name in ("hi", "lo", "scale"):
             assert torch.equal(getattr(found, name), getattr(expected, name)), name

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from interpreter import only_interpreted
 from layerwise.foundations.errors import InputError
-from layerwise.optim.cuda.linalg import packed_fp16 as packed_halves
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import packed_fp16, split_fp16
 from layerwise.optim.cuda.triton import packed as triton_packed
 
 pytestmark = pytest.mark.interpreted
@@ -18,7 +17,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Torch, or the kernels, which then take the CPU's matrices."""
     monkeypatch.setattr(triton_packed, "BLOCK", 32)
     monkeypatch.setattr(triton_packed, "MIRROR_BLOCK", 32)
-    monkeypatch.setattr(packed_halves, "available", lambda _: request.param == "kernels")
+    monkeypatch.setattr(packed_fp16, "available", lambda _: request.param == "kernels")
     return request.param
 
 
@@ -28,13 +27,13 @@ def symmetric(K: int, n: int, seed: int = 0) -> Tensor:
 
 
 def squares(X: Tensor, halves: int) -> tuple[Tensor, Tensor]:
-    pair = half_pairs.split(X)
+    pair = split_fp16.split(X)
     return torch.stack([pair.hi, pair.lo][:halves], 1), pair.scale
 
 
 def kept(X: Tensor, halves: int) -> tuple[Tensor, Tensor]:
-    H, scale = packed_halves.zeros(len(X), halves, X.shape[-1]), torch.ones(len(X))
-    packed_halves.put_(H, scale, X)
+    H, scale = packed_fp16.zeros(len(X), halves, X.shape[-1]), torch.ones(len(X))
+    packed_fp16.put_(H, scale, X)
     return H, scale
 
 
@@ -44,10 +43,10 @@ def test_there_and_back(n: int, halves: int, way: str):
     X = symmetric(3, n)
     (H, scale), (whole, expected) = kept(X, halves), squares(X, halves)
     assert H.shape == (3, halves, n // 16 * (n // 16 + 1) // 2, 16, 16)
-    assert packed_halves.is_packed(H)
+    assert packed_fp16.is_packed(H)
     assert torch.equal(scale, expected)
-    assert torch.equal(packed_halves.unpack(H), whole)
-    assert torch.equal(packed_halves.unpack(H[1:2]), whole[1:2])  # some groups
+    assert torch.equal(packed_fp16.unpack(H), whole)
+    assert torch.equal(packed_fp16.unpack(H[1:2]), whole[1:2])  # some groups
 
 
 @pytest.mark.parametrize("halves", [1, 2])
@@ -58,9 +57,9 @@ def test_what_is_not_good_stays(halves: int, way: str):
     store, scales = kept(X.repeat_interleave(2, 0), halves)
     H, scale = store[::2], scales[:4].copy_(scales[::2].clone())  # matrices apart
     where = torch.tensor([True, False, True, False])
-    packed_halves.put_(H, scale, new, where)
+    packed_fp16.put_(H, scale, new, where)
     (whole, numbers), (old, before) = squares(new, halves), squares(X, halves)
-    found = packed_halves.unpack(H)
+    found = packed_fp16.unpack(H)
     for k, on in enumerate(where.tolist()):
         torch.testing.assert_close(found[k], (whole if on else old)[k], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(scale, torch.where(where, numbers, before), rtol=0, atol=0, equal_nan=True)
@@ -88,6 +87,6 @@ def test_rows_that_are_apart(way: str):
 
 def test_sizes_that_do_not_fit():
     with pytest.raises(InputError, match="multiple of 16"):
-        packed_halves.zeros(1, 2, 33)
+        packed_fp16.zeros(1, 2, 33)
     with pytest.raises(InputError, match="of that size"):
-        packed_halves.put_(packed_halves.zeros(1, 2, 32), torch.ones(1), torch.zeros(1, 16, 16))
+        packed_fp16.put_(packed_fp16.zeros(1, 2, 32), torch.ones(1), torch.zeros(1, 16, 16))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import layerwise as lw
 from layerwise.optim.cuda.device_step import DeviceStep, largest_of
 from layerwise.optim.cuda.executor import _gradient, param_lists
-from layerwise.optim.cuda.found_inf import bounds, sizes_of
+from layerwise.optim.cuda.gradient_sizes import bounds, sizes_of
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.storage import StoredMatrix, between, scaled_between
 from layerwise.optim.cuda.unscaled import unscaled

@@ -13,13 +13,11 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from interpreter import INTERPRETED, only_interpreted
-from layerwise.optim.cuda import elementwise as fused
-from layerwise.optim.cuda import storage as stored
+from layerwise.optim.cuda import elementwise, storage
 from layerwise.optim.cuda.adam_corrections import corrections_
 from layerwise.optim.cuda.backend import CudaBackend, step_bound
 from layerwise.optim.cuda.executor import AsynchronousExecutor
-from layerwise.optim.cuda.linalg import orthogonal
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import orthogonal, split_fp16
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE
 from layerwise.optim.cuda.pending_checkpoint import tracked
@@ -151,7 +149,7 @@ def test_no_step_of_adam_exceeds_its_bound(betas: tuple[float, float]):
     for g in gradients:
         c1, c2 = corrections_(steps, b1, b2)
         corrections: dict[str, Any] = {"correction1": c1, "correction2": c2}
-        step = fused.rotated_adam_(M, V, g.view(1, 1, 4), beta1=b1, beta2=b2, eps=1e-300, **corrections)
+        step = elementwise.rotated_adam_(M, V, g.view(1, 1, 4), beta1=b1, beta2=b2, eps=1e-300, **corrections)
         largest = max(largest, float(step.abs().max()))
     assert 0.4 * step_bound(b1, b2) <= largest <= 1.0001 * step_bound(b1, b2)
 
@@ -164,7 +162,7 @@ def test_momentum_that_lasts_longer_than_second_moments_has_no_bound():
 
 
 def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (fused, stored, orthogonal, triton_products):
+    for module in (elementwise, storage, orthogonal, triton_products):
         monkeypatch.setattr(module, "available", lambda device: True)
     tiles = triton_products.Tiles(m=16, n=16, depth=16, warps=1, stages=1)
     monkeypatch.setattr(triton_products, "tiles_for", lambda *given: tiles)
@@ -176,7 +174,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     for module, name, kind in (
         (triton_splits, "_launch", "splits"),
         (triton_splits, "largest_parts", "searches"),
-        (half_pairs, "pair_scale", "searches"),
+        (split_fp16, "pair_scale", "searches"),
     ):
         was = getattr(module, name)
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.linalg.split_fp16 import HalfPair
 
 ENTRY, FLOOR = 2.0**-22, 2.0**-39  # |error| ≤ ENTRY·|x| + FLOOR·max|X|, as the module states
@@ -25,7 +25,7 @@ def product_error(A: Tensor, B: Tensor, C: Tensor) -> float:
 def test_entries_keep_22_bits(size: float):
     spread = torch.exp2(-30 * torch.rand(40, 50, generator=torch.Generator().manual_seed(1)))
     X = size * randn(40, 50) * spread
-    pair = half_pairs.split(X)
+    pair = split_fp16.split(X)
     error = (pair.value().double() - X.double()).abs()
     assert (error <= ENTRY * X.abs() + FLOOR * X.abs().max()).all()
     large = X.abs() > 2.0**-17 * X.abs().max()
@@ -36,67 +36,67 @@ def test_entries_keep_22_bits(size: float):
 
 @pytest.mark.parametrize("amax", [0.75, 1.0, 1.9999999, 2.0, 3.0, 2.0**-100, 2.0**100, 3.3e38, 1.2e-38, 1e-42])
 def test_scale_is_an_exact_power_of_two(amax: float):
-    scale = half_pairs.pair_scale(torch.tensor([[amax, -amax / 3]]))
+    scale = split_fp16.pair_scale(torch.tensor([[amax, -amax / 3]]))
     mantissa, exponent = torch.frexp(scale)
     assert float(mantissa) == 0.5
-    assert int(exponent) - 1 <= half_pairs.LARGEST_EXPONENT
+    assert int(exponent) - 1 <= split_fp16.LARGEST_EXPONENT
     assert float(scale.reciprocal()) * float(scale) == 1
     scaled = amax * float(scale)
     assert scaled < 2.0**15
-    assert scaled >= 2.0**14 or float(scale) == 2.0**half_pairs.LARGEST_EXPONENT
-    assert torch.isfinite(half_pairs.split(torch.tensor([[amax]])).value()).all()
+    assert scaled >= 2.0**14 or float(scale) == 2.0**split_fp16.LARGEST_EXPONENT
+    assert torch.isfinite(split_fp16.split(torch.tensor([[amax]])).value()).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_types_are_split_too(dtype: torch.dtype):
     X = randn(5, 7, dtype=dtype)
-    error = (half_pairs.split(X).value().double() - X.double()).abs()
+    error = (split_fp16.split(X).value().double() - X.double()).abs()
     assert (error <= ENTRY * X.double().abs() + FLOOR * X.double().abs().max()).all()
 
 
 def test_a_given_scale_is_used():
     X = randn(3, 4, 5)
     scale = torch.full((3,), 2.0**8)
-    pair = half_pairs.split(X, scale)
+    pair = split_fp16.split(X, scale)
     assert pair.scale is scale
     assert torch.allclose(pair.value(), X, rtol=2.0**-20, atol=2.0**-31)
-    assert torch.isnan(half_pairs.split(torch.full((1, 1), 1e6), torch.tensor(1.0)).value()).all()
+    assert torch.isnan(split_fp16.split(torch.full((1, 1), 1e6), torch.tensor(1.0)).value()).all()
 
 
 def test_the_input_is_not_changed():
     X = randn(4, 4)
     before = X.clone()
-    half_pairs.split(X)
-    half_pairs.multiply(X, X)
+    split_fp16.split(X)
+    split_fp16.multiply(X, X)
     assert torch.equal(X, before)
 
 
 def test_zeros_and_empty_matrices():
     X = torch.zeros(2, 3, 4)
     X[1, 0, 0] = 5.0
-    pair = half_pairs.split(X)
+    pair = split_fp16.split(X)
     assert pair.scale.tolist() == [1.0, 2.0**12]
     assert torch.equal(pair.value(), X)
-    empty = half_pairs.split(torch.zeros(2, 0, 4))
-    assert half_pairs.product(empty.mT, empty).shape == (2, 4, 4)
-    assert half_pairs.split(torch.zeros(0, 3, 4)).value().shape == (0, 3, 4)
+    empty = split_fp16.split(torch.zeros(2, 0, 4))
+    assert split_fp16.product(empty.mT, empty).shape == (2, 4, 4)
+    assert split_fp16.split(torch.zeros(0, 3, 4)).value().shape == (0, 3, 4)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_becomes_nan_and_stays_in_its_matrix(bad: float):
     X = randn(3, 4, 4)
     X[1, 2, 3] = bad
-    value = half_pairs.split(X).value()
+    value = split_fp16.split(X).value()
     assert torch.isnan(value[1]).all()
     assert torch.isfinite(value[[0, 2]]).all()
-    C = half_pairs.multiply(X, randn(3, 4, 4, seed=1))
+    C = split_fp16.multiply(X, randn(3, 4, 4, seed=1))
     assert torch.isnan(C[1]).all()
     assert torch.isfinite(C[[0, 2]]).all()
 
 
 def test_views_and_parts_of_a_stack():
     X = randn(5, 3, 4)
-    pair = half_pairs.split(X)
+    pair = split_fp16.split(X)
     assert torch.equal(pair.mT.value(), pair.value().mT)
     assert torch.equal(pair[1:3].value(), pair.value()[1:3])
     assert torch.equal(pair[2].value(), pair.value()[2])
@@ -108,42 +108,42 @@ def test_views_and_parts_of_a_stack():
 @pytest.mark.parametrize("left", [1e-30, 1e-12, 1.0, 1e15, 1e30])
 def test_products_keep_float32_accuracy(left: float):
     A, B = left * randn(3, 20, 65), randn(3, 65, 33, seed=1) / left
-    assert product_error(A, B, half_pairs.multiply(A, B)) < PRODUCT
-    C, scale = half_pairs.product(half_pairs.split(A), half_pairs.split(B), out_scaled=True)
+    assert product_error(A, B, split_fp16.multiply(A, B)) < PRODUCT
+    C, scale = split_fp16.product(split_fp16.split(A), split_fp16.split(B), out_scaled=True)
     assert product_error(A, B, C / scale[:, None, None]) < PRODUCT
 
 
 def test_products_of_two_small_or_two_large_matrices():
     small, large = 1e-16 * randn(8, 8), 1e17 * randn(8, 8, seed=1)
     for X in (small, large):
-        assert product_error(X, X, half_pairs.multiply(X, X)) < PRODUCT
-    assert torch.equal(half_pairs.multiply(1e-10 * small, 1e-10 * small), torch.zeros(8, 8))  # 1e-52 in float32
+        assert product_error(X, X, split_fp16.multiply(X, X)) < PRODUCT
+    assert torch.equal(split_fp16.multiply(1e-10 * small, 1e-10 * small), torch.zeros(8, 8))  # 1e-52 in float32
 
 
 def test_products_of_views_and_of_broadcast_stacks():
     A, B = randn(2, 3, 12, 20)[..., ::2].mT, randn(12, 7, seed=2)
-    assert product_error(A, B.expand(2, 3, 12, 7), half_pairs.multiply(A, B)) < PRODUCT
-    pair = half_pairs.split(A)
-    assert product_error(A.mT, A, half_pairs.multiply(pair.mT, A)) < PRODUCT
-    G = half_pairs.product(pair.mT, pair)
+    assert product_error(A, B.expand(2, 3, 12, 7), split_fp16.multiply(A, B)) < PRODUCT
+    pair = split_fp16.split(A)
+    assert product_error(A.mT, A, split_fp16.multiply(pair.mT, A)) < PRODUCT
+    G = split_fp16.product(pair.mT, pair)
     assert torch.allclose(G, G.mT, rtol=0, atol=1e-6 * float(G.abs().max()))
 
 
 def test_rough_products_keep_11_bits():
     A, B = 1e-9 * randn(3, 20, 65), randn(3, 65, 33, seed=1)
-    C = half_pairs.rough_product(A, B)
+    C = split_fp16.rough_product(A, B)
     assert 1e-6 < product_error(A, B, C) < 2.0**-11
-    pair = half_pairs.split(A)
-    assert torch.equal(half_pairs.rough_product(pair, half_pairs.halved(B)), C)
-    assert torch.equal(half_pairs.rough_product(B.mT, pair.half.mT), half_pairs.rough_product(B.mT, A.mT))
-    assert half_pairs.halved(A).device == A.device
+    pair = split_fp16.split(A)
+    assert torch.equal(split_fp16.rough_product(pair, split_fp16.halved(B)), C)
+    assert torch.equal(split_fp16.rough_product(B.mT, pair.half.mT), split_fp16.rough_product(B.mT, A.mT))
+    assert split_fp16.halved(A).device == A.device
 
 
 def test_axes_that_do_not_fit():
     with pytest.raises(InputError, match="as many columns"):
-        half_pairs.rough_product(torch.ones(2, 3), torch.ones(2, 3))
+        split_fp16.rough_product(torch.ones(2, 3), torch.ones(2, 3))
     with pytest.raises(InputError, match="as many columns"):
-        half_pairs.multiply(torch.ones(2, 3), torch.ones(2, 3))
+        split_fp16.multiply(torch.ones(2, 3), torch.ones(2, 3))
 
 
 def spectrum(d: int, seed: int, condition: float = 1e6) -> tuple[Tensor, Tensor]:
@@ -158,7 +158,7 @@ def function(values: Tensor, basis: Tensor) -> Tensor:
 
 
 def only_hi(X: Tensor) -> HalfPair:
-    pair = half_pairs.split(X)
+    pair = split_fp16.split(X)
     return HalfPair(pair.hi, torch.zeros_like(pair.lo), pair.scale)
 
 
@@ -176,10 +176,10 @@ def test_direction_of_ill_conditioned_factors(m: int, n: int, kind: str):
 
     def error(split) -> float:
         left, right = split(P_inverse.float()), split(Q_inverse.float())
-        half = half_pairs.product(left, split(G))
-        found = half_pairs.product(split(half), right)
+        half = split_fp16.product(left, split(G))
+        found = split_fp16.product(split(half), right)
         return float((found.double() - D).norm() / D.norm())
 
-    assert error(half_pairs.split) < 1e-3
+    assert error(split_fp16.split) < 1e-3
     if kind == "gradient":
         assert error(only_hi) > 1e-2  # why pairs

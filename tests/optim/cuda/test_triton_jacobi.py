@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from interpreter import only_interpreted
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.linalg.jacobi import coupling, rotation, second_order, tracked_basis
 from layerwise.optim.cuda.linalg.newton_inverse import refined_inverse, series_inverse
 from layerwise.optim.cuda.linalg.products import HALF_PAIRS
@@ -103,7 +103,7 @@ def test_refined_inverse(kernels: list[str], monkeypatch: pytest.MonkeyPatch, la
     M, _ = drifted(64, 600)
     guess = torch.linalg.inv(M + 1e-3 * torch.eye(64)).contiguous()
     M = 1.02 * M + 1e-3 * torch.eye(64)
-    for given in (guess, half_pairs.split(guess)):
+    for given in (guess, split_fp16.split(guess)):
         X, residual, radius = refined_inverse(M, given, 1, HALF_PAIRS)
         assert torch.equal(X, X.mT)
         expected = refined_inverse(M.double(), guess.double())

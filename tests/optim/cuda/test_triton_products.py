@@ -5,7 +5,7 @@ import torch
 
 from interpreter import only_interpreted
 from layerwise.foundations.errors import InputError
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.linalg.split_fp16 import Half, HalfPair
 from layerwise.optim.cuda.triton import joins as triton_joins
 from layerwise.optim.cuda.triton import products as triton_products
@@ -35,7 +35,7 @@ SMALL = Tiles(m=16, n=16, depth=16, warps=4, stages=1, group=2)
 def test_gram_update(n: int, parts: int):
     wide = randn(2, 37, n + 5).half()  # float16: the interpreter cannot multiply bfloat16
     X = wide[..., 3 : n + 3]
-    total = half_pairs.product(half_pairs.split(randn(2, n, n)), half_pairs.split(torch.eye(n).expand(2, n, n)))
+    total = split_fp16.product(split_fp16.split(randn(2, n, n)), split_fp16.split(torch.eye(n).expand(2, n, n)))
     total = total + total.mT
     weight = torch.tensor([0.25, 1.0])
     expected = total.double().lerp(0.1 * X.double().mT @ X.double(), weight.double()[:, None, None])
@@ -81,12 +81,12 @@ def test_gram_update_of_part_of_a_larger_store():
 @pytest.mark.parametrize("transposed", ["neither", "left", "right"])
 def test_pair_product(shape: tuple[int, int, int], transposed: str):
     m, depth, n = shape
-    A = half_pairs.split(1e-12 * randn(2, m, depth))
-    B = half_pairs.split(1e9 * randn(2, depth, n, seed=1))
+    A = split_fp16.split(1e-12 * randn(2, m, depth))
+    B = split_fp16.split(1e9 * randn(2, depth, n, seed=1))
     if transposed == "left":
-        A = half_pairs.split(A.value().mT.contiguous()).mT
+        A = split_fp16.split(A.value().mT.contiguous()).mT
     if transposed == "right":
-        B = half_pairs.split(B.value().mT.contiguous()).mT
+        B = split_fp16.split(B.value().mT.contiguous()).mT
     C = triton_products.pair_product(A, B, tiles=SMALL)
     exact = A.value().double() @ B.value().double()
     assert float((C.double() - exact).norm()) < 1e-6 * float(A.value().norm() * B.value().norm())
@@ -96,15 +96,15 @@ def test_pair_product(shape: tuple[int, int, int], transposed: str):
 
 @only_interpreted
 def test_pair_product_with_an_addend():
-    A, B = half_pairs.split(randn(2, 20, 30)), half_pairs.split(randn(2, 30, 24, seed=1))
+    A, B = split_fp16.split(randn(2, 20, 30)), split_fp16.split(randn(2, 30, 24, seed=1))
     D = randn(2, 20, 24, seed=2)
     alpha, beta = torch.tensor([2.0, -1.0]), torch.tensor([0.5, 0.0])
-    expected = beta[:, None, None] * D + alpha[:, None, None] * half_pairs.product(A, B)
+    expected = beta[:, None, None] * D + alpha[:, None, None] * split_fp16.product(A, B)
     D[1] = torch.nan  # of beta 0: ignored
     C = triton_products.pair_product(A, B, add=D, alpha=alpha, beta=beta, tiles=SMALL)
     torch.testing.assert_close(C, expected, rtol=0, atol=2e-5)
     D = randn(2, 20, 24, seed=2)
-    expected = D + half_pairs.product(A, B)
+    expected = D + split_fp16.product(A, B)
     found = triton_products.pair_product(A, B, add=D, out=D, tiles=SMALL)
     assert found is D
     torch.testing.assert_close(D, expected, rtol=0, atol=2e-5)
@@ -113,12 +113,12 @@ def test_pair_product_with_an_addend():
 @only_interpreted
 @pytest.mark.parametrize("n", [5, 48, 70])
 def test_symmetric_pair_product(n: int):
-    X = half_pairs.split(randn(3, 21, n))
+    X = split_fp16.split(randn(3, 21, n))
     D = torch.eye(n).expand(3, n, n).contiguous()
     beta = torch.full((3,), 3.0)
     C = triton_products.pair_product(X.mT, X, symmetric=True, add=D, beta=beta, tiles=SMALL)
     assert torch.equal(C, C.mT)
-    torch.testing.assert_close(C, 3 * D + half_pairs.product(X.mT, X), rtol=0, atol=2e-5)
+    torch.testing.assert_close(C, 3 * D + split_fp16.product(X.mT, X), rtol=0, atol=2e-5)
 
 
 @only_interpreted
@@ -127,9 +127,9 @@ def test_symmetric_pair_product(n: int):
 def test_a_symmetric_product_with_an_antisymmetric_addend(n: int, dtype: torch.dtype):
     """``βE + αE²`` of an antisymmetric E, of which only the lower triangle is read."""
     X = randn(3, n, n)
-    E = half_pairs.split(X - X.mT).half
+    E = split_fp16.split(X - X.mT).half
     alpha, beta = torch.tensor([0.5, 0.125, 1.0]), torch.tensor([1.0, 0.5, 0.0])
-    expected = beta[:, None, None] * E.hi.float() + alpha[:, None, None] * half_pairs.rough_product(E, E)
+    expected = beta[:, None, None] * E.hi.float() + alpha[:, None, None] * split_fp16.rough_product(E, E)
     lower = E.hi.tril().clone()
     lower[2] = torch.nan  # of beta 0: ignored
     out = torch.empty(3, n, n, dtype=dtype)
@@ -164,14 +164,14 @@ def assert_same(found: HalfPair, expected: HalfPair) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_split(shape: tuple[int, ...], dtype: torch.dtype):
     X = (1e-3 * randn(*shape)).to(dtype)
-    expected = half_pairs.split(X)
+    expected = split_fp16.split(X)
     assert_same(triton_products.split(X), expected)
     assert_same(triton_products.split(X.mT.contiguous().mT), expected)
     assert torch.equal(triton_products.halved(X).hi, expected.hi)
-    assert_same(triton_products.split(X, expected.scale / 2), half_pairs.split(X, expected.scale / 2))
+    assert_same(triton_products.split(X, expected.scale / 2), split_fp16.split(X, expected.scale / 2))
     amax = X.abs().amax((-2, -1))
     assert_same(triton_products.split(X, amax=amax), expected)
-    assert_same(triton_products.split(X, bound=3.0), half_pairs.split(X, torch.full(shape[:-2], 2.0**13)))
+    assert_same(triton_products.split(X, bound=3.0), split_fp16.split(X, torch.full(shape[:-2], 2.0**13)))
     X[..., 0, 0] = torch.nan
     assert torch.isnan(triton_products.split(X).value()).all()
 
@@ -180,7 +180,7 @@ def test_split(shape: tuple[int, ...], dtype: torch.dtype):
 def test_split_of_a_part():
     X = randn(5, 12, 20)
     for part in (X[1:4], X[:, 2:7], X[:, :, 3:11], X[0], X[1:4, 2:9].mT, X[..., ::2], X[:1].expand(3, 12, 20)):
-        assert_same(triton_products.split(part), half_pairs.split(part))
+        assert_same(triton_products.split(part), split_fp16.split(part))
     transposed = triton_products.split(X.mT)
     assert transposed.mT.hi.is_contiguous()
 
@@ -192,12 +192,12 @@ def test_split_into_what_is_kept():
     out = HalfPair(kept[:, 0], kept[:, 1], scale)
     for source in (X, X.mT.contiguous().mT):
         assert triton_products.split(source, out=out, where=where) is out
-        expected = half_pairs.split(X)
+        expected = split_fp16.split(X)
         assert torch.equal(out.value()[where], expected.value()[where])
         assert scale[1] == 3
         assert (kept[1] == 1).all()
-    triton_products.split(X, half_pairs.pair_scale(X), out=out)
-    assert_same(out, half_pairs.split(X))
+    triton_products.split(X, split_fp16.pair_scale(X), out=out)
+    assert_same(out, split_fp16.split(X))
     with pytest.raises(InputError, match="contiguous matrices"):
         triton_products.split(X, out=HalfPair(kept[:, 0, :, ::2], kept[:, 1, :, ::2], scale))
     with pytest.raises(InputError, match="shape of X"):
@@ -207,54 +207,54 @@ def test_split_into_what_is_kept():
 @only_interpreted
 @pytest.mark.parametrize("amax", [0.0, 1e-42, 1.2e-38, 2.0**-100, 1.0, 1.9999999, 2.0, 3.3e38, torch.inf, torch.nan])
 def test_scale_in_the_kernel(amax: float):
-    found, expected = triton_products.split(torch.tensor([[amax]])), half_pairs.pair_scale(torch.tensor([[amax]]))
+    found, expected = triton_products.split(torch.tensor([[amax]])), split_fp16.pair_scale(torch.tensor([[amax]]))
     torch.testing.assert_close(found.scale, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @only_interpreted
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_rough_product(symmetric: bool):
-    X = half_pairs.split(1e-5 * randn(2, 21, 40))
+    X = split_fp16.split(1e-5 * randn(2, 21, 40))
     D = torch.eye(40).expand(2, 40, 40)
-    expected = 2 * D - 0.5e9 * half_pairs.rough_product(X.mT, X) + 3 * torch.eye(40)
+    expected = 2 * D - 0.5e9 * split_fp16.rough_product(X.mT, X) + 3 * torch.eye(40)
     C = triton_products.pair_product(
         X.half.mT, X, symmetric=symmetric, add=D, beta=2, alpha=-0.5e9, identity=3, tiles=SMALL
     )
     torch.testing.assert_close(C, expected, rtol=1e-5, atol=1e-5)
     out = torch.empty(2, 40, 40).half()
     triton_products.pair_product(X.half.mT, X.half, add=D.half(), alpha=1e9, symmetric=symmetric, out=out, tiles=SMALL)
-    torch.testing.assert_close(out.float(), D + 1e9 * half_pairs.rough_product(X.mT, X), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(out.float(), D + 1e9 * split_fp16.rough_product(X.mT, X), rtol=1e-3, atol=1e-4)
 
 
 @only_interpreted
 def test_the_kernels_are_chosen(monkeypatch: pytest.MonkeyPatch):
     X, Y = randn(2, 16, 24), randn(2, 24, 16, seed=1)
-    expected, rough = half_pairs.multiply(X, Y), half_pairs.rough_product(X, Y)
+    expected, rough = split_fp16.multiply(X, Y), split_fp16.rough_product(X, Y)
     used = []
     product = triton_products.pair_product
     monkeypatch.setattr(triton_products, "available", lambda _: True)
     monkeypatch.setattr(triton_products, "pair_product", lambda *a, **k: used.append(a) or product(*a, **k))
-    torch.testing.assert_close(half_pairs.multiply(X, Y), expected, rtol=0, atol=1e-4)
-    torch.testing.assert_close(half_pairs.rough_product(X, Y.mT.contiguous().mT), rough, rtol=0, atol=1e-4)
+    torch.testing.assert_close(split_fp16.multiply(X, Y), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(split_fp16.rough_product(X, Y.mT.contiguous().mT), rough, rtol=0, atol=1e-4)
     assert len(used) == 2
-    half_pairs.multiply(X[..., :20].contiguous(), Y[:, :20])  # rows of 40 bytes
-    half_pairs.multiply(X, Y[0])
-    half_pairs.multiply(X[None], Y[None])
-    half_pairs.split(X.double())
+    split_fp16.multiply(X[..., :20].contiguous(), Y[:, :20])  # rows of 40 bytes
+    split_fp16.multiply(X, Y[0])
+    split_fp16.multiply(X[None], Y[None])
+    split_fp16.split(X.double())
     assert len(used) == 2
 
 
 @only_interpreted
 def test_lower_tiles_count_the_triangle():
     """Through the product of a column with itself, which no tile that is left out or done twice can give."""
-    x = half_pairs.split(torch.arange(200.0)[:, None])
+    x = split_fp16.split(torch.arange(200.0)[:, None])
     C = triton_products.pair_product(x, x.mT, symmetric=True, tiles=SMALL)
     assert torch.equal(C, torch.outer(torch.arange(200.0), torch.arange(200.0)))
 
 
 def test_what_the_kernels_do_not_take():
     half = torch.ones(4, 4).half()
-    pair = half_pairs.split(torch.ones(4, 3))
+    pair = split_fp16.split(torch.ones(4, 3))
     with pytest.raises(InputError, match="float16 or bfloat16"):
         triton_products.gram_update_(torch.zeros(4, 4), half.float(), torch.tensor(1.0))
     with pytest.raises(InputError, match="last stride of 1"):
@@ -272,14 +272,14 @@ def test_what_the_kernels_do_not_take():
     with pytest.raises(InputError, match="last stride"):
         triton_products.pair_product(pair, pair.mT, out=torch.ones(4, 8)[:, ::2])
     with pytest.raises(InputError, match="Flatten"):
-        triton_products.pair_product(half_pairs.split(torch.ones(1, 1, 2, 2)), pair)
+        triton_products.pair_product(split_fp16.split(torch.ones(1, 1, 2, 2)), pair)
 
 
 @only_interpreted
 @pytest.mark.parametrize("kept", [False, True])
 def test_join(kept: bool):
     """Also of halves that lie beside each other in one tensor, as an optimizer keeps them."""
-    pair = half_pairs.split(randn(3, 65, 70))
+    pair = split_fp16.split(randn(3, 65, 70))
     expected = pair.hi.float().add_(pair.lo).div_(pair.scale[..., None, None])
     if kept:
         both = torch.stack([pair.hi, pair.lo], dim=1)
@@ -291,12 +291,12 @@ def test_join(kept: bool):
 @pytest.mark.parametrize("columns", [1, 16, 17, 32])
 def test_thin_products(columns: int):
     A, B = randn(2, 40, 136), randn(2, 136, columns, seed=1)
-    found = triton_products.pair_product(half_pairs.split(A), half_pairs.split(B))
+    found = triton_products.pair_product(split_fp16.split(A), split_fp16.split(B))
     torch.testing.assert_close(found.double(), A.double() @ B.double(), rtol=1e-5, atol=1e-4)
 
 
 @only_interpreted
 def test_small_symmetric_products():
-    A = half_pairs.split(randn(2, 8, 40))
+    A = split_fp16.split(randn(2, 8, 40))
     found = triton_products.pair_product(A, A.mT, symmetric=True)
     torch.testing.assert_close(found, A.value() @ A.value().mT, rtol=1e-5, atol=1e-4)

@@ -6,9 +6,7 @@ from torch import Tensor
 
 from interpreter import only_interpreted
 from layerwise.optim.cuda.elementwise_torch import over
-from layerwise.optim.cuda.linalg import packed_fp16 as packed_halves
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
-from layerwise.optim.cuda.linalg import two_sided_product as long_sums
+from layerwise.optim.cuda.linalg import packed_fp16, split_fp16, two_sided_product
 from layerwise.optim.cuda.linalg.two_sided_product import long_between, one_above_the_other, side_by_side, tripled
 from layerwise.optim.cuda.triton import packed as triton_packed
 from layerwise.optim.cuda.triton import splits as triton_splits
@@ -24,7 +22,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(triton_packed, "BLOCK", 32)
     monkeypatch.setattr(triton_packed, "MIRROR_BLOCK", 32)
     monkeypatch.setattr(triton_splits, "TILE", {"ROWS": 8, "COLUMNS": 32, "num_warps": 1})
-    for module in (packed_halves, long_sums):
+    for module in (packed_fp16, two_sided_product):
         monkeypatch.setattr(module, "available", lambda _: request.param == "kernels")
     return request.param
 
@@ -33,8 +31,8 @@ def kept(n: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """A symmetric stack, packed, and its scales."""
     X = randn(K, n, n, seed=seed)
     X = (X + X.mT) * torch.logspace(-9, 6, K).view(-1, 1, 1)
-    H, scale = packed_halves.zeros(K, 2, n), torch.ones(K)
-    packed_halves.put_(H, scale, X)
+    H, scale = packed_fp16.zeros(K, 2, n), torch.ones(K)
+    packed_fp16.put_(H, scale, X)
     return X, H, scale
 
 
@@ -67,16 +65,16 @@ def test_scales_are_foreseen():
 
 
 def scale_of(X: Tensor) -> Tensor:
-    return half_pairs.pair_scale(X).double()
+    return split_fp16.pair_scale(X).double()
 
 
 def test_halves_stand_where_the_others_meet_them():
     _, H, _ = kept(O, 1)
-    hi, lo = packed_halves.unpack(H).unbind(1)
+    hi, lo = packed_fp16.unpack(H).unbind(1)
     assert torch.equal(side_by_side(H), torch.cat([hi, lo, hi], 2))
     assert torch.equal(one_above_the_other(H), torch.cat([hi, lo, hi], 1))
     X = randn(K, O, I)
-    pair = half_pairs.split(X)
+    pair = split_fp16.split(X)
     for above, axis in ((True, 1), (False, 2)):
         found, scale = tripled(X, above=above)
         assert torch.equal(found, torch.cat([pair.lo, pair.hi, pair.hi], axis))

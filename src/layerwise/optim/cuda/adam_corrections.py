@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.cuda import elementwise
 from layerwise.optim.cuda.elementwise import AllFinite
 
 
@@ -20,5 +20,5 @@ def corrections_(
     """
     found = torch.empty_like(steps), torch.empty_like(steps)
     if steps.numel():
-        fused.way_of(steps.unsqueeze(0)).corrections_(steps, *found, beta1, beta2, all_finite)
+        elementwise.way_of(steps.unsqueeze(0)).corrections_(steps, *found, beta1, beta2, all_finite)
     return found

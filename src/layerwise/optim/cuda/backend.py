@@ -1,6 +1,6 @@
 """`CudaBackend`: the objects and passes of a GPU. On a CPU they run too, by plain torch, which is how they are tested.
 
-Nothing here asks the device for a value while a step is under way that nobody waits for (`context.device_step`).
+Nothing here asks the device for a value in a step of the asynchronous executor (`context.device_step`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -251,7 +251,7 @@ class CudaBackend(Backend):
 
     @staticmethod
     def _by_passes(basis: Eigenbasis, context: Context) -> bool:
-        """Whether steps that nobody waits for are made by the fused passes: not in float64."""
+        """Whether steps of the asynchronous executor are made by the fused passes: not in float64."""
         return context.device_step is not None and basis.values_P.dtype == torch.float32
 
     def average_squares_(self, s: Tensor, R: Any, decay: float, context: Context) -> None:

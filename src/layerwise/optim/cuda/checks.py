@@ -1,4 +1,4 @@
-"""What the passes of `fused` refuse."""
+"""What the passes of `elementwise` refuse."""
 
 from collections.abc import Mapping, Sequence
 

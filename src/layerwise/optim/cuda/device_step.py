@@ -1,4 +1,4 @@
-"""`DeviceStep`: what a step that nobody waits for knows only on the device."""
+"""`DeviceStep`: what only the device knows of a step, where the host does not wait for it."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
@@ -17,9 +17,8 @@ class DeviceStep:
     """Of one stack."""
 
     all_finite: Bool[Tensor, ""]
-    """Whether all gradients are finite. Where they are not the step is left out: nothing changes, and counts stay.
-
-    The opposite of what `torch.amp` calls found_inf: kernels multiply by it."""
+    """Whether all gradients are finite; the opposite of what `torch.amp` calls found_inf. Where it is false the step is
+    left out: kernels write nothing, and what is added elsewhere has the weight 0."""
     gradient: Tensor | None = None
     """The step's own, where it is split into fp16: the only tensor that `largest` is about."""
     largest: Float[Tensor, "K"] | None = None

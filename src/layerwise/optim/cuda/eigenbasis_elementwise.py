@@ -1,4 +1,4 @@
-"""What a step does entry by entry in an eigenbasis, in one pass each; the rules are those of `fused`.
+"""What a step does entry by entry in an eigenbasis, in one pass each; the rules are those of `elementwise`.
 
 Means s may be of half precision: they are read, and rounded when they are written.
 """
@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.cuda import elementwise
 from layerwise.optim.cuda.checks import check_alike, check_whole
 from layerwise.optim.cuda.scaled import Scaled
 
@@ -30,10 +30,10 @@ def squares_ema_(
     >>> squares_ema_(torch.ones(1, 1, 2), torch.tensor([[[3.0, torch.inf]]]), torch.tensor([0.5]), 2.0)
     tensor([[[9.5000, 1.0000]]])
     """
-    R, scales = fused.parts(R)
+    R, scales = elementwise.parts(R)
     check_alike(s, {"R": R})
     if s.numel():
-        fused.way_of(s, others=(R,), half=True).squares_ema_(s, R, scales, weight, factor)
+        elementwise.way_of(s, others=(R,), half=True).squares_ema_(s, R, scales, weight, factor)
     return s
 
 
@@ -97,11 +97,11 @@ def _quotient(
     found: tuple[Tensor | None, Tensor | None],
     average: tuple[Tensor | None, int | float] = (None, 1.0),
 ) -> Tensor:
-    R, scales = fused.parts(R)
+    R, scales = elementwise.parts(R)
     out = _room(R, out)
     check_alike(s, {"R": R, "out": out})
     if s.numel():
-        fused.way_of(s, others=(R, out), half=True).damped_quotient(R, scales, s, *added, out, *found, *average)
+        elementwise.way_of(s, others=(R, out), half=True).damped_quotient(R, scales, s, *added, out, *found, *average)
     elif found[1] is not None:
         found[1].zero_()
     return out
@@ -123,11 +123,11 @@ def scaled(
     >>> scaled(torch.ones(1, 1, 2), torch.tensor([[3.0]]), torch.tensor([[1.0, 2.0]]))
     tensor([[[3., 6.]]])
     """
-    R, scales = fused.parts(R)
+    R, scales = elementwise.parts(R)
     out = _room(R, out)
     check_alike(R, {"out": out})
     if R.numel():
-        way = fused.way_of(R, others=(out, *(x for x in (a, b) if x is not None)), half=True)
+        way = elementwise.way_of(R, others=(out, *(x for x in (a, b) if x is not None)), half=True)
         way.scaled(R, scales, a, b, out, largest, along)
     elif along is not None:
         along.zero_()

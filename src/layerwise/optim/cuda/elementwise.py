@@ -13,11 +13,10 @@ import torch
 from jaxtyping import BFloat16, Bool, Float
 from torch import Tensor
 
-from layerwise.optim.cuda import elementwise_torch as fused_reference
 from layerwise.optim.cuda.checks import check_layers, check_means, check_whole
 from layerwise.optim.cuda.magnitudes import are_finite as are_finite
 from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.triton import elementwise as fused_launch
+from layerwise.optim.cuda.triton import elementwise as triton_elementwise
 from layerwise.optim.cuda.triton.products import available
 
 TAKEN = (torch.float32, torch.bfloat16, torch.float16)
@@ -118,7 +117,7 @@ def finite_diagonals(new: Float[Tensor, "K *n"]) -> Bool[Tensor, "K"]:
     tensor([ True, False])
     """
     X = new if new.ndim == 2 else new.diagonal(dim1=-2, dim2=-1)
-    way = way_of(X, half=True) if X.shape[1] <= fused_launch.MOST_IN_A_BLOCK else fused_reference
+    way = way_of(X, half=True) if X.shape[1] <= triton_elementwise.MOST_IN_A_BLOCK else elementwise_torch
     return way.finite_entries(X)
 
 
@@ -221,7 +220,7 @@ def dot(X: Float[Tensor, "K *n"] | Scaled, Y: Float[Tensor, "K *n"]) -> Float[Te
     check_whole(X, "X")
     check_whole(Y, "Y")
     if X.ndim == 1 or (
-        not scales and X.is_contiguous() and Y.is_contiguous() and X.numel() <= fused_launch.MOST_ENTRIES
+        not scales and X.is_contiguous() and Y.is_contiguous() and X.numel() <= triton_elementwise.MOST_ENTRIES
     ):
         X, Y = X.reshape(1, -1), Y.reshape(1, -1)
     return way_of(X, others=(Y,), half=True).dot(X, scales, Y)
@@ -240,11 +239,11 @@ def way_of(
 ) -> Any:
     """The kernels, if they run on this device and take all of these; else torch. `first` is float32, or `half`."""
     if not available(first.device) or not first.numel():
-        return fused_reference
-    fits = first[0].numel() <= fused_launch.MOST_ENTRIES and len(first) <= fused_launch.MOST_GROUPS
+        return elementwise_torch
+    fits = first[0].numel() <= triton_elementwise.MOST_ENTRIES and len(first) <= triton_elementwise.MOST_GROUPS
     fits &= first.dtype in TAKEN if half else first.dtype == torch.float32
     fits &= all(X.dtype in TAKEN for X in others)
-    return fused_launch if fits and all(_alike(tensors) for tensors in layers if tensors) else fused_reference
+    return triton_elementwise if fits and all(_alike(tensors) for tensors in layers if tensors) else elementwise_torch
 
 
 def _alike(tensors: Sequence[Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""The passes of `fused` by plain calls of torch: what the kernels are checked against, and what runs without them."""
+"""The passes of `elementwise` in plain torch: what the kernels are checked against, and what runs without them."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def per_group(numbers: Tensor, X: Tensor) -> Tensor:
 def gather_(
     out: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, factor: int | float, all_finite: AllFinite
 ) -> None:
-    """`fused.gather_`."""
+    """`elementwise.gather_`."""
     out.zero_()
     o, i = weights[0].shape
     for k, weight in enumerate(weights):
@@ -42,7 +42,7 @@ def finish_(
     factor: Tensor | int | float,
     all_finite: AllFinite,
 ) -> None:
-    """`fused.finish_`."""
+    """`elementwise.finish_`."""
     update = over(widened(D), scales) * factor
     if momentum is not None:
         buffer = update + mu * momentum
@@ -62,7 +62,7 @@ def _descend_(
 
 
 def ema_(mean: Tensor, new: Tensor, weight: Tensor, divisor: Tensor | int | float) -> None:
-    """`fused.ema_`, with mean and new as stacks of matrices."""
+    """`elementwise.ema_`, with mean and new as stacks of matrices."""
     former = widened(mean)
     x = torch.zeros_like(former)
     divisor = per_group(divisor, new) if isinstance(divisor, Tensor) else divisor
@@ -93,7 +93,7 @@ def adam_(
     floor: Tensor | None,
     all_finite: AllFinite,
 ) -> None:
-    """`fused.adam_` and `fused.rotated_adam_`."""
+    """`elementwise.adam_` and `elementwise.rotated_adam_`."""
     G = over(G.to(M.dtype), scales)
     M.copy_(chosen(all_finite, M.lerp(G, 1 - beta1), M))
     V.copy_(chosen(all_finite, beta2 * V + (1 - beta2) * G * G, V))
@@ -112,7 +112,7 @@ def above(V: Tensor, floor: Tensor) -> Tensor:
 def momentum_half_(
     M: Tensor, G: Tensor, mu: int | float, nesterov: bool, all_finite: AllFinite
 ) -> tuple[Tensor, Tensor]:
-    """`fused.momentum_half_`."""
+    """`elementwise.momentum_half_`."""
     G = G.to(M.dtype)
     M.copy_(chosen(all_finite, M.lerp(G, 1 - mu), M))
     update = chosen(all_finite, G.lerp(M, mu) if nesterov else M, 0.0)
@@ -127,7 +127,7 @@ def corrections_(
     beta2: int | float,
     all_finite: AllFinite,
 ) -> None:
-    """`fused_adam.corrections_`."""
+    """`adam_corrections.corrections_`."""
     steps.copy_(chosen(all_finite, steps + 1, steps))
     t = steps.double().clamp_min(1)
     for correction, beta in ((correction1, beta1), (correction2, beta2)):
@@ -148,7 +148,7 @@ def reciprocal(scales: Sequence[Tensor]) -> Tensor:
 
 
 def unscale(X: Tensor, scales: Sequence[Tensor], out: Tensor) -> None:
-    """`fused_unscaled.unscaled`."""
+    """`unscaled`."""
     torch.mul(X, per_group(reciprocal(scales), X), out=out)
 
 
@@ -178,13 +178,13 @@ def product_of(Y: Tensor, R: Tensor, along: Tensor | None) -> None:
 
 
 def dot(X: Tensor, scales: Sequence[Tensor], Y: Tensor) -> Tensor:
-    """`fused.dot`."""
+    """`elementwise.dot`."""
     dtype = torch.promote_types(torch.promote_types(X.dtype, Y.dtype), torch.float32)
     return (over(X.to(dtype), scales) * Y.to(dtype)).sum()
 
 
 def squares_ema_(s: Tensor, R: Tensor, scales: Sequence[Tensor], weight: Tensor, factor: int | float) -> None:
-    """`fused_basis.squares_ema_`."""
+    """`eigenbasis_elementwise.squares_ema_`."""
     former = widened(s)
     w, x = per_group(weight, s), factor * over(R.to(former.dtype), scales).square()
     moved = torch.where(w == 1, x, former + w * (x - former))
@@ -194,7 +194,7 @@ def squares_ema_(s: Tensor, R: Tensor, scales: Sequence[Tensor], weight: Tensor,
 def damped(
     s: Tensor, s_P: Tensor | None, s_Q: Tensor | None, left: Tensor | None, right: Tensor | None, constant: Tensor
 ) -> Tensor:
-    """What `fused_basis.damped_quotient` divides by."""
+    """What `eigenbasis_elementwise.damped_quotient` divides by."""
     added = per_group(constant, s)
     if left is not None and right is not None and s_P is not None and s_Q is not None:
         added = s_P.unsqueeze(-1) * per_group(right, s) + per_group(left, s) * s_Q.unsqueeze(-2) + added
@@ -216,7 +216,7 @@ def damped_quotient(
     weight: Tensor | None,
     factor: int | float,
 ) -> None:
-    """`fused_basis.damped_quotient`, and with a weight `fused_basis.averaged_quotient_`."""
+    """`eigenbasis_elementwise.damped_quotient`, and with a weight `eigenbasis_elementwise.averaged_quotient_`."""
     if weight is not None:
         squares_ema_(s, R, scales, weight, factor)
     R = over(R.to(torch.promote_types(s.dtype, torch.float32)), scales)
@@ -235,7 +235,7 @@ def scaled(
     largest: Tensor | None,
     along: Tensor | None,
 ) -> None:
-    """`fused_basis.scaled`."""
+    """`eigenbasis_elementwise.scaled`."""
     R = over(widened(R), scales)
     Y = R if a is None else R * a.unsqueeze(-1)
     Y = Y if b is None else Y * b.unsqueeze(-2)

@@ -20,7 +20,7 @@ from layerwise.optim.cuda.deferred_examples import DeferredExamples
 from layerwise.optim.cuda.deferred_statistics import DeferredStatistics
 from layerwise.optim.cuda.device_step import DeviceStep
 from layerwise.optim.cuda.elementwise import finish_, gather_
-from layerwise.optim.cuda.found_inf import bounds, sizes_of
+from layerwise.optim.cuda.gradient_sizes import bounds, sizes_of
 from layerwise.optim.cuda.graphs import Graphs
 from layerwise.optim.cuda.param_lists import ParamLists
 from layerwise.optim.cuda.scaled import Scaled

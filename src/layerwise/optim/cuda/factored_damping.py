@@ -5,8 +5,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.kronecker import split_damping
-from layerwise.optim.cuda import elementwise as fused
-from layerwise.optim.cuda.triton import elementwise as fused_launch
+from layerwise.optim.cuda import elementwise
+from layerwise.optim.cuda.triton import elementwise as triton_elementwise
 from layerwise.optim.cuda.triton.arguments import basis_kernels
 from layerwise.optim.cuda.triton.device import on
 
@@ -36,7 +36,7 @@ def factored_damping(
     [0.354, 0.707, 0.25]
     """
     O, I = (s_P.shape[1], s_Q.shape[1]) if own is None else own
-    if fused.way_of(s_P, others=(s_Q,)) is fused_launch and s_Q.dtype == torch.float32:
+    if elementwise.way_of(s_P, others=(s_Q,)) is triton_elementwise and s_Q.dtype == torch.float32:
         found = torch.empty(3, len(s_P), dtype=torch.float32, device=s_P.device)
         with on(s_P.device):
             basis_kernels().factored_damping_kernel[(len(s_P),)](

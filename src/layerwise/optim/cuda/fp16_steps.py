@@ -15,13 +15,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.cuda import elementwise
 from layerwise.optim.cuda.checks import check_alike, check_whole
 from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, scaled
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import ROOM, with_room
 from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.triton import elementwise as fused_launch
+from layerwise.optim.cuda.triton import elementwise as triton_elementwise
 from layerwise.optim.cuda.triton.arguments import add_up, basis_kernels, bits, listed, room_for_sums
 from layerwise.optim.cuda.triton.device import on
 from layerwise.optim.cuda.triton.splits import HEADROOM
@@ -40,7 +40,7 @@ def damped_half(
     factor: int | float = 1.0,
     along: Float[Tensor, ""] | None = None,
 ) -> Half:
-    """`fused_basis.damped_quotient`, or with a `weight` `averaged_quotient_`, as a half with room (`orthogonal`).
+    """`damped_quotient`, or with a `weight` `averaged_quotient_` (`eigenbasis_elementwise`), in fp16 with room.
 
     `added` are s_P, s_Q, left, right and the constant of those. `before`, the largest magnitudes of the last step or
     zeros, becomes those of this one. R may be written over.
@@ -50,9 +50,9 @@ def damped_half(
     >>> (half.hi / half.scale).item(), before.item()
     (2.0, 2.0)
     """
-    X, scales = fused.parts(R)
+    X, scales = elementwise.parts(R)
     check_alike(s, {"R": X})
-    if fused.way_of(s, others=(X,), half=True) is not fused_launch:
+    if elementwise.way_of(s, others=(X,), half=True) is not triton_elementwise:
         rest = {"out": X, "largest": before, "along": along}
         if weight is None:
             return with_room(damped_quotient(R, s, *added, **rest), before)
@@ -60,12 +60,12 @@ def damped_half(
     K, O, I = s.shape
     numbers = [None if x is None or added[2] is None else x.contiguous() for x in added[:4]] + [added[4].contiguous()]
     hi, scale, largest = _room(X)
-    partial = room_for_sums(along, K, fused_launch.tiles(O, I))
+    partial = room_for_sums(along, K, triton_elementwise.tiles(O, I))
     weight = None if weight is None else weight.contiguous()
     shape = (torch.finfo(s.dtype).tiny, O, I, X.stride(0), s.stride(0), hi.stride(0))
     kinds = _kinds(scales, HAS_FACTORS=added[2] is not None)
     with on(s.device):
-        grid, factors = (fused_launch.tiles(O, I), K), listed(scales, 0)
+        grid, factors = (triton_elementwise.tiles(O, I), K), listed(scales, 0)
         basis_kernels().damped_quotient_kernel[grid](
             X, factors, s, hi, *numbers, bits(largest), partial, weight, bits(before), float(factor), *shape,
             HAS_LARGEST=True, HAS_PARTIAL=partial is not None, HAS_WEIGHT=weight is not None, **kinds,
@@ -87,28 +87,28 @@ def scaled_half(
     *,
     along: Float[Tensor, ""] | None = None,
 ) -> Half:
-    """`fused_basis.scaled` as a half with room; otherwise as `damped_half`.
+    """`eigenbasis_elementwise.scaled` as a half with room; otherwise as `damped_half`.
 
     >>> before = torch.zeros(1)
     >>> half = scaled_half(torch.ones(1, 1, 2), torch.tensor([[3.0]]), torch.tensor([[1.0, 2.0]]), before)
     >>> (half.hi / half.scale).tolist(), before.item()
     ([[[3.0, 6.0]]], 6.0)
     """
-    X, scales = fused.parts(R)
+    X, scales = elementwise.parts(R)
     check_whole(X, "R")
     others = tuple(x for x in (a, b) if x is not None)
-    if fused.way_of(X, others=others, half=True) is not fused_launch:
+    if elementwise.way_of(X, others=others, half=True) is not triton_elementwise:
         return with_room(scaled(R, a, b, out=X, largest=before, along=along), before)
     K, O, I = X.shape
     hi, scale, largest = _room(X)
     sides, partial = (
         [None if x is None else x.contiguous() for x in (a, b)],
-        room_for_sums(along, K, fused_launch.tiles(O, I)),
+        room_for_sums(along, K, triton_elementwise.tiles(O, I)),
     )
     shape = (O, I, X.stride(0), hi.stride(0))
     kinds = _kinds(scales, HAS_ROWS=a is not None, HAS_COLUMNS=b is not None)
     with on(X.device):
-        grid, factors = (fused_launch.tiles(O, I), K), listed(scales, 0)
+        grid, factors = (triton_elementwise.tiles(O, I), K), listed(scales, 0)
         basis_kernels().scaled_kernel[grid](
             X, factors, hi, *sides, bits(largest), partial, bits(before), *shape,
             HAS_LARGEST=True, HAS_PARTIAL=partial is not None, **kinds,
@@ -128,4 +128,4 @@ def _room(X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _kinds(scales: tuple[Tensor, ...], **kinds: bool) -> dict[str, Any]:
-    return {"SCALES": len(scales), "ROOM": ROOM, "HEADROOM": HEADROOM, **kinds, **fused_launch.TILE}
+    return {"SCALES": len(scales), "ROOM": ROOM, "HEADROOM": HEADROOM, **kinds, **triton_elementwise.TILE}

@@ -38,7 +38,7 @@ class Report:
 
     @classmethod
     def of(cls, step: int, groups: slice, verdict: Tensor) -> "Report":
-        """Send it; nobody waits."""
+        """Send it, without waiting for it."""
         if verdict.device.type != "cuda":
             return cls(step, groups, verdict.clone(), None)
         here = torch.empty(verdict.shape, dtype=verdict.dtype, pin_memory=True)

@@ -10,7 +10,7 @@ from layerwise.optim.rule import Shape
 from layerwise.optim.step.refresh_schedule import Turn
 
 MORE_ROUNDS = 1.5
-"""That factors which are hard to follow may take in addition, by what three rounds cost; see `refined`."""
+"""That factors which are hard to follow may take in addition, by what three rounds cost; see `inverse`."""
 ALLOWED, ALLOWED_MORE = 0.2, 0.4
 """Shares that a step may have beyond its own; and where factors are hard to follow. A refresh is about a third of a
 step, and the slowest step is to be within 1.2 of others."""

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.optim.cuda import elementwise as fused
+from layerwise.optim.cuda import elementwise
 from layerwise.optim.cuda.checks import check_whole
 from layerwise.optim.cuda.scaled import Scaled
 
@@ -16,10 +16,10 @@ def unscaled(X: Float[Tensor, "*B K O I"] | Scaled) -> Float[Tensor, "*B K O I"]
     >>> unscaled(Scaled(torch.ones(1, 1, 1), (torch.tensor([4.0]),)))
     tensor([[[0.2500]]])
     """
-    C, scales = fused.parts(X)
+    C, scales = elementwise.parts(X)
     if scales and C.numel():
         check_whole(C, "C")
         out = C if C.dtype.itemsize >= 4 else torch.empty(C.shape, dtype=torch.float32, device=C.device)
-        fused.way_of(C, half=True).unscale(C, scales, out)
+        elementwise.way_of(C, half=True).unscale(C, scales, out)
         return out
     return C

@@ -25,7 +25,8 @@ class KFAC(Layerwise):
         damping: λ; see `damping_split` and `damping_scale` of `Layerwise`.
         momentum: of the gradient, as an average (AdamW's β₁).
         weight_decay: decoupled.
-        damping_split: "trace" (factored, with π), "equal" (factored, π = 1), or "exact" (on the product).
+        damping_split: "exact" (λ is added to the product of both factors), or divided between them: of an absolute
+            damping by "trace" (with π) or "equal" (π = 1); relative damping goes by the factors' mean eigenvalues.
         sua: convolutions take activations at different kernel offsets to be uncorrelated: Q is that of the channels,
             alike at each offset, the bias a block of its own. Cheaper; layers with one offset are unchanged.
         scale: "adam": updates of AdamW's size, for AdamW's rate; "formula": the bare formula, momentum being a sum of

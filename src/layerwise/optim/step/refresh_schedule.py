@@ -63,7 +63,7 @@ class RefreshSchedule:
         due, regular = list[slice](), list[bool]()
         for turn in stack.memory["turns"]:
             groups, slot = turn.groups, turn.slot
-            on = (step < every and step & (step - 1) == 0) or (step - 1 - slot) % every == 0
+            on = is_due(step, slot, every)
             if on or False in fresh[groups]:
                 due.append(groups)
                 regular.append(on)

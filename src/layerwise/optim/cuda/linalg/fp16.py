@@ -1,4 +1,4 @@
-"""Matrices held in halves: two of float16 and a power of two, or one; see `half_pairs`."""
+"""Matrices held in halves: two of float16 and a power of two, or one; see `split_fp16`."""
 
 from dataclasses import dataclass
 from types import EllipsisType
@@ -12,7 +12,7 @@ from layerwise.foundations.errors import InputError, describe
 
 @dataclass(frozen=True)
 class HalfPair:
-    """A stack of matrices held as ``(hi + lo) / scale``; made by `half_pairs.split`.
+    """A stack of matrices held as ``(hi + lo) / scale``; made by `split_fp16.split`.
 
     >>> from layerwise.optim.cuda.linalg.split_fp16 import split
     >>> pair = split(torch.tensor([[1.0, 3.0]]))
@@ -67,7 +67,7 @@ class HalfPair:
 
 @dataclass(frozen=True)
 class Half:
-    """A stack of matrices rounded to 11 bits, ``hi / scale``; made by `half_pairs.halved`.
+    """A stack of matrices rounded to 11 bits, ``hi / scale``; made by `split_fp16.halved`.
 
     >>> from layerwise.optim.cuda.linalg.split_fp16 import halved
     >>> halved(torch.tensor([[1.0, 3.0]])).mT.shape

@@ -94,7 +94,7 @@ def _sweep(M: Any, U: Tensor, damping: int | float, still: int | float, products
 
 
 def _takes(products: Products, M: Tensor | HalfPair, U: Tensor) -> bool:
-    """Whether `triton_sweeps` takes these."""
+    """Whether `triton.jacobi` takes these."""
     if not isinstance(products, HalfPairProducts) or not triton_products.available(M.device):
         return False
     stacks = U.ndim == 3 and len(U) <= MOST_MATRICES and U.dtype == torch.float32

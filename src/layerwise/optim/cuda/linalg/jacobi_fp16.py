@@ -1,7 +1,7 @@
 """Eigenbases that are kept as one half, 2¹⁴ U in float16: following a matrix that drifts.
 
 Rounding turns the vectors of such a basis by 2⁻¹² or so of their length, in random directions. That is less than what
-a sweep of `basis_tracking` leaves of a drift, so that a basis in which second moments are measured needs no more, nor
+a sweep of `jacobi` leaves of a drift, so that a basis in which second moments are measured needs no more, nor
 does one for roots of power ¼. A sweep is then six products of halves where one of pairs has eight and a half, and
 large ones are cuBLAS's, which runs nearly twice as fast as Triton where nothing can be left out.
 """
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Float16, Float32
 from torch import Tensor
 
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
 from layerwise.optim.cuda.linalg.jacobi import FUSED_SIZE, STILL, coupling, rotation, second_order
 from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE, bounded_pair, product_bound, writes_halves
@@ -32,7 +32,7 @@ def tracked_half(
     damping: int | float = 1e-3,
     still: int | float = STILL,
 ) -> tuple[Half, Float32[Tensor, "*batch n"], Float32[Tensor, "sweeps *batch"]]:
-    """`basis_tracking.tracked_basis` of a basis with the fixed scale: the basis, eigenvalues, couplings before.
+    """`jacobi.tracked_basis` of a basis with the fixed scale: the basis, eigenvalues, couplings before.
 
     Where something is not finite the last coupling is infinite, and the basis is of no use.
 
@@ -52,7 +52,7 @@ def tracked_half(
 
 
 def _sweep(M: HalfPair, U: Half, damping: int | float, still: int | float) -> tuple[Half, Tensor, Tensor]:
-    C, _ = half_pairs.whole_product(M, U)
+    C, _ = split_fp16.whole_product(M, U)
     C = bounded_pair(C, product_bound(U.shape[-1]))
     if _takes(U):
         from layerwise.optim.cuda.triton import jacobi as triton_sweeps
@@ -72,7 +72,7 @@ def _sweep(M: HalfPair, U: Half, damping: int | float, still: int | float) -> tu
 
 def _rotation(U: Half, C: HalfPair, damping: int | float, still: int | float) -> tuple[Tensor, Tensor, Tensor]:
     """``E + E²/2`` in float16, eigenvalues and coupling, by torch."""
-    S, scale = half_pairs.whole_product(U.mT, C)
+    S, scale = split_fp16.whole_product(U.mT, C)
     S = S / scale[..., None, None]
     S = (S + S.mT) / 2
     mean = S.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True).clamp(min=torch.finfo(S.dtype).tiny)

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Float16, Float32
 from torch import Tensor
 
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.jacobi_fp16 import by_cublas
 from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE
@@ -34,14 +34,14 @@ def turn_between(U_new: Half, U_old: Half) -> Half:
         return Half(out, U_old.scale)
     if triton_products.takes(left, U_old):
         return Half(triton_products.pair_product(left, U_old, alpha=BASIS_SCALE, out=out), U_old.scale)
-    C, _ = half_pairs.scaled_product(left, U_old)
+    C, _ = split_fp16.scaled_product(left, U_old)
     return Half((C / BASIS_SCALE).half(), U_old.scale)
 
 
 def turn_moments_(
     M: Float32[Tensor, "K O I"], V: Float32[Tensor, "K O I"], turn: Half, side: Literal["left", "right"]
 ) -> None:
-    """First and second moments as a new basis on one side sees them, in place; see `basis_tracking.carried`.
+    """First and second moments as a new basis on one side sees them, in place; see `jacobi.carried`.
 
     No second moment becomes smaller than what half precision can tell from zero: steps divide by it.
 
@@ -54,7 +54,7 @@ def turn_moments_(
     largest = V.amax((-2, -1))
     C, inverse = _product(squared_rows(turn), _halved(V, largest), side)
     torch.maximum(C.mul_(inverse), (largest * SMALLEST_PART)[:, None, None], out=V)
-    C, inverse = _product(turn, half_pairs.halved(M), side)
+    C, inverse = _product(turn, split_fp16.halved(M), side)
     torch.mul(C, inverse, out=M)
 
 
@@ -103,7 +103,7 @@ def put_(out: Float16[Tensor, "K n n"], V: Float16[Tensor, "K n n"], where: Bool
 
 def _halved(V: Tensor, largest: Tensor) -> Half:
     known = V.dtype == torch.float32 and _by_kernels(V)
-    return halved(V, amax=largest) if known else half_pairs.halved(V)
+    return halved(V, amax=largest) if known else split_fp16.halved(V)
 
 
 def _by_kernels(X: Float[Tensor, "K m n"]) -> bool:
@@ -112,5 +112,5 @@ def _by_kernels(X: Float[Tensor, "K m n"]) -> bool:
 
 def _product(turn: Half, X: Half, side: str) -> tuple[Float[Tensor, "K O I"], Float32[Tensor, "K 1 1"]]:
     """``turn X`` or ``X turnᵀ`` before it is divided, and what it is multiplied by for that."""
-    C, _ = half_pairs.scaled_product(*((turn, X) if side == "left" else (X, turn.mT)))
+    C, _ = split_fp16.scaled_product(*((turn, X) if side == "left" else (X, turn.mT)))
     return C, (X.scale.reciprocal() / BASIS_SCALE)[:, None, None]

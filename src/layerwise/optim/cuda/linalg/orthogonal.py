@@ -16,14 +16,14 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from layerwise.optim.cuda.elementwise_torch import cut
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton import splits as triton_splits
 from layerwise.optim.cuda.triton.device import MOST_MATRICES, available
 
-BASIS_SCALE = 2.0**half_pairs.TOP_EXPONENT
+BASIS_SCALE = 2.0**split_fp16.TOP_EXPONENT
 ROOM = 2.0**8
 TILE, PROCESSORS = 128 * 256, 132
 """Of cuBLAS's larger products, and of a large GPU."""
@@ -57,7 +57,7 @@ def bounded_pair(X: Float[Tensor, "*K m n"], bound: float) -> HalfPair:
         return triton_splits.split(X, bound=bound, cut=True)
     number = triton_splits.bound_scale(bound)
     scale = torch.full(X.shape[:-2], number, dtype=torch.float32, device=X.device)
-    return half_pairs.split(cut(X.float() * number, torch.float16) / number, scale)
+    return split_fp16.split(cut(X.float() * number, torch.float16) / number, scale)
 
 
 def with_room(Y: Float[Tensor, "K m n"], largest: Float32[Tensor, "K"] | None = None) -> Half:
@@ -69,7 +69,7 @@ def with_room(Y: Float[Tensor, "K m n"], largest: Float32[Tensor, "K"] | None = 
     """
     if _on_kernels(Y):
         return triton_splits.halved(Y, amax=largest, room=ROOM)
-    scale = (half_pairs.pair_scale(Y) if largest is None else half_pairs.power_of_two_scale(largest)) / ROOM
+    scale = (split_fp16.pair_scale(Y) if largest is None else split_fp16.power_of_two_scale(largest)) / ROOM
     return Half((Y * scale[..., None, None]).half(), scale)
 
 
@@ -85,14 +85,14 @@ def rough_between(P: HalfPair | Half | None, Y: Half, Q: HalfPair | Half | None,
     >>> (found.C / found.scales[0]).tolist()
     [[[3.0, 4.0], [1.0, 2.0]]]
     """
-    sides = [(half_pairs.halved(U), left) for U, left in ((P, True), (Q, False)) if U is not None]
+    sides = [(split_fp16.halved(U), left) for U, left in ((P, True), (Q, False)) if U is not None]
     *first, (U, left) = sorted(sides, key=lambda side: side[0].shape[-1])
     for smaller, before in first:
         Y = Half(_turned(smaller, Y.hi, before), Y.scale)
     A, B = (U, Y) if left else (Y, U)
     if narrow and writes_halves(Y):
         return _narrow(A, B, U, Y.scale)
-    C, scale = half_pairs.scaled_product(A, B)
+    C, scale = split_fp16.scaled_product(A, B)
     return Scaled(C, (scale,))
 
 
@@ -127,18 +127,18 @@ def between(P: HalfPair | Half | None, X: HalfPair, Q: HalfPair | Half | None) -
     A basis of one half is taken for exact: then X, and what the first product leaves, are multiplied in both halves.
 
     >>> U = basis_pair(torch.eye(2)[None].flip(-1))
-    >>> found = between(U, half_pairs.split(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])), U)
+    >>> found = between(U, split_fp16.split(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])), U)
     >>> (found.C / found.scales[0] / found.scales[1]).tolist()
     [[[4.0, 3.0], [2.0, 1.0]]]
     """
     scales = ()
     if P is not None:
-        C, scale = half_pairs.whole_product(P, X)
+        C, scale = split_fp16.whole_product(P, X)
         if Q is None:
             return Scaled(C, (scale,))
         X, scales = bounded_pair(C, product_bound(P.shape[-1])), (scale,)
     assert Q is not None
-    C, scale = half_pairs.whole_product(X, Q)
+    C, scale = split_fp16.whole_product(X, Q)
     return Scaled(C, (*scales, scale))
 
 
@@ -149,7 +149,7 @@ def _turned(U: Half, Y: Tensor, left: bool) -> Tensor:
     if triton_products.takes(A, B):
         out = torch.empty(*A.shape[:-1], B.shape[-1], dtype=torch.float16, device=Y.device)
         return triton_products.pair_product(A, B, alpha=BASIS_SCALE, out=out, cut=True)
-    C, _ = half_pairs.scaled_product(A, B)
+    C, _ = split_fp16.scaled_product(A, B)
     return cut(C.mul_(1 / BASIS_SCALE), torch.float16).half()
 
 
@@ -159,7 +159,7 @@ def product_bound(n: int) -> float:
     What a pair loses by so loose a bound is ``2⁻³⁹ √n max|X|`` an entry: 2⁻²² of the norm even where one entry of
     3072 × 3072 is alone.
     """
-    return 2.0 ** (2 * half_pairs.TOP_EXPONENT + 2) * n**0.5
+    return 2.0 ** (2 * split_fp16.TOP_EXPONENT + 2) * n**0.5
 
 
 def _on_kernels(X: Tensor) -> bool:

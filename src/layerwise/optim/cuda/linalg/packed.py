@@ -4,7 +4,7 @@ A stack ``[K, n, n]``, n = 16 c, is kept as ``[K, T, 16, 16]`` with T = c(c+1)/2
 i(i+1)/2 + j. Tiles on the diagonal are whole, so that the excess over half a square is 1/(2c) of it: 1 % at n = 768,
 0.3 % at 3088. Rows of a tile are 64 bytes, which a GPU reads without waste; kernels work on larger tiles as they like.
 
-On a GPU with Triton every function is one launch (`triton_packed`), elsewhere (and for more matrices than a launch
+On a GPU with Triton every function is one launch (`triton.packed`), elsewhere (and for more matrices than a launch
 takes) a few calls of torch, which the kernels are checked against. Nothing here asks the device for a value.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.linalg.symmetric_product import gram
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.linalg.fp16 import HalfPair
 from layerwise.optim.cuda.triton import packed as triton_packed
 from layerwise.optim.cuda.triton.device import MOST_MATRICES, available
@@ -136,7 +136,7 @@ def gram_update_(
     weight: Float32[Tensor, "K"],
     alpha: int | float = 1.0,
 ) -> Float32[Tensor, "K T 16 16"]:
-    """`triton_products.gram_update_` of packed totals: their leading n × n blocks move towards ``alpha·XᵀX``.
+    """`triton.products.gram_update_` of packed totals: their leading n × n blocks move towards ``alpha·XᵀX``.
 
     >>> gram_update_(zeros(1, 16), torch.ones(1, 3, 8).half(), torch.ones(1))[0, 0, 0, 7:9].tolist()
     [3.0, 0.0]
@@ -165,7 +165,7 @@ def split(
     largest = largest if shift is None else largest + shift
     if _by_kernels(P):
         return triton_packed.split(P, size(P), largest, shift, own, fill)
-    return half_pairs.split(unpack(P, shift, own, fill), half_pairs.power_of_two_scale(largest))
+    return split_fp16.split(unpack(P, shift, own, fill), split_fp16.power_of_two_scale(largest))
 
 
 @lru_cache(maxsize=64)

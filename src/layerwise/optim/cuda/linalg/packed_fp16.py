@@ -1,8 +1,8 @@
 """Symmetric matrices kept in halves of float16, as the lower triangle of their tiles: of a pair, two bytes an entry.
 
 A stack of matrices of size n = 16 c is ``[K, h, T, 16, 16]`` with the tiles of `packed`; h = 2 for pairs (hi, lo), 1
-for first halves, beside a scale ``[K]``, see `half_pairs`. Products need whole squares: these are made for the moment.
-On a GPU with Triton that is one launch (`triton_packed`) near the bandwidth of the memory, elsewhere a few calls of
+for first halves, beside a scale ``[K]``, see `split_fp16`. Products need whole squares: these are made for the moment.
+On a GPU with Triton that is one launch (`triton.packed`) near the bandwidth of the memory, elsewhere a few calls of
 torch, which the kernels are checked against. Nothing here asks the device for a value.
 """
 
@@ -11,8 +11,7 @@ from jaxtyping import Bool, Float16, Float32
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
-from layerwise.optim.cuda.linalg import packed
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import packed, split_fp16
 from layerwise.optim.cuda.linalg.packed import TILE
 from layerwise.optim.cuda.triton import packed as triton_packed
 from layerwise.optim.cuda.triton.device import MOST_MATRICES, available
@@ -73,7 +72,7 @@ def put_(
     if _by_kernels(H):
         triton_packed.put_(H, scale, X, where)
         return
-    pair = half_pairs.split(X)
+    pair = split_fp16.split(X)
     for place, half in enumerate((pair.hi, pair.lo)[: H.shape[1]]):
         new = packed.tiles(half, packed.size(H))
         H[:, place] = new if where is None else torch.where(where.view(-1, 1, 1, 1), new, H[:, place])

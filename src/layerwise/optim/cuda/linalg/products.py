@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
 from layerwise.optim.cuda.triton import products as triton_products
 
@@ -122,9 +122,9 @@ class HalfPairProducts:
         """X as a pair."""
         if isinstance(X, HalfPair):
             return X
-        if definite and half_pairs.on_kernels(X):
+        if definite and split_fp16.on_kernels(X):
             return triton_products.split(X, amax=X.diagonal(dim1=-2, dim2=-1).amax(-1))
-        return half_pairs.split(X)
+        return split_fp16.split(X)
 
     def precise(
         self,
@@ -142,7 +142,7 @@ class HalfPairProducts:
             return triton_products.pair_product(
                 left, right, add=add, alpha=alpha, identity=identity, symmetric=symmetric
             )
-        return finished(half_pairs.product(left, right), add, alpha, identity, symmetric)
+        return finished(split_fp16.product(left, right), add, alpha, identity, symmetric)
 
     def rough(
         self,
@@ -154,25 +154,25 @@ class HalfPairProducts:
         symmetric: bool = False,
     ) -> Tensor:
         """``add + alpha·A B`` of first halves."""
-        left, right = half_pairs.halved(A), half_pairs.halved(B)
+        left, right = split_fp16.halved(A), split_fp16.halved(B)
         if _fused(left, right, add):
             return triton_products.pair_product(left, right, add=add, alpha=alpha, symmetric=symmetric)
-        return finished(half_pairs.rough_product(left, right), add, alpha, 0, symmetric)
+        return finished(split_fp16.rough_product(left, right), add, alpha, 0, symmetric)
 
     def remainder(self, A: Float[Tensor, "..."] | HalfPair, B: Float[Tensor, "..."] | HalfPair) -> Half:
         """``I − A B`` with 22 bits of the product, rounded to 11."""
         left, right = self.prepared(A), self.prepared(B)
         if _fused(left, right, None):
             return _remainders().remainder(left, right)
-        return half_pairs.halved(finished(half_pairs.product(left, right), alpha=-1, identity=1))
+        return split_fp16.halved(finished(split_fp16.product(left, right), alpha=-1, identity=1))
 
     def improved(self, R: Half, Y: HalfPair | Half, X: HalfPair, add: Float[Tensor, "..."]) -> Half:
         """``add + R Y`` of first halves, rounded to 11 bits."""
-        right = half_pairs.halved(Y)
+        right = split_fp16.halved(Y)
         if _fused(R, right, add):
             # Where it converges, 1 + t + t² + … of up to three terms, |t| < 1: no entry is three times X's largest.
             return _remainders().improved(R, right, add, X.scale / 2)
-        return half_pairs.halved(self.rough(R, right, add=add, symmetric=True))
+        return split_fp16.halved(self.rough(R, right, add=add, symmetric=True))
 
 
 TORCH = TorchProducts()

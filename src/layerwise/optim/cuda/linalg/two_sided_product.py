@@ -1,6 +1,6 @@
 """Products ``P X Q`` of pairs with symmetric P and Q, where the three products of each side are one with long sums.
 
-A product of pairs is ``A_hi B_lo + A_lo B_hi + A_hi B_hi`` (`half_pairs`). As three calls of cuBLAS, float32 results
+A product of pairs is ``A_hi B_lo + A_lo B_hi + A_hi B_hi`` (`split_fp16`). As three calls of cuBLAS, float32 results
 are written, and read again twice. As one product of matrices side by side,
 
     [A_hi  A_lo  A_hi] [B_lo; B_hi; B_hi],
@@ -14,9 +14,7 @@ import torch
 from jaxtyping import Float, Float16, Float32
 from torch import Tensor
 
-from layerwise.optim.cuda.linalg import packed
-from layerwise.optim.cuda.linalg import packed_fp16 as packed_halves
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import packed, packed_fp16, split_fp16
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton import packed as triton_packed
 from layerwise.optim.cuda.triton import splits as triton_splits
@@ -29,7 +27,7 @@ MOST_ENTRIES = 2**31 - 2**16
 def takes(P: Tensor, X: Tensor, Q: Tensor) -> bool:
     """Whether all operands are small enough.
 
-    >>> H = packed_halves.zeros(1, 2, 16)
+    >>> H = packed_fp16.zeros(1, 2, 16)
     >>> takes(H, torch.empty(1, 16, 16), H), takes(H, torch.empty(1, 2**16, 2**15, device="meta"), H)
     (True, False)
     """
@@ -49,10 +47,10 @@ def long_between(
     """``P X Q`` of packed pairs, not yet divided; `largest`: what no entry of each X exceeds, where that is known.
 
     `before`, the largest magnitudes of the last ``P X``, or zeros, becomes those of this one, and spares a search for
-    them (`fused_half_steps`).
+    them (`fp16_steps`).
 
-    >>> H, scale = packed_halves.zeros(1, 2, 16), torch.ones(1)
-    >>> packed_halves.put_(H, scale, 3 * torch.eye(16)[None])
+    >>> H, scale = packed_fp16.zeros(1, 2, 16), torch.ones(1)
+    >>> packed_fp16.put_(H, scale, 3 * torch.eye(16)[None])
     >>> found = long_between(H, scale, torch.ones(1, 16, 16), H, scale)
     >>> by = found.scales[0] * found.scales[1]
     >>> (found.C / by)[0, 0, 0].item()
@@ -106,7 +104,7 @@ def tripled(
     else:
         if before is not None:
             largest = before.copy_(torch.linalg.vector_norm(X, float("inf"), dim=(-2, -1)))
-        pair = half_pairs.split(X) if largest is None else half_pairs.split(X, half_pairs.power_of_two_scale(largest))
+        pair = split_fp16.split(X) if largest is None else split_fp16.split(X, split_fp16.power_of_two_scale(largest))
         scale = pair.scale
         for place, half in enumerate((pair.lo, pair.hi, pair.hi)):
             blocks[:, place] = half
@@ -117,7 +115,7 @@ def _unpack(H: Tensor, out: Tensor) -> None:
     if available(H.device) and H.shape[:2].numel() <= MOST_MATRICES:
         triton_packed.mirrored(H, packed.size(H), out)
         return
-    halves = packed_halves.unpack(H)
+    halves = packed_fp16.unpack(H)
     out[:, :2], out[:, 2] = halves, halves[:, 0]
 
 

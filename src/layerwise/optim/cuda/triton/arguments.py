@@ -1,4 +1,4 @@
-"""How tensors are handed to the kernels of `fused`, and where those are found."""
+"""How tensors are handed to the kernels of `elementwise`, and where those are found."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -65,7 +65,7 @@ def kernels() -> Any:
 
 @cache
 def basis_kernels() -> Any:
-    """Those of `fused_basis`."""
+    """Those of `eigenbasis_elementwise`."""
     kernels()
     from layerwise.optim.cuda.triton import eigenbasis_kernels as fused_basis_kernels
 

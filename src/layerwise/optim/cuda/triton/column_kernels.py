@@ -1,4 +1,4 @@
-"""Triton kernels of `triton_columns`: sums over the rows of listed matrices, and what a running mean makes of them.
+"""Triton kernels of `triton.columns`: sums over the rows of listed matrices, and what a running mean makes of them.
 
 Imported on first use only; without Triton the module can be imported, and has no kernels.
 """

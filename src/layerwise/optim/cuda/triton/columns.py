@@ -1,8 +1,8 @@
 """Running means of second moments of listed matrices, a bias column included: three launches for a whole stack.
 
 The first sums the columns of all matrices (and rounds those of single precision to half), the second decides what is
-taken and moves the border of every mean, the third is `triton_products.gram_update_`. Ask
-`triton_products.available` first. Nothing here asks the device for a value.
+taken and moves the border of every mean, the third is `triton.products.gram_update_`. Ask
+`triton.products.available` first. Nothing here asks the device for a value.
 """
 
 import math

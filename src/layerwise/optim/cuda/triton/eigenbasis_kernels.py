@@ -1,4 +1,4 @@
-"""Triton kernels of `fused_basis`; imported as `fused_kernels` is."""
+"""Triton kernels of `eigenbasis_elementwise`; imported as `elementwise_kernels` is."""
 
 from __future__ import annotations
 

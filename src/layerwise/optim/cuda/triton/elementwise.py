@@ -1,4 +1,4 @@
-"""The passes of `fused` as Triton's kernels: one launch a stack, or one for each 32 listed layers."""
+"""The passes of `elementwise` as Triton's kernels: one launch a stack, or one for each 32 listed layers."""
 
 import math
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ MOST_ENTRIES = 2**31 - 2**16  # of one group: offsets in it are 32 bits
 def gather_(
     out: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, factor: int | float, all_finite: AllFinite
 ) -> None:
-    """`fused.gather_`."""
+    """`elementwise.gather_`."""
     (o, i), (O, I) = weights[0].shape, out.shape[1:]
     with on(out.device):
         for start in range(0, len(weights), LISTED):
@@ -59,7 +59,7 @@ def finish_(
     factor: Tensor | int | float,
     all_finite: AllFinite,
 ) -> None:
-    """`fused.finish_`."""
+    """`elementwise.finish_`."""
     (o, i), (O, I) = weights[0].shape, D.shape[1:]
     factor_at = factor.float() if isinstance(factor, Tensor) else None
     host = 1.0 if isinstance(factor, Tensor) else float(factor)
@@ -81,7 +81,7 @@ def finish_(
 
 
 def ema_(mean: Tensor, new: Tensor, weight: Tensor, divisor: Tensor | int | float) -> None:
-    """`fused.ema_`, with mean and new as stacks of matrices."""
+    """`elementwise.ema_`, with mean and new as stacks of matrices."""
     K, rows, width = mean.shape
     divisor_at = divisor.contiguous() if isinstance(divisor, Tensor) else None
     host = 1.0 if isinstance(divisor, Tensor) else float(divisor)
@@ -117,7 +117,7 @@ def adam_(
     floor: Tensor | None,
     all_finite: AllFinite,
 ) -> None:
-    """`fused.adam_` and `fused.rotated_adam_`."""
+    """`elementwise.adam_` and `elementwise.rotated_adam_`."""
     entries, groups = M[0].numel(), len(M)
     flat = entries if entries < SMALL and not scales and all(X.is_contiguous() for X in (M, V, G, step)) else 0
     if flat and entries * groups <= MOST_ENTRIES:
@@ -136,7 +136,7 @@ def adam_(
 def momentum_half_(
     M: Tensor, G: Tensor, mu: int | float, nesterov: bool, all_finite: AllFinite
 ) -> tuple[Tensor, Tensor]:
-    """`fused.momentum_half_`."""
+    """`elementwise.momentum_half_`."""
     entries = M[0].numel()
     half = torch.empty(M.shape, dtype=torch.bfloat16, device=M.device)
     partial = torch.empty(len(M), blocks(entries), dtype=torch.float32, device=M.device)
@@ -156,7 +156,7 @@ def corrections_(
     beta2: int | float,
     all_finite: AllFinite,
 ) -> None:
-    """`fused_adam.corrections_`."""
+    """`adam_corrections.corrections_`."""
     logs = (math.log(max(beta, 1e-300)) for beta in (beta1, beta2))
     with on(steps.device):
         kernels().corrections_kernel[(blocks(len(steps)),)](
@@ -172,7 +172,7 @@ def corrections_(
 
 
 def unscale(X: Tensor, scales: Sequence[Tensor], out: Tensor) -> None:
-    """`fused_unscaled.unscaled`."""
+    """`unscaled`."""
     entries = X[0].numel()
     with on(X.device):
         basis_kernels().unscale_kernel[(blocks(entries), len(X))](
@@ -181,7 +181,7 @@ def unscale(X: Tensor, scales: Sequence[Tensor], out: Tensor) -> None:
 
 
 def dot(X: Tensor, scales: Sequence[Tensor], Y: Tensor) -> Tensor:
-    """`fused.dot`."""
+    """`elementwise.dot`."""
     entries = X[0].numel()
     partial = torch.empty(len(X), blocks(entries), dtype=torch.float32, device=X.device)
     with on(X.device):
@@ -195,7 +195,7 @@ def dot(X: Tensor, scales: Sequence[Tensor], Y: Tensor) -> Tensor:
 
 
 def squares_ema_(s: Tensor, R: Tensor, scales: Sequence[Tensor], weight: Tensor, factor: int | float) -> None:
-    """`fused_basis.squares_ema_`."""
+    """`eigenbasis_elementwise.squares_ema_`."""
     entries = s[0].numel()
     with on(s.device):
         basis_kernels().squares_ema_kernel[(blocks(entries), len(s))](
@@ -219,7 +219,7 @@ def damped_quotient(
     weight: Tensor | None,
     factor: int | float,
 ) -> None:
-    """`fused_basis.damped_quotient`, and with a weight `fused_basis.averaged_quotient_`."""
+    """`eigenbasis_elementwise.damped_quotient`, and with a weight `eigenbasis_elementwise.averaged_quotient_`."""
     K, O, I = s.shape
     factors = [None if X is None or left is None else X.contiguous() for X in (s_P, s_Q, left, right)]
     partial, weight = room_for_sums(along, K, tiles(O, I)), None if weight is None else weight.contiguous()
@@ -242,7 +242,7 @@ def scaled(
     largest: Tensor | None,
     along: Tensor | None,
 ) -> None:
-    """`fused_basis.scaled`."""
+    """`eigenbasis_elementwise.scaled`."""
     K, O, I = R.shape
     sides = [None if x is None else x.contiguous() for x in (a, b)]
     partial = room_for_sums(along, K, tiles(O, I))

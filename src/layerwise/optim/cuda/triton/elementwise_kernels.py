@@ -1,4 +1,4 @@
-"""Triton kernels of `fused`: passes over whole stacks that read and write each entry once.
+"""Triton kernels of `elementwise`: passes over whole stacks that read and write each entry once.
 
 Imported on first use only; without Triton the module can be imported, and has no kernels.
 """

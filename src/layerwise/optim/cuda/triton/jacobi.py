@@ -1,4 +1,4 @@
-"""A sweep of `basis_tracking.tracked_basis` on a GPU: pairs of float16, and as few kernels and passes as that takes.
+"""A sweep of `jacobi.tracked_basis` on a GPU: pairs of float16, and as few kernels and passes as that takes.
 
 Entries of an orthogonal basis and of a rotation are bounded, so that their powers of two need no search: rounding
 leaves at most 2⁻³⁸ beside 11 or 22 bits. What is not bounded so overflows and is found in the first row of the result.
@@ -19,7 +19,7 @@ from layerwise.optim.cuda.triton.products import Tiles, pair_product, split
 ENTRY_BOUND = 2.0  # of a basis; pairs hold four times as much
 UNIT = 2.0**14  # scale of E, of E + E²/2 and of I − VᵀV
 PROBES = 16  # columns, the least that tensor cores take
-APPLICATIONS, MARGIN = 6, 1.15  # as in `basis_tracking`, which says why
+APPLICATIONS, MARGIN = 6, 1.15  # as in `jacobi`, which says why
 ROWS, COLUMNS, FINISH_ROWS, COPY = 32, 64, 128, 4096
 
 
@@ -70,7 +70,7 @@ def restore_(V: Float32[Tensor, "K n n"], U: Float32[Tensor, "K n n"], left: Flo
 
 
 def rotation(S: Float32[Tensor, "K n n"], damping: int | float, still: int | float) -> Rotation:
-    """`basis_tracking.rotation`, second order eigenvalues and coupling of symmetric matrices, in few launches."""
+    """`jacobi.rotation`, second order eigenvalues and coupling of symmetric matrices, in few launches."""
     K, n = S.shape[:2]
     scale, unit, alpha, beta, left = torch.empty(5, K, device=S.device)
     diagonal, width, weight, squares, couplings, first, second, values = torch.empty(8, K, n, device=S.device)

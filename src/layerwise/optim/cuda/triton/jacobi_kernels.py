@@ -1,6 +1,6 @@
-"""Triton kernels of `triton_sweeps`: from ``S = Uᵀ M U`` the rotation, the eigenvalues and the coupling.
+"""Triton kernels of `triton.jacobi`: from ``S = Uᵀ M U`` the rotation, the eigenvalues and the coupling.
 
-``E_ij = S_ij Δ/(Δ² + S_ij² + (τ_i + τ_j)²)``, ``Δ = S_jj − S_ii``, as in `basis_tracking.rotation`. S is symmetric, and
+``E_ij = S_ij Δ/(Δ² + S_ij² + (τ_i + τ_j)²)``, ``Δ = S_jj − S_ii``, as in `jacobi.rotation`. S is symmetric, and
 read twice; E, which is only stored rounded to half precision, is computed twice.
 """
 

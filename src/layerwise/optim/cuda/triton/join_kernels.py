@@ -1,4 +1,4 @@
-"""The Triton kernel of `triton_joins`."""
+"""The Triton kernel of `triton.joins`."""
 
 from __future__ import annotations
 

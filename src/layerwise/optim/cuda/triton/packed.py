@@ -1,4 +1,4 @@
-"""`packed` and `packed_halves` on a GPU: each function one launch. Nothing here asks the device for a value."""
+"""`packed` and `packed_fp16` on a GPU: each function one launch. Nothing here asks the device for a value."""
 
 from collections.abc import Sequence
 
@@ -98,7 +98,7 @@ def gram_update_(
     tiles: Tiles = GRAM_TILES,
     parts: int | None = None,
 ) -> Float32[Tensor, "K T 16 16"]:
-    """`packed.gram_update_`, see `triton_products.gram_update_`: tiles below the diagonal are the ones it computes."""
+    """`packed.gram_update_`, see `triton.products.gram_update_`: tiles below the diagonal are the ones it computes."""
     matrices = (X,) if isinstance(X, Tensor) else tuple(X)
     first, T = matrices[0], P.shape[1]
     kinds = {(x.shape, x.stride(), x.dtype) for x in matrices}
@@ -121,7 +121,7 @@ def gram_update_(
 def mirrored(
     H: Float16[Tensor, "K h T t t"], n: int, out: Float16[Tensor, "K h_out n n"] | None = None
 ) -> Float16[Tensor, "K h_out n n"]:
-    """`packed_halves.unpack`; tiles may have any size t, a power of two, and reach beyond n.
+    """`packed_fp16.unpack`; tiles may have any size t, a power of two, and reach beyond n.
 
     `out` may have any strides but in its rows; with three places, for a pair, the last gets the first half once more.
     """
@@ -143,7 +143,7 @@ def put_(
     X: Float32[Tensor, "K n n"],
     where: Bool[Tensor, "K"] | None = None,
 ) -> None:
-    """`packed_halves.put_`, after one more launch that looks for the largest entries."""
+    """`packed_fp16.put_`, after one more launch that looks for the largest entries."""
     X = X if X.stride(-1) == 1 else X.contiguous()
     if X.numel():
         parts, n = largest_parts(X), X.shape[-1]

@@ -1,4 +1,4 @@
-"""Triton kernels of `triton_packed`: between squares and the lower triangle of their tiles of 16 × 16.
+"""Triton kernels of `triton.packed`: between squares and the lower triangle of their tiles of 16 × 16.
 
 A store is wide where neighbours in a row of the square are neighbours in a thread, and share their mask: so blocks are
 turned before their mirror image is stored, and masks change at tiles alone.

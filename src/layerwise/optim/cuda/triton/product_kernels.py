@@ -1,4 +1,4 @@
-"""Triton kernels of `triton_products`: tiles of symmetric products and of products of half-precision pairs.
+"""Triton kernels of `triton.products`: tiles of symmetric products and of products of half-precision pairs.
 
 Imported on first use only; without Triton the module can be imported, and has no kernels.
 """

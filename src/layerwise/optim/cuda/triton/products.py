@@ -1,6 +1,6 @@
 """Matrix products on a GPU that Triton makes cheaper: the symmetric half only, and pairs of float16 in one kernel.
 
-Each function does what a few calls of torch do as well (`symmetric_product.gram`, `half_pairs.product`), so ask
+Each function does what a few calls of torch do as well (`symmetric_product.gram`, `split_fp16.product`), so ask
 `available` first and use those elsewhere. Triton is imported at the first use. Nothing here asks the device for a
 value. Rows that begin on 16 bytes (widths padded to a multiple of 16) load fastest; other widths are right, but slow.
 """

@@ -1,4 +1,4 @@
-"""The Triton kernel of `triton_remainders`."""
+"""The Triton kernel of `triton.remainders`."""
 
 from __future__ import annotations
 

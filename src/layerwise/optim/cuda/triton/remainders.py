@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from layerwise.optim.cuda.linalg import split_fp16 as half_pairs
+from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
 from layerwise.optim.cuda.triton.device import ceil, kernels, on
 from layerwise.optim.cuda.triton.products import pair_product
@@ -29,7 +29,7 @@ def remainder(A: HalfPair, B: HalfPair) -> Half:
     if n < LARGE:
         pair_product(A, B, alpha=-UNIT, identity=UNIT, out=R)
         return found
-    C, _ = half_pairs.product(A, B, out_scaled=True)
+    C, _ = split_fp16.product(A, B, out_scaled=True)
     with on(A.device):
         kernels("remainder_kernels").remainder_kernel[(ceil(n * n, BLOCK), A.scale.numel())](
             R, C, A.scale.contiguous(), B.scale.contiguous(), UNIT, n * n, n, BLOCK=BLOCK, num_warps=8

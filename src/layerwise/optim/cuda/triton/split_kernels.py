@@ -1,4 +1,4 @@
-"""Triton kernels of `triton_splits`: float32 matrices into halves, each with its power of two."""
+"""Triton kernels of `triton.splits`: float32 matrices into halves, each with its power of two."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["largest_kernel", "split_kernel", "triple_kernel", "triton"]
 @_jit
 @no_type_check
 def power_of_two(bits):
-    """`half_pairs.power_of_two_scale` of a magnitude's bits: 1 for zero, NaN for what is not finite."""
+    """`split_fp16.power_of_two_scale` of a magnitude's bits: 1 for zero, NaN for what is not finite."""
     exponent = tl.minimum(14 - ((bits >> 23) - 127), 112)
     scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     scale = tl.where(bits == 0, 1.0, scale)
@@ -30,7 +30,7 @@ def keep_largest(largest, k, y):
 @_jit
 @no_type_check
 def foreseen_scale(before, k, ROOM: tl.constexpr, HEADROOM: tl.constexpr):
-    """The scale that the largest magnitude of the last time asks for, with headroom; see `fused_half_steps`."""
+    """The scale that the largest magnitude of the last time asks for, with headroom; see `fp16_steps`."""
     return power_of_two(tl.load(before + k)) / (ROOM * HEADROOM)
 
 

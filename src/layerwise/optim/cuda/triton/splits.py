@@ -1,4 +1,4 @@
-"""`half_pairs.split` and `half_pairs.halved` on a GPU: one pass for the largest entries, and one more."""
+"""`split_fp16.split` and `split_fp16.halved` on a GPU: one pass for the largest entries, and one more."""
 
 import math
 
@@ -29,7 +29,7 @@ def split(
     out: HalfPair | None = None,
     where: Bool[Tensor, "*K"] | None = None,
 ) -> HalfPair:
-    """The same as `half_pairs.split` in one pass over X, and one more for its largest entries, unless they are known.
+    """The same as `split_fp16.split` in one pass over X, and one more for its largest entries, unless they are known.
 
     `amax` or `bound` (one number for all) says what no entry exceeds; twice that is held in any case, and with `cut`
     finite entries that are not are cut off, else they become infinite or NaN. With `out`, matrices with contiguous
@@ -59,7 +59,7 @@ def halved(
     out: Half | None = None,
     where: Bool[Tensor, "*K"] | None = None,
 ) -> Half:
-    """The same as `half_pairs.halved`, its scales over `room` (a power of two); see `split`."""
+    """The same as `split_fp16.halved`, its scales over `room` (a power of two); see `split`."""
     if out is None and X.stride(-1) != 1 and X.stride(-2) == 1:
         return halved(X.mT, amax=amax, bound=bound, cut=cut, room=room).mT
     if out is None:
@@ -75,7 +75,7 @@ def tripled(
     amax: Float[Tensor, "K"] | None = None,
     before: Float32[Tensor, "K"] | None = None,
 ) -> Float32[Tensor, "K"]:
-    """`long_sums.tripled` into `out`, of any strides but in its rows; the scales."""
+    """`two_sided_product.tripled` into `out`, of any strides but in its rows; the scales."""
     X = _stacked(X)
     K, m, n = X.shape
     scale, largest = torch.zeros(2, K, dtype=torch.float32, device=X.device)
