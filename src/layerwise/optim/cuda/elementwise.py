@@ -13,6 +13,7 @@ import torch
 from jaxtyping import BFloat16, Bool, Float
 from torch import Tensor
 
+from layerwise.optim.cuda import elementwise_torch
 from layerwise.optim.cuda.checks import check_layers, check_means, check_whole
 from layerwise.optim.cuda.magnitudes import are_finite as are_finite
 from layerwise.optim.cuda.scaled import Scaled
