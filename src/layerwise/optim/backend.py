@@ -12,7 +12,7 @@ Roots and bases come in pairs because a GPU multiplies by both sides in one pass
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, Literal
 
@@ -100,8 +100,13 @@ class Factor(Kept):
         """``P X``, or ``X Q``."""
 
     def condition(self, shift: Float[Tensor, "K"]) -> Float[Tensor, "K"]:
-        """A bound on the condition number of ``M + shift I`` that needs no decomposition: ``(tr M + shift)/shift``."""
-        return (self.trace() + shift) / shift.clamp_min(torch.finfo(shift.dtype).tiny)
+        """A bound on the condition number of ``M + shift I`` that needs no decomposition: ``(tr M + shift)/shift``.
+
+        Under SUA that of the bias's block, where it is larger.
+        """
+        least = shift.clamp_min(torch.finfo(shift.dtype).tiny)
+        found = (self.trace() + shift) / least
+        return found if self.bias is None else torch.maximum(found, (self.bias.sum(-1) + shift) / least)
 
 
 class InverseRoots(Kept):
@@ -187,6 +192,16 @@ class Backend(ABC):
     def padding(self, requirements: Requirements, O: int, I: int, like: Tensor, one_hot: bool) -> tuple[int, int]:
         """Zeros to be added to a stack's rows and columns."""
         return 0, 0
+
+    # --- checkpoints -------------------------------------------------------------------------------------
+
+    def pending(self, stack: Any, every: int, step: int) -> dict[str, dict[str, Tensor]]:
+        """What a checkpoint has of each layer beside the state of its objects."""
+        return {}
+
+    def resume(self, stack: Any, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take that up again."""
+        return
 
     # --- passes ------------------------------------------------------------------------------------------
 

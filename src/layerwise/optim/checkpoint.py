@@ -133,7 +133,7 @@ class Checkpointed(torch.optim.Optimizer):
             "steps": self.steps_taken,
             "forwards": 0 if self._capture is None else self._capture.forwards,
             "rounds": 0 if self._capture is None else self._capture.rounds,
-            "damping": self._damping.state(),
+            "damping": self._damping.state() | {"step": self.steps_taken},
             "unit": self._unit,
             "likelihood": self._settings["recognised"],
         }

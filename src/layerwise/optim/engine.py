@@ -268,10 +268,10 @@ class Layerwise(Checkpointed):
         """Whether the host may look at values of tensors. On a GPU it would wait for the whole backward."""
         return self.param_groups[0]["params"][0].device.type == "cpu"
 
-    def _make_backend(self) -> Backend:
+    def _make_backend(self, device: torch.device) -> Backend:
         """The reference on a CPU; that of `cuda` on a GPU, or where factors are to be refined by products."""
         _, refresh, execution = self._how
-        if self.host_may_sync and refresh.solver != "newton":
+        if self.host_may_sync and device.type == "cpu" and refresh.solver != "newton":
             return Reference(refresh.solver)
         from layerwise.optim.cuda.backend import CudaBackend  # the GPU's code is not read where there is none
 
@@ -306,7 +306,7 @@ class Layerwise(Checkpointed):
         """Of a layer alone."""
         name = spec.parameters[0]
         first = {name: group["params"][group["param_names"].index(name)]}
-        return Stack(rule, (spec,), dict(group), first, self._make_backend()).shape
+        return Stack(rule, (spec,), dict(group), first, self._make_backend(first[name].device)).shape
 
     def _make_capture(self, example_axis: int | None, seed: int) -> Capture | None:
         requires = self.requires
@@ -405,11 +405,12 @@ class Layerwise(Checkpointed):
             groups = tuple(id(group_of.get(id(params[name]))) for name in spec.parameters)
             key = (id(rule), groups, *size, first.dtype, first.device)
             found.setdefault(key, []).append(spec)
-        stacks, backend = [], self._make_backend()
+        stacks = []
         for specs in found.values():
             group = group_of[id(params[specs[0].parameters[0]])]
             names = [name for spec in specs for name in spec.parameters]
             rule = self.rule_for(specs[0], group)
+            backend = self._make_backend(params[names[0]].device)
             stack = Stack(rule, tuple(specs), group, {k: params[k] for k in names}, backend)
             stack.fallback = stack.rule is self.fallback and stack.rule is not self.rule
             own = {k: group_of.get(id(params[k]), group) for k in names}

@@ -121,14 +121,6 @@ class DenseFactor(Factor):
         """``P X``, or ``X Q``."""
         return self.mean @ X if self.side == "P" else times_inputs(X, self.mean, self.bias)
 
-    def condition(self, shift: Float[Tensor, "K"]) -> Float[Tensor, "K"]:
-        """Of the block where it is larger, under SUA."""
-        found = super().condition(shift)
-        if self.bias is None:
-            return found
-        least = shift.clamp_min(torch.finfo(shift.dtype).tiny)
-        return torch.maximum(found, (self.bias.sum(-1) + shift) / least)
-
 
 # --- inverse roots -----------------------------------------------------------------------------------------
 
@@ -276,10 +268,13 @@ class DenseBasis(Eigenbasis):
     values_Q: Tensor
     bias: Float[Tensor, "K 1"] | None = None
     """Of the bias's block under SUA, which is 1 and its own basis."""
+    has: tuple[bool, bool] = (True, True)
+    """Whether there are P and Q: values of a side without a factor stay zero, and are not saved."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Vectors and values."""
-        named = {"U_P": self.U_P, "s_P": self.values_P, "U_Q": self.U_Q, "s_Q": self.values_Q}
+        """Vectors and values of the sides that have a factor."""
+        P, Q = (values if has else None for values, has in zip((self.values_P, self.values_Q), self.has, strict=True))
+        named = {"U_P": self.U_P, "s_P": P, "U_Q": self.U_Q, "s_Q": Q}
         return {name: X for name, X in named.items() if X is not None}
 
     @property
@@ -437,7 +432,8 @@ class Reference(Backend):
         """Identities."""
         U = [None if M is None or M.dense().ndim == 2 else _identity(M.dense(), shape) for M in (P, Q)]
         bias = None if Q is None else Q.bias
-        return DenseBasis(U[0], U[1], shape.zeros(shape.outputs), shape.zeros(shape.inputs), bias)
+        values, has = (shape.zeros(shape.outputs), shape.zeros(shape.inputs)), (P is not None, Q is not None)
+        return DenseBasis(U[0], U[1], *values, bias, has)
 
     def gradient_moments(
         self, grad: Float[Tensor, "K O I"], sides: Sequence[Side], context: Context

@@ -3,7 +3,7 @@
 Nothing here asks the device for a value in a step of the asynchronous executor (`context.device_step`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from layerwise.layers.io.half_precision import half_chunks, was_half
 from layerwise.optim.backend import Backend, Eigenbasis, Factor, InverseRoots, Side
-from layerwise.optim.cuda import elementwise_torch, factor, storage
+from layerwise.optim.cuda import elementwise_torch, factor, pending_checkpoint, storage
 from layerwise.optim.cuda.adam_corrections import corrections_
 from layerwise.optim.cuda.basis import TrackedBasis, TrackedSide, largest_before
 from layerwise.optim.cuda.basis_monitor import CLOSELY_COUPLED, LOOSELY_COUPLED, coupled
@@ -38,6 +38,7 @@ from layerwise.optim.eigenbasis import squares_of_layer
 from layerwise.optim.reference import DenseBasis, Reference, above
 from layerwise.optim.rule import Context, Observation, Recorded, Requirements, Shape, State
 from layerwise.optim.solver import method
+from layerwise.optim.step.stack import Stack
 
 PAD_TO = {"cuda": 16}
 """Rows and columns of factors are padded to multiples of this, by kind of device."""
@@ -151,12 +152,23 @@ class CudaBackend(Backend):
             if M.by_products:
                 matrix = StoredMatrix.keep(shape.eye(factor.size(M.mean)), halves, orthogonal=True)
                 sides[M.side] = TrackedSide(M.side, matrix, values[M.side], M.own, limit)
-        return TrackedBasis(sides.get("P"), sides.get("Q"), values["P"], values["Q"], self.precision == "half")
+        rough, has = self.precision == "half", (P is not None, Q is not None)
+        return TrackedBasis(sides.get("P"), sides.get("Q"), values["P"], values["Q"], rough, has)
 
     def scalings(self, shape: Shape, basis: Eigenbasis, scaling: str, decay: float) -> Tensor:
         """In bfloat16, where that is enough; see `scalings`."""
         dtype = kept_dtype(shape, scaling, decay) if isinstance(basis, TrackedBasis) else shape.dtype
         return shape.zeros(shape.outputs, shape.inputs, dtype=dtype)
+
+    # --- checkpoints ---------------------------------------------------------------------------------------
+
+    def pending(self, stack: Stack, every: int, step: int) -> dict[str, dict[str, Tensor]]:
+        """Scalings that deferred examples will give, and how bases were followed."""
+        return pending_checkpoint.pending(stack, every, step)
+
+    def resume(self, stack: Stack, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take that up again."""
+        pending_checkpoint.resume(stack, saved)
 
     # --- passes --------------------------------------------------------------------------------------------
 

@@ -211,6 +211,8 @@ class TrackedBasis(Eigenbasis):
     values_Q: Tensor
     rough: bool = False
     """Whether gradients are rotated in fp16, not split: `precision="half"`."""
+    has: tuple[bool, bool] = (True, True)
+    """Whether there are P and Q: values of a side without a factor stay zero, and are not saved."""
     before: list[Tensor] = field(default_factory=list)
     """The largest entries of the last step in the basis: from which scale the next is written in fp16."""
 
@@ -236,14 +238,18 @@ class TrackedBasis(Eigenbasis):
 
     def tensors(self) -> dict[str, Tensor]:
         """Of both sides."""
-        found = {"s_P": self.values_P, "s_Q": self.values_Q}
+        found = self._values(ALL)
         for side in self.sides:
             found |= side.tensors()
         return found
 
+    def _values(self, groups: slice) -> dict[str, Tensor]:
+        named = zip(("s_P", "s_Q"), (self.values_P, self.values_Q), self.has, strict=True)
+        return {name: values[groups] for name, values, has in named if has}
+
     def saved(self, groups: slice = ALL) -> dict[str, Tensor]:
         """In float32, without padding."""
-        found = {"s_P": self.values_P[groups], "s_Q": self.values_Q[groups]}
+        found = self._values(groups)
         for side in self.sides:
             found |= side.saved(groups)
         return found
@@ -271,7 +277,7 @@ class TrackedBasis(Eigenbasis):
         values_P, values_Q = (
             values if side is None else side.values for side, values in ((P, values_P), (Q, values_Q))
         )
-        return TrackedBasis(P, Q, values_P, values_Q, self.rough)
+        return TrackedBasis(P, Q, values_P, values_Q, self.rough, self.has)
 
     def refresh_(self, P: Factor | None, Q: Factor | None, groups: slice, context: Context) -> None:
         """Side by side."""

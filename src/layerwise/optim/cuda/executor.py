@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerwise.optim.cuda import deferred_examples, deferred_statistics, elementwise, pending_checkpoint
+from layerwise.optim.cuda import deferred_examples, deferred_statistics, elementwise
 from layerwise.optim.cuda.captured_step import CapturedStep
 from layerwise.optim.cuda.deferred_examples import DeferredExamples
 from layerwise.optim.cuda.deferred_statistics import DeferredStatistics
@@ -310,18 +310,6 @@ class AsynchronousExecutor(Executor):
         """All deferred statistics."""
         for stack in self.stacks:
             deferred_statistics.take_all(stack)
-
-    def pending(self, step: int) -> dict[str, dict[str, Tensor]]:
-        """Scalings that deferred examples will give, and how bases were followed."""
-        found: dict[str, dict[str, Tensor]] = {}
-        for stack in self.stacks:
-            found |= pending_checkpoint.pending(stack, self.every, step)
-        return found
-
-    def resume(self, saved: dict[str, dict[str, Tensor]]) -> None:
-        """Take that up again."""
-        for stack in self.stacks:
-            pending_checkpoint.resume(stack, saved)
 
 
 def _has(stack: Stack, side: str, power: float | None) -> bool:

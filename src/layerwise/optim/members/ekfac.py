@@ -178,9 +178,9 @@ class EKFAC(Layerwise):
         sua: convolutions take activations at different kernel offsets to be uncorrelated: U_Q is a basis of the
             channels, alike at each offset, the bias a block of its own; s keeps a number for every weight. Cheaper;
             layers with one offset are unchanged.
-        examples_over: steps over which the examples of ``scaling="batch"`` are looked at, at most `factor_every`:
-            layers take turns, so that no step is slow, and their inputs and output gradients are kept until then. None:
-            1 on a CPU, where the step looks at its own batch; on a GPU as many as there are between statistics.
+        examples_over: on a GPU, steps over which the examples of ``scaling="batch"`` are looked at, at most
+            `factor_every`: layers take turns, so that no step is slow, and their inputs and output gradients are kept
+            until then. None: as many as there are between statistics. On a CPU a step looks at its own batch.
         scale: "adam": updates of AdamW's size, for AdamW's rate; "formula": the bare formula, momentum being a sum of
             directions.
         clip: bound on the step's predicted change ``η²⟨D, ∇L⟩``, or None. "auto": none, and 1e-3 for the bare formula.

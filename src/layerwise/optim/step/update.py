@@ -213,11 +213,15 @@ class Executor(ABC):
 
     def pending(self, step: int) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint has beside the state, layer by layer."""
-        return {}
+        found: dict[str, dict[str, Tensor]] = {}
+        for stack in self.stacks:
+            found |= stack.backend.pending(stack, self.every, step)
+        return found
 
     def resume(self, saved: dict[str, dict[str, Tensor]]) -> None:
         """Take that up again."""
-        return
+        for stack in self.stacks:
+            stack.backend.resume(stack, saved)
 
     def _momentum(self, part: Part) -> float:
         """Momentum of the direction: none where the gradient was averaged before, where the rule takes the option
