@@ -103,6 +103,9 @@ slow."""
 
 
 LONG = (
+    "test_without_cuda.py::test_formulas_of_a_member",
+    "test_fast_accuracy.py::test_factors_of_a_training",
+    "test_solver.py::test_bases_by_sweeps_of_products",
     "test_killed.py::test_many_kills",
     "test_killed.py::test_workers_die_with_a_killed_runner",
     "test_runner.py::test_processes_give_the_same_records",
