@@ -150,8 +150,8 @@ class Eigenbasis(Kept):
         self, P: Factor | None, Q: Factor | None, groups: slice, context: Context, M: Tensor, V: Tensor
     ) -> None:
         """Renew some groups from the basis there is; first and second moments M and V, as that basis sees them, are
-        carried along: M is rotated; V is permuted as the columns are where the basis is sorted (`reference`), or mixed by
-        the squares of the rotation where columns keep their places (`cuda`)."""
+        carried along. M is rotated; V is permuted as the columns are, where the basis is sorted (`reference`), or mixed
+        by the squares of the rotation, where columns keep their places (`cuda`)."""
 
     @abstractmethod
     def rotate(self, X: Float[Tensor, "*B K O I"], context: Context | None = None) -> Any:
