@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.sharded import named_parameters, successors
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.options import with_own_rate
 from layerwise.optim.parameters import BareParameters
@@ -214,7 +215,7 @@ class Checkpointed(torch.optim.Optimizer):
         A parameter that was replaced has its successor in its group, without its state unless the module is the same.
         """
         self._strangers = None
-        params, before = dict(self.model.named_parameters()), self._parameters_by_name()
+        params, before = named_parameters(self.model), self._parameters_by_name()
         successors = follow_groups(self.param_groups, params)
         owner, self._owners = self._owners, owners(self.model)
         unfrozen = {name for group in self.param_groups for name in group["param_names"]} - {*self.table.shapes}
@@ -239,7 +240,7 @@ class Checkpointed(torch.optim.Optimizer):
         self._stacks = self._strangers = None
         self._accumulator.forget()
         self.table = self._read_table()
-        params = dict(self.model.named_parameters())
+        params = named_parameters(self.model)
         names = renamed_layers(table, before or params, self.table, params)
         self._loaded = {names[layer]: state for layer, state in saved.items() if layer in names}
         if self._capture is not None:
@@ -251,7 +252,7 @@ class Checkpointed(torch.optim.Optimizer):
             return {**group, "params": self.model.named(group["params"])}
         given = group["params"]
         params = [given] if isinstance(given, Tensor) else list(given)
-        names = {id(p): name for name, p in self.model.named_parameters()}
+        names = {id(p): name for name, p in named_parameters(self.model).items()}
         named = [
             p if isinstance(p, tuple) else (names.get(id(p), f"extra.{place}"), p) for place, p in enumerate(params)
         ]
@@ -370,7 +371,9 @@ def renamed_state(
 
 def owners(model: nn.Module) -> dict[int, int]:
     """From each parameter to its module, by identity."""
-    return {id(p): id(module) for module in model.modules() for p in module._parameters.values() if p is not None}
+    instead = successors(model)
+    of_modules = ((p, module) for module in model.modules() for p in module._parameters.values() if p is not None)
+    return {id(instead.get(id(p), p)): id(module) for p, module in of_modules}
 
 
 def follow_groups(

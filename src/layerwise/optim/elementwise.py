@@ -21,7 +21,7 @@ class GradientDescent(UpdateRule):
 
     def requirements(self, shape: Shape | None = None) -> Requirements:
         """Nothing."""
-        return Requirements(matrices_only=False, capturable=True)
+        return Requirements(matrices_only=False, capturable=True, elementwise=True)
 
     def init(self, shape: Shape, backend: Backend) -> State:
         """Nothing."""
@@ -44,7 +44,7 @@ class AdamRule(UpdateRule):
 
     def requirements(self, shape: Shape | None = None) -> Requirements:
         """Nothing but gradients; m is its momentum."""
-        return Requirements(matrices_only=False, own_momentum="betas", capturable=True)
+        return Requirements(matrices_only=False, own_momentum="betas", capturable=True, elementwise=True)
 
     def init(self, shape: Shape, backend: Backend) -> State:
         """Both moments and a count of steps."""
@@ -67,8 +67,8 @@ class SignDescent(UpdateRule):
     formula = "sign ∇L"
 
     def requirements(self, shape: Shape | None = None) -> Requirements:
-        """Nothing."""
-        return Requirements(matrices_only=False, capturable=True)
+        """Nothing; ``‖∇L‖₁`` is of the whole parameter."""
+        return Requirements(matrices_only=False, capturable=True, elementwise=not self.ideal)
 
     def init(self, shape: Shape, backend: Backend) -> State:
         """Nothing."""

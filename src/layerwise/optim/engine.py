@@ -10,7 +10,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from layerwise.foundations import likelihoods
 from layerwise.foundations.errors import InputError, LayerwiseError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
+from layerwise.foundations.sharded import is_sharded, local, named_parameters, successors
 from layerwise.layers.matrices import Matrices
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.backend import Backend
@@ -57,6 +58,7 @@ from layerwise.optim.report import (
     unseen,
 )
 from layerwise.optim.rule import Context, Health, UpdateRule
+from layerwise.optim.sharding.plan import Bucket
 from layerwise.optim.solver import check_solver
 from layerwise.optim.statistics.accumulate import Accumulator, Moments, Sums
 from layerwise.optim.statistics.hooks import Capture, Seen
@@ -67,6 +69,9 @@ from layerwise.optim.step.damping import Damping
 from layerwise.optim.step.graft import Graft
 from layerwise.optim.step.stack import Stack
 from layerwise.optim.step.update import EagerExecutor, Executor, SolveTogether, UpdateSize, unit_of
+
+if TYPE_CHECKING:
+    from layerwise.optim.sharding.sharding import Sharding
 
 OWN_MOMENTUM = {"momentum", "nesterov", "betas"}
 """Options of the optimizer's own rule, which a fallback that averages by itself does not take."""
@@ -214,6 +219,7 @@ class Layerwise(Checkpointed):
         self._matrices = matrices
         self.table = self._read_table()
         self._stacks: list[Stack] | None = None
+        self._sharding: Sharding | None = None
         self._loaded: dict[str, dict[str, Tensor]] = {}
         self._shared: frozenset[str] | None = None
         defaults = {
@@ -392,7 +398,27 @@ class Layerwise(Checkpointed):
         if self._capture is not None:
             self.table = self._capture.table
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
-        params = dict(self.model.named_parameters())
+        params = named_parameters(self.model)
+        buckets = self._buckets(params, group_of)
+        sharding = self._sharding = self._make_sharding(params, buckets, group_of)
+        loaded = self._loaded
+        stacks = []
+        for bucket in buckets:
+            names = [name for spec in bucket.specs for name in spec.parameters]
+            whole = [(bucket.specs, {k: params[k] for k in names}, bucket.group)]
+            for specs, own, group in whole if sharding is None else sharding.place(bucket):
+                backend = self._make_backend(next(iter(own.values())).device)
+                stack = Stack(bucket.rule, specs, group, own, backend, fallback=bucket.fallback)
+                others = {k: group_of.get(id(params[k]), group) for k in own}
+                stack.own_groups = {k: other for k, other in others.items() if other is not group}
+                stack.ensure_state(loaded, None if stack.fallback else self._shared)
+                stacks.append(stack)
+        self._executor = self._make_executor(stacks)
+        self._executor.resume(loaded)
+        return stacks
+
+    def _buckets(self, params: Mapping[str, nn.Parameter], group_of: Mapping[int, dict[str, Any]]) -> list[Bucket]:
+        """What goes into one stack."""
         found: dict[Any, list[LayerSpec]] = {}
         for spec in self.table.layers:
             group = group_of.get(id(params[spec.parameters[0]]))
@@ -405,25 +431,39 @@ class Layerwise(Checkpointed):
             groups = tuple(id(group_of.get(id(params[name]))) for name in spec.parameters)
             key = (id(rule), groups, *size, first.dtype, first.device)
             found.setdefault(key, []).append(spec)
-        stacks = []
+        buckets = []
         for specs in found.values():
-            group = group_of[id(params[specs[0].parameters[0]])]
-            names = [name for spec in specs for name in spec.parameters]
+            first = params[specs[0].parameters[0]]
+            group = group_of[id(first)]
             rule = self.rule_for(specs[0], group)
-            backend = self._make_backend(params[names[0]].device)
-            stack = Stack(rule, tuple(specs), group, {k: params[k] for k in names}, backend)
-            stack.fallback = stack.rule is self.fallback and stack.rule is not self.rule
-            own = {k: group_of.get(id(params[k]), group) for k in names}
-            stack.own_groups = {k: other for k, other in own.items() if other is not group}
-            stack.ensure_state(self._loaded, None if stack.fallback else self._shared)
-            stacks.append(stack)
-        self._executor = self._make_executor(stacks)
-        self._executor.resume(self._loaded)
-        return stacks
+            sized = self._size.method == "adam" and rule.requirements().matrices_only
+            fallback = rule is self.fallback and rule is not self.rule
+            own = rule.requirements().own_momentum
+            averaged = sized or own == "momentum" or (own is not None and fallback)
+            momentum = bool(group["momentum"]) and not averaged
+            buckets.append(Bucket(rule, group, tuple(specs), fallback, first.dtype, sized, momentum))
+        return buckets
+
+    def _make_sharding(
+        self, params: Mapping[str, nn.Parameter], buckets: list[Bucket], group_of: Mapping[int, dict[str, Any]]
+    ) -> "Sharding | None":
+        """Who owns what, where parameters are sharded over several processes."""
+        own = {name: p for name, p in params.items() if id(p) in group_of}
+        if not any(map(is_sharded, own.values())):
+            return None
+        from layerwise.optim.sharding.sharding import Sharding, sharding_group
+
+        self.processes.group = sharding_group(own)
+        every = self.refresh_every
+        return Sharding(own, buckets, group_of, self.processes, every, self._accumulator, self.table.layers)
 
     def _make_executor(self, stacks: list[Stack]) -> Executor:
         """Eager on a CPU; on a GPU one that never waits for the device."""
         how = (stacks, self.rule, self._health, self._damping, self._clip, self._graft, self._size, self._accumulator)
+        if self._sharding is not None:
+            from layerwise.optim.sharding.executor import ShardedExecutor
+
+            return ShardedExecutor(*how, self.refresh_every, sharding=self._sharding)
         if self.host_may_sync:
             return EagerExecutor(*how, self.refresh_every)
         from layerwise.optim.cuda.executor import AsynchronousExecutor
@@ -496,15 +536,25 @@ class Layerwise(Checkpointed):
         self._require_known()
         capture, counts, seen = self._capture, None, dict[str, Sums]()
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        sharded = any(is_sharded(p) for group in self.param_groups for p in group["params"])
         if capture is not None:
             counts = capture.collect()
+        if sharded:  # who owns a layer's statistics must be known before they are sent
+            if self._stacks is None and not self._begin(counts):
+                return
+            assert self._sharding is not None
+            seen = self._sharding.take_census(self._accumulator.take())
+        elif capture is not None:
             device = self.param_groups[0]["params"][0].device
             accumulator = self._accumulator
             seen = accumulator.take_all(capture.table.layers, device) if several else accumulator.take()
-            if capture.reader is not None or capture.scale_free or capture.estimator == "empirical":
-                self._read_output(counts, seen)
+        if capture is not None and counts is not None and capture.reads_output:
+            self._read_output(counts, seen)
         if self._unit is None and self._size.method == "adam":
-            self._unit = unit_of(p for group in self.param_groups for p in group["params"])
+            params = (p for group in self.param_groups for p in group["params"])
+            self._unit = unit_of(params) if self._sharding is None else self._sharding.unit()
+        if self._sharding is not None:
+            seen = self._sharding.send_statistics(seen)
         if self._stacks is None and not self._begin(counts):
             return
         if capture is not None and capture.due and counts is not None and counts.examples:
@@ -575,7 +625,7 @@ class Layerwise(Checkpointed):
     def _broken(self) -> bool:
         """Whether a gradient is not finite."""
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        return any(not bool(torch.isfinite(grad).all()) for grad in grads)
+        return any(not bool(torch.isfinite(local(grad)).all()) for grad in grads)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, and statistics of a step that was never taken (a gradient scaler leaves steps out)."""
@@ -592,7 +642,7 @@ class Layerwise(Checkpointed):
             self.follow_model()
         if self._strangers is None:
             known = {id(p) for group in self.param_groups for p in group["params"]}
-            self._strangers = [(name, p) for name, p in self.model.named_parameters() if id(p) not in known]
+            self._strangers = [(name, p) for name, p in named_parameters(self.model).items() if id(p) not in known]
         for name, p in self._strangers:
             if p.requires_grad and p.grad is not None:
                 raise LayerwiseError(
@@ -606,15 +656,18 @@ class Layerwise(Checkpointed):
 
     def _remember_model(self) -> None:
         """The model's modules and parameters by identity, and which parameters are trained."""
-        modules = [*self.model.modules()]
+        modules, instead = [*self.model.modules()], successors(self.model)
         self._children = [held for module in modules for held in (module._modules, module._parameters)]
-        self._own = [p for module in modules for p in module._parameters.values() if p is not None]
+        own = (p for module in modules for p in module._parameters.values() if p is not None)
+        self._own = [instead.get(id(p), p) for p in own]
         self._seen_model = self._model_now()
 
     def _model_now(self) -> tuple[list[Any], list[bool]]:
         ids, trained = list[Any](), list[bool]()
+        instead = {key: id(p) for key, p in successors(self.model).items()}  # FSDP swaps them in every forward
         for held in self._children:
-            ids.append(tuple(map(id, held.values())))
+            found = map(id, held.values())
+            ids.append(tuple(instead.get(key, key) for key in found) if instead else tuple(found))
         for p in self._own:
             trained.append(p.requires_grad)
         return ids, trained
@@ -669,7 +722,7 @@ class Layerwise(Checkpointed):
         self.follow_model()
         rows = []
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
-        params = dict(self.model.named_parameters())
+        params = named_parameters(self.model)
         for spec in self.table.layers:
             group = group_of.get(id(params[spec.parameters[0]]))
             if group is None:

@@ -102,6 +102,8 @@ class Requirements:
     """Whether it is for matrices; other parameters get the fallback's update."""
     kronecker_only: bool = True
     """Whether it is for layers with a Kronecker form; norm layers have none."""
+    elementwise: bool = False
+    """Whether every entry is treated alone, so that a shard of a parameter can be treated without the rest."""
     loss_scale: bool = False
     """Whether it compares gradients with statistics, and must know by what the loss was multiplied."""
     refreshes: bool = False

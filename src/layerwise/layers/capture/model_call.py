@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from layerwise.foundations.device import Readback
 from layerwise.foundations.errors import InputError, InteractionError, describe
+from layerwise.foundations.sharded import in_graph
 from layerwise.foundations.types import Tree, leaves, map_leaves, statistics_dtype
 
 P = ParamSpec("P")
@@ -254,6 +255,13 @@ def own_tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
         for p in module._parameters.values():
             if p is not None:
                 yield p
+
+
+def graph_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """The same, as autograd's graph knows them: gathered ones in the place of sharded ones."""
+    instead = in_graph(model)
+    for p in own_tensors(model.modules()):
+        yield instead.get(id(p), p)
 
 
 def refuse_train_mode_batch_norm(modules: Iterable[tuple[str, nn.Module]]) -> None:

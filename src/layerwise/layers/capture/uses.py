@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from layerwise.foundations.sharded import in_graph
 from layerwise.layers.capture.graph import Graph
 from layerwise.layers.form import Form, Part
 from layerwise.layers.rules.products import Product, grouped, readings
@@ -58,7 +59,9 @@ class ProductTracer(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, seen: Callable[[Use, Product, Tensor], Tensor]) -> None:
         super().__init__()
-        self._parameters = {id(p): (name, p) for name, p in model.named_parameters() if p.requires_grad}
+        instead = in_graph(model)
+        named = ((name, instead.get(id(p), p)) for name, p in model.named_parameters() if p.requires_grad)
+        self._parameters = {id(p): (name, p) for name, p in named}
         self._seen = seen
 
     def __torch_function__(

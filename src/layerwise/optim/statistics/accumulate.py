@@ -169,17 +169,22 @@ class Accumulator:
     def _wanted(self, spec: LayerSpec) -> Moments:
         return (self.moments(spec) or (False, False)) if self.requires.moments else (False, False)
 
-    def _tensors(self, spec: LayerSpec, sums: Sums, device: torch.device) -> list[Tensor]:
-        """Counts and moments, zero where this process has none."""
+    def moment_shapes(self, spec: LayerSpec) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Of A and of G of a layer; None for one that is not formed."""
         form, (of_outgrads, of_inputs) = spec.form, self._wanted(spec)
-        found = [torch.tensor([sums.rows, sums.examples], dtype=torch.float64, device=device)]
         size = form.weight_inputs // form.taps if self.requires.by_channel and form.taps > 1 else form.inputs
         square = (form.groups, size) if form.one_hot else (form.groups, size, size)
+        return square if of_inputs else None, (form.groups, form.outputs, form.outputs) if of_outgrads else None
+
+    def _tensors(self, spec: LayerSpec, sums: Sums, device: torch.device) -> list[Tensor]:
+        """Counts and moments, zero where this process has none."""
+        A, G = self.moment_shapes(spec)
+        found = [torch.tensor([sums.rows, sums.examples], dtype=torch.float64, device=device)]
         like = next(t for t in (sums.A, sums.G, torch.zeros((), device=device)) if t is not None)
-        if of_inputs:
-            found.append(like.new_zeros(square) if sums.A is None else sums.A)
-        if of_outgrads:
-            found.append(like.new_zeros(form.groups, form.outputs, form.outputs) if sums.G is None else sums.G)
+        if A is not None:
+            found.append(like.new_zeros(A) if sums.A is None else sums.A)
+        if G is not None:
+            found.append(like.new_zeros(G) if sums.G is None else sums.G)
         return found
 
     def observation(self, stack: Stack, sums: dict[str, Sums]) -> Observation | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from layerwise.layers.capture.model_call import own_tensors
+from layerwise.layers.capture.model_call import graph_tensors, own_tensors
 from layerwise.layers.capture.tape import Event, Tape
 from layerwise.layers.table import LayerSpec
 
@@ -57,7 +57,7 @@ class Watch:
         task = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
         if task != self._task:
             self._task = task
-            self._counts = not is_of_many(g) and reaches(own_tensors(self._model.modules()))
+            self._counts = not is_of_many(g) and reaches(graph_tensors(self._model))
             if self._counts:
                 self.begins()
         return self._counts

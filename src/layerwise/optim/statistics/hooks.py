@@ -20,6 +20,7 @@ from layerwise.distributed.processes import Processes
 from layerwise.foundations.cotangents import Cotangent, HessianRoot, SampledLabels
 from layerwise.foundations.errors import InteractionError, UnsupportedError
 from layerwise.foundations.likelihoods import Likelihood
+from layerwise.foundations.sharded import gathered, is_fully_sharded
 from layerwise.foundations.types import Tree, leaves
 from layerwise.foundations.vectors import unwrap
 from layerwise.layers.capture.examine import Notes, examine
@@ -140,8 +141,9 @@ class Capture:
         """The table without the layers that nobody wants: those need not be recorded."""
         before: Any = RootHook(self, "before")
         after: Any = RootHook(self, "after")
+        first = is_fully_sharded(self.model)  # a model is examined before FSDP gathers it, not in the middle of that
         self._handles = [
-            self.model.register_forward_pre_hook(before, with_kwargs=True),
+            self.model.register_forward_pre_hook(before, with_kwargs=True, prepend=first),
             self.model.register_forward_hook(after, with_kwargs=True, always_call=True),
         ]
 
@@ -328,10 +330,11 @@ class Capture:
         if not all(bool(torch.isfinite(t).all()) for t in leaves(x) if t.is_floating_point()):
             return False
         try:
-            with undisturbed(self.model):
-                self.model.eval()
-                self.notes = examine(self.model, self.table, x, None, self.example_axis)
-            found = self.table.with_uses(self.model, self.notes.uses)
+            with gathered(self.model):
+                with undisturbed(self.model):
+                    self.model.eval()
+                    self.notes = examine(self.model, self.table, x, None, self.example_axis)
+                found = self.table.with_uses(self.model, self.notes.uses)
             reasons = self.notes.reasons if self.needs_examples else _beyond_moments(found, self.notes.reasons)
             self.table, self._recorded = found.demote(reasons), None
         except InteractionError:
@@ -367,6 +370,11 @@ class Capture:
         if self.notes is None:
             return example_count(x, self.example_axis or 0)
         return example_count(x, self.notes.example_axis, self.notes.shared)
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether a step asks what the gradient at the output told of the loss."""
+        return self.reader is not None or self.scale_free or self.estimator == "empirical"
 
     # --- between steps -----------------------------------------------------------------------------------
 

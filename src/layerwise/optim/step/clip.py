@@ -1,6 +1,6 @@
 """`Clip`: how large a step may be, by its predicted change of the loss or by its norm."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,16 +38,23 @@ class Clip:
         return None if self.kind is None else f"{self.kind} {self.bound:g}"
 
     def factor(
-        self, stacks: Sequence[Stack], directions: Sequence[Tensor], grads: Sequence[Tensor], lrs: Sequence[float]
+        self,
+        stacks: Sequence[Stack],
+        directions: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        lrs: Sequence[float],
+        total: Callable[[float], float] = float,
     ) -> float:
-        """What all directions are multiplied by, at most 1."""
+        """What all directions are multiplied by, at most 1; `total` adds up what several ranks have."""
         change, bound = 0.0, self.bound
         if self.kind is None:
             return 1.0
         if self.kind == "norm":
-            change, bound = sum(float((D * D).sum()) for D in directions), bound**2
+            pairs = zip(stacks, directions, strict=True)
+            change, bound = sum(stack.share * float((D * D).sum()) for stack, D in pairs), bound**2
         else:
             for stack, D, grad, lr in zip(stacks, directions, grads, lrs, strict=True):
                 if stack.requires.matrices_only:
-                    change += lr**2 * float((D * grad).sum())
+                    change += stack.share * lr**2 * float((D * grad).sum())
+        change = total(change)
         return min(1.0, (bound / change) ** 0.5) if change > 0 else 1.0

@@ -74,16 +74,17 @@ class Damping:
         directions: list[Tensor],
         grads: list[Tensor],
         lrs: list[float],
+        total: Callable[[float], float] = float,
     ) -> None:
-        """What the quadratic model expects of the step: ``−η⟨∇L, D⟩ + ½ η² ⟨D, F D⟩``."""
+        """What the quadratic model expects of the step: ``−η⟨∇L, D⟩ + ½ η² ⟨D, F D⟩``; `total` adds up over ranks."""
         if not self.adaptive:
             return
         change = 0.0
         for stack, D, grad, eta in zip(stacks, directions, grads, lrs, strict=True):
             curvature = stack.rule.quadratic(stack.state, D)
-            change -= eta * float((grad * D).sum())
-            change += 0.5 * eta**2 * (0.0 if curvature is None else float(curvature))
-        self._predicted = change
+            change -= stack.share * eta * float((grad * D).sum())
+            change += stack.share * 0.5 * eta**2 * (0.0 if curvature is None else float(curvature))
+        self._predicted = total(change)
 
     def after(self, loss: float, before: float | None = None) -> float:
         """Compare the loss after the step with what was predicted; returns what the damping is multiplied by.

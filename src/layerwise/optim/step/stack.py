@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from layerwise.foundations.errors import LayerwiseError, describe
+from layerwise.foundations.sharded import local
 from layerwise.foundations.types import statistics_dtype
 from layerwise.layers.table import LayerSpec
 from layerwise.optim.backend import ALL, Backend, Factor, Kept
@@ -37,6 +38,10 @@ class Stack:
     """Whether its rule is the fallback, which may have a rate of its own."""
     own_groups: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Of parameters that are in another group than `group`: rate and decay are theirs."""
+    share: float = 1.0
+    """What part of its sums counts in those over all ranks: a shard that several ranks hold counts once."""
+    weight_norms: Tensor | None = None
+    """Of the weights of each matrix, ``[K]``, where the weights themselves are not here."""
 
     def __post_init__(self) -> None:
         if len(self.specs) > 1 and len({spec.form.taps for spec in self.specs}) > 1 and self.requires.by_channel:
@@ -51,7 +56,7 @@ class Stack:
     @cached_property
     def shape(self) -> Shape:
         """K, O, I and what the tensors are made of."""
-        form, first = self.specs[0].form, self.params[self.specs[0].parameters[0]]
+        form, first = self.specs[0].form, local(self.params[self.specs[0].parameters[0]])
         O, I = form.outputs, form.inputs
         like = first.new_empty(0, dtype=statistics_dtype(first.dtype))
         rows, columns = self.backend.padding(self.rule.requirements(), O, I, like, form.one_hot)

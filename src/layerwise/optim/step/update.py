@@ -132,6 +132,8 @@ def norms(X: Float[Tensor, "K O I"]) -> Float[Tensor, "K"]:
 
 def weight_norms(stack: Stack) -> Float[Tensor, "K"]:
     """Of each matrix of weights, without a copy where every parameter is one."""
+    if stack.weight_norms is not None:
+        return stack.weight_norms
     found = []
     for spec in stack.specs:
         if spec.form.groups != 1 or len(spec.form.parts) != 1:
@@ -232,6 +234,10 @@ class Executor(ABC):
         averaged = sized or own == "momentum" or (own and stack.rule is not self.rule)
         return 0.0 if averaged else stack.group["momentum"]
 
+    def _total(self, value: float) -> float:
+        """A sum over all stacks, wherever they are."""
+        return value
+
     def _factor(self, part: Part, factor: Any) -> Any:
         """A clip is for matrices alone, where the others are to have AdamW's own step."""
         return factor if self.size.method == "formula" or part.stack.rule is self.rule else 1.0
@@ -259,12 +265,12 @@ class EagerExecutor(Executor):
                 return
         if together is not None:
             together(parts, seen)
-        for part in parts:
-            self._learn(part, seen)
+        observed = [self._learn(part, seen) for part in parts]
+        self._look_at_examples(parts, observed)
         self._descend(parts)
 
-    def _learn(self, part: Part, seen: dict[str, Sums]) -> None:
-        """Statistics, and decompositions that are due."""
+    def _learn(self, part: Part, seen: dict[str, Sums]) -> Observation | None:
+        """Statistics, and decompositions that are due; returns what was observed."""
         stack, rule, context = part.stack, part.stack.rule, part.context
         observed = self.accumulator.observation(stack, seen) if seen and rule is self.rule else None
         part.before = stack.copied() if False in part.active else None
@@ -274,8 +280,13 @@ class EagerExecutor(Executor):
             rule.observe(stack.state, Observation(gradient=part.handed), context)
         if stack.requires.refreshes:
             self.schedule.run(stack, context)
-        if observed is not None and observed.recorded:  # in the basis as it is now
-            rule.observe(stack.state, replace(observed, A=None, G=None), context)
+        return observed
+
+    def _look_at_examples(self, parts: Sequence[Part], observed: Sequence[Observation | None]) -> None:
+        """Examples one by one, in the bases as they are now."""
+        for part, known in zip(parts, observed, strict=True):
+            if known is not None and known.recorded:
+                part.stack.rule.observe(part.stack.state, replace(known, A=None, G=None), part.context)
 
     def _descend(self, parts: Sequence[Part]) -> None:
         """Directions, and what is made of them: W ← (1 − η·decay) W − η · momentum(clip(graft(direction)))."""
@@ -283,7 +294,7 @@ class EagerExecutor(Executor):
         if self.clip.kind is not None:
             # Before momentum: an average of former directions may have any sign beside the present gradient.
             grads, lrs = [part.grad for part in parts], [part.context.lr for part in parts]
-            factor = self.clip.factor(self.stacks, directions, grads, lrs)
+            factor = self.clip.factor(self.stacks, directions, grads, lrs, self._total)
             self.health.clipped_steps += factor < 1
         updates = []
         for part, D in zip(parts, directions, strict=True):
@@ -295,7 +306,7 @@ class EagerExecutor(Executor):
                 target.add_(piece.to(target.dtype), alpha=-lr)
         if self.damping.adaptive:
             lrs = [part.context.lr for part in parts]
-            self.damping.predict(self.stacks, updates, [part.grad for part in parts], lrs)
+            self.damping.predict(self.stacks, updates, [part.grad for part in parts], lrs, self._total)
 
     def _direction(self, part: Part) -> Tensor:
         """What a stack subtracts, before the learning rate; layers without a gradient keep their state."""

@@ -1,0 +1,226 @@
+"""`Plan`: which rank owns which layer, and what is sent in a step.
+
+A rule of matrices needs the whole gradient of a layer. One rank, the layer's owner, gets it from the ranks that hold
+the shards, keeps the layer's state, and sends each rank its part of the update:
+
+    gradients    every rank → owner        entries of the parameters, once
+    statistics   every rank → owner        triangles of A and G, at steps that take statistics
+    updates      owner → every rank        entries of the parameters, once
+
+Rules that treat every entry alone (AdamW, the fallback) need none of this: each rank steps on its own shard.
+
+The plan is a function of the model, the options and the mesh alone. It is made on every rank, compared on all of them
+before the first step, and can be made for a model on the meta device and any number of ranks (`benchmarks/scaling.py`).
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from layerwise.distributed.layout import Layout
+from layerwise.foundations.types import statistics_dtype
+from layerwise.layers.table import LayerSpec
+from layerwise.optim.reference import Reference
+from layerwise.optim.rule import Shape, UpdateRule, tensors
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Layers of one shape, parameter group and rule, in the order of the model: a stack, were they all here."""
+
+    rule: UpdateRule
+    group: dict[str, Any]
+    specs: tuple[LayerSpec, ...]
+    fallback: bool
+    dtype: torch.dtype
+    sized: bool = False
+    """Whether updates have AdamW's size, for which there are two more moments."""
+    momentum: bool = False
+    """Whether there is a momentum of the direction."""
+
+
+@dataclass(frozen=True)
+class Duty:
+    """One layer's owner, and what owning it means."""
+
+    layer: str
+    owner: int
+    parameters: tuple[str, ...]
+    shape: tuple[int, int, int]
+    """K, O, I."""
+    rule: str
+    slot: int
+    """When its decomposition is renewed (`refresh_schedule.Turn`)."""
+    state: int
+    """Entries that are kept for it."""
+    work: float
+    """Multiplications of a step, decompositions included."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """For all ranks alike."""
+
+    ranks: int
+    layouts: Mapping[str, Layout]
+    """Of every parameter."""
+    duties: tuple[Duty, ...]
+    """Of every layer that has an owner, in the order of the model."""
+    local: tuple[str, ...]
+    """Parameters that each rank treats for itself, on its own shard."""
+    moments: Mapping[str, tuple[int, int]]
+    """Entries that are sent of A and of G of each layer, at steps with statistics."""
+    sizes: Mapping[str, int]
+    """Bytes of an entry of each parameter."""
+
+    @classmethod
+    def make(
+        cls,
+        buckets: Sequence[Bucket],
+        layouts: Mapping[str, Layout],
+        ranks: int,
+        every: int,
+        moments: Mapping[str, tuple[int, int]],
+        sizes: Mapping[str, int],
+    ) -> "Plan":
+        """Owners by cost: the dearest layers first, each to the rank that has least work and state so far.
+
+        Layers that share a parameter (the projections of attention) have one owner.
+        """
+        local = _local_parameters(buckets)
+        entries = list[tuple[LayerSpec, Bucket, int]]()
+        before = 0
+        for bucket in buckets:
+            if not all(name in local for spec in bucket.specs for name in spec.parameters):
+                entries += [(spec, bucket, (before + place) % every) for place, spec in enumerate(bucket.specs)]
+            before += not bucket.fallback
+        entries = [entry for entry in entries if not set(entry[0].parameters) <= local]
+        costs = [_cost(spec, bucket) for spec, bucket, _ in entries]
+        owner = _owners([spec.parameters for spec, _, _ in entries], costs, [slot for _, _, slot in entries], ranks)
+        duties = tuple(
+            Duty(spec.name, rank, spec.parameters, spec.form.shape, bucket.rule.name, slot, state, work)
+            for (spec, bucket, slot), rank, (work, state) in zip(entries, owner, costs, strict=True)
+        )
+        names = [name for name in layouts if name in local]
+        return cls(ranks, dict(layouts), duties, tuple(names), dict(moments), dict(sizes))
+
+    @cached_property
+    def owner_of(self) -> dict[str, int]:
+        """Of each parameter that has an owner."""
+        return {name: duty.owner for duty in self.duties for name in duty.parameters}
+
+    @cached_property
+    def owner_of_layer(self) -> dict[str, int]:
+        """Of each layer that has one."""
+        return {duty.layer: duty.owner for duty in self.duties}
+
+    def lines(self) -> list[str]:
+        """The plan as text, a line for each layer and parameter: what ranks compare."""
+        owned = [f"{d.layer} {d.shape} {d.rule} {d.parameters} owner {d.owner} slot {d.slot}" for d in self.duties]
+        cut = [f"{name} {layout.shape} {hash_of(str(layout.boxes))}" for name, layout in self.layouts.items()]
+        return [f"{self.ranks} ranks", *owned, *cut, f"local {self.local}", f"moments {dict(self.moments)}"]
+
+    def digest(self) -> int:
+        """A number that two different plans do not have in common."""
+        return hash_of("\n".join(self.lines()))
+
+    # --- what is sent and kept ---------------------------------------------------------------------------
+
+    def state(self, rank: int) -> int:
+        """Entries of state that a rank keeps as an owner."""
+        return sum(duty.state for duty in self.duties if duty.owner == rank)
+
+    def work(self, rank: int) -> float:
+        """Of a rank as an owner."""
+        return sum(duty.work for duty in self.duties if duty.owner == rank)
+
+    def gradient_bytes(self, rank: int) -> int:
+        """That a rank sends to owners in a step: its shards of what others in its copy own."""
+        found = 0
+        for name, owner in self.owner_of.items():
+            layout = self.layouts[name]
+            if owner != rank and layout.replica[owner] == layout.replica[rank]:
+                found += layout.counts[rank] * self.sizes[name]
+        return found
+
+    def update_bytes(self, rank: int) -> int:
+        """That a rank sends as an owner in a step: its layers' updates, to every other rank its part."""
+        found = 0
+        for name, owner in self.owner_of.items():
+            if owner == rank:
+                counts = self.layouts[name].counts
+                found += (sum(counts) - counts[rank]) * self.sizes[name]
+        return found
+
+    def statistics_bytes(self, rank: int, itemsize: int = 4) -> int:
+        """That a rank sends to owners at a step that takes statistics of all layers."""
+        return sum(sum(self.moments.get(duty.layer, (0, 0))) * itemsize for duty in self.duties if duty.owner != rank)
+
+
+def hash_of(text: str) -> int:
+    """Of 63 bits: `torch.int64` holds it."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def _local_parameters(buckets: Sequence[Bucket]) -> set[str]:
+    """Parameters whose layers are all treated entry by entry."""
+    local = {name for bucket in buckets for spec in bucket.specs for name in spec.parameters}
+    while True:
+        owned = set[str]()
+        for bucket in buckets:
+            elementwise = bucket.rule.requirements().elementwise
+            for spec in bucket.specs:
+                names = set(spec.parameters) & local
+                if names and (not elementwise or len(names) < len(set(spec.parameters))):
+                    owned |= names  # a layer with a part that has an owner has it as a whole
+        if not owned:
+            return local
+        local -= owned
+
+
+def _cost(spec: LayerSpec, bucket: Bucket) -> tuple[float, int]:
+    """Work and state of a layer: products with both sides, decompositions, and what its rule keeps."""
+    form = spec.form
+    K, O, I = form.shape
+    work = float(K) * O * I * (O + I)
+    if bucket.rule.requirements().refreshes:
+        work += float(K) * (O**3 + (0 if form.one_hot else I**3))
+    dtype = statistics_dtype(bucket.dtype)
+    shape = Shape(K, O, I, dtype, torch.device("meta"), form.one_hot, form.taps, form.bias is not None)
+    state = sum(t.numel() for t in tensors(bucket.rule.init(shape, Reference())).values())
+    return work, state + K * O * I * (2 * bucket.sized + bucket.momentum)
+
+
+def _owners(
+    parameters: Sequence[tuple[str, ...]], costs: Sequence[tuple[float, int]], slots: Sequence[int], ranks: int
+) -> list[int]:
+    """One rank for each layer. A layer's cost is the larger of its shares in all work and in all state; of equal ones
+    those that are refreshed at one step come one after the other, so that several ranks work at it."""
+    unit_of: dict[str, int] = {}
+    units = list[list[int]]()
+    for place, names in enumerate(parameters):
+        known = sorted({unit_of[name] for name in names if name in unit_of})
+        unit = known[0] if known else len(units)
+        if not known:
+            units.append([])
+        for other in known[1:]:
+            units[unit] += units[other]
+            unit_of.update({name: unit for name, of in unit_of.items() if of == other})
+            units[other] = []
+        units[unit].append(place)
+        unit_of.update(dict.fromkeys(names, unit))
+    units = [sorted(unit) for unit in units if unit]
+    total = [max(sum(cost[side] for cost in costs), 1) for side in (0, 1)]
+    shares = [tuple(sum(costs[i][side] for i in unit) / total[side] for side in (0, 1)) for unit in units]
+    order = sorted(range(len(units)), key=lambda u: (-max(shares[u]), slots[units[u][0]], units[u][0]))
+    loads, owner = [[0.0, 0.0] for _ in range(ranks)], [0] * len(parameters)
+    for u in order:
+        rank = min(range(ranks), key=lambda r: (max(a + b for a, b in zip(loads[r], shares[u], strict=True)), r))
+        loads[rank] = [a + b for a, b in zip(loads[rank], shares[u], strict=True)]
+        for place in units[u]:
+            owner[place] = rank
+    return owner
