@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 PARALLEL := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PYTEST) -n 2 --dist loadfile
 
 .PHONY: demo demo-fisher mutants fuzz test test-slow test-gpu test-interpreted test-variants test-variants-short lint types
-.PHONY: test-zoo imports check bench clean
+.PHONY: test-zoo test-distributed imports check bench clean
 
 # The main result of the first study: run, claims, and pages to look at. A second call runs only what is missing.
 demo: $(READY)
@@ -24,7 +24,11 @@ test: $(READY)
 	$(PARALLEL) tests -m "not slow and not gpu"
 
 test-slow: $(READY)
-	$(PYTEST) tests -m "slow and not gpu"
+	$(PYTEST) tests -m "slow and not gpu and not distributed"
+
+# Every member sharded over two and four processes, against one process; saved and loaded by other numbers of them.
+test-distributed: $(READY)
+	OMP_NUM_THREADS=1 $(PYTEST) tests/distributed -rs
 
 test-gpu: $(READY)
 	$(PYTEST) tests -m gpu

@@ -202,6 +202,7 @@ WHOLE = (
     "test_bad_input.py",
     "test_coverage_contract.py",
     "test_errata.py",
+    "test_sharded.py",
 )
 """Files whose cases are not of one kind: their tests run whole."""
 

@@ -194,29 +194,8 @@ def work(rank: int, world: int, folder: str, cases: list[Case]) -> None:
     dist.destroy_process_group()
 
 
-def launch(world: int, folder: str, cases: list[Case]) -> list[dict[str, Any]]:
-    """What each process found."""
+if __name__ == "__main__":  # number of processes, and a folder with the cases
+    world, folder = int(sys.argv[1]), sys.argv[2]
     os.environ["OMP_NUM_THREADS"] = "1"
+    cases = [Case(**fields) for fields in torch.load(f"{folder}/cases.pt", weights_only=True)]
     torch.multiprocessing.spawn(work, (world, folder, cases), nprocs=world)
-    return [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(world)]
-
-
-if __name__ == "__main__":
-    import tempfile
-
-    world, models = int(sys.argv[1]), sys.argv[2].split(",")
-    asked = sys.argv[3].split(",") if len(sys.argv) > 3 else list(MEMBERS)
-    shape = tuple(int(n) for n in sys.argv[4].split("x")) if len(sys.argv) > 4 else ()
-    cases = [Case(member, model, shape) for model in models for member in asked]
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = launch(world, folder, cases)
-    warnings.simplefilter("ignore")
-    for case in cases:
-        got = ranks[0].get(case.name)
-        if not isinstance(got, Tensor):
-            print(case.name, got)
-            break
-        alone, start = train(case), whole(MODELS[case.model][0]())
-        error, moved = (float((alone - other).abs().max()) for other in (got, start))
-        same = all(torch.equal(got, other[case.name]) for other in ranks)
-        print(f"{case.name:40s} differs by {error:.1e}, moved {moved:.1e}, ranks alike: {same}", flush=True)

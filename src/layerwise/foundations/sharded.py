@@ -28,6 +28,11 @@ def local(t: Tensor) -> Tensor:
         return t.to_local()  # type: ignore[attr-defined]
 
 
+def whole(t: Tensor) -> Tensor:
+    """All of a tensor, gathered from the processes that hold it. A collective, where it is sharded."""
+    return t.full_tensor() if is_sharded(t) else t  # type: ignore[attr-defined]
+
+
 def _states(model: Any) -> list[Any]:
     """FSDP's own object of each module, or of several that are sharded together."""
     fsdp = sys.modules.get("torch.distributed.fsdp")

@@ -19,6 +19,7 @@ from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.options import with_own_rate
 from layerwise.optim.parameters import BareParameters
 from layerwise.optim.rule import Health, UpdateRule
+from layerwise.optim.sharding.sharding import Sharding
 from layerwise.optim.statistics.accumulate import Accumulator
 from layerwise.optim.statistics.hooks import Capture
 from layerwise.optim.step.damping import Damping
@@ -53,11 +54,16 @@ class Checkpointed(torch.optim.Optimizer):
     _accumulator: Accumulator
     _capture: Capture | None
     _settings: dict[str, Any]
+    _sharding: Sharding | None
     _unit: float | None
 
     @abstractmethod
     def _read_table(self) -> LayerTable:
         """The model's layers."""
+
+    @abstractmethod
+    def _initial_state(self) -> dict[str, dict[str, Tensor]]:
+        """What there is to save before the first step: distributed checkpoints are read into tensors that exist."""
 
     @abstractmethod
     def _make_accumulator(self) -> Accumulator:
@@ -117,7 +123,8 @@ class Checkpointed(torch.optim.Optimizer):
         if self._model_changed():
             self.follow_model()
         self.param_groups[0]["engine"] = self._engine()
-        self._packing = self._by_parameter(self._saved())
+        begun = self._stacks is not None or bool(self._loaded)
+        self._packing = self._by_parameter(self._saved() if begun else self._initial_state())
         try:
             found = super().state_dict()
         finally:
@@ -142,9 +149,16 @@ class Checkpointed(torch.optim.Optimizer):
     def _saved(self) -> dict[str, dict[str, Tensor]]:
         if self._stacks is None:
             return self._loaded
+        return self._saved_stacks(self._stacks)
+
+    def _saved_stacks(self, stacks: list[Stack]) -> dict[str, dict[str, Tensor]]:
         self._executor.settle()
+        if self._sharding is not None:
+            from layerwise.optim.sharding.state import StateExchange
+
+            return StateExchange(self._sharding).saved(stacks)
         found: dict[str, dict[str, Tensor]] = {}
-        for stack in self._stacks:
+        for stack in stacks:
             found.update(stack.saved())
         for layer, beside in self._executor.pending(self.steps_taken).items():
             found[layer] |= beside
@@ -262,7 +276,7 @@ class Checkpointed(torch.optim.Optimizer):
         kept = {
             k: v
             for k, v in self.__dict__.items()
-            if k not in ("_capture", "_stacks", "_accumulator", "_executor", *OF_THIS_MODEL)
+            if k not in ("_capture", "_stacks", "_accumulator", "_executor", "_sharding", *OF_THIS_MODEL)
         }
         if self._stacks is not None:
             kept["_shared"] = None
@@ -279,6 +293,7 @@ class Checkpointed(torch.optim.Optimizer):
             return
         recorded = state["_capture"]
         super().__setstate__({k: v for k, v in state.items() if k != "_capture"})
+        self._sharding = None
         self._accumulator = self._make_accumulator()
         self._remember_model()
         self._owners = owners(self.model)

@@ -21,7 +21,7 @@ from layerwise.foundations import likelihoods
 from layerwise.foundations.errors import InputError, LayerwiseError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
-from layerwise.foundations.sharded import is_sharded, local, named_parameters, successors
+from layerwise.foundations.sharded import is_sharded, local, named_parameters, successors, whole
 from layerwise.layers.matrices import Matrices
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.backend import Backend
@@ -67,8 +67,9 @@ from layerwise.optim.statistics.output import OutputReader
 from layerwise.optim.step.clip import Clip
 from layerwise.optim.step.damping import Damping
 from layerwise.optim.step.graft import Graft
+from layerwise.optim.step.refresh_schedule import freshness
 from layerwise.optim.step.stack import Stack
-from layerwise.optim.step.update import EagerExecutor, Executor, SolveTogether, UpdateSize, unit_of
+from layerwise.optim.step.update import EagerExecutor, Executor, SolveTogether, UpdateSize, averages_before, unit_of
 
 if TYPE_CHECKING:
     from layerwise.optim.sharding.sharding import Sharding
@@ -402,11 +403,17 @@ class Layerwise(Checkpointed):
         buckets = self._buckets(params, group_of)
         sharding = self._sharding = self._make_sharding(params, buckets, group_of)
         loaded = self._loaded
+        if sharding is not None:
+            from layerwise.optim.sharding.state import StateExchange
+
+            loaded = StateExchange(sharding).loaded(loaded)
+        elif any(is_sharded(t) for state in loaded.values() for t in state.values()):
+            loaded = {layer: {k: whole(t) for k, t in state.items()} for layer, state in loaded.items()}
         stacks = []
         for bucket in buckets:
             names = [name for spec in bucket.specs for name in spec.parameters]
-            whole = [(bucket.specs, {k: params[k] for k in names}, bucket.group)]
-            for specs, own, group in whole if sharding is None else sharding.place(bucket):
+            all_here = [(bucket.specs, {k: params[k] for k in names}, bucket.group)]
+            for specs, own, group in all_here if sharding is None else sharding.place(bucket):
                 backend = self._make_backend(next(iter(own.values())).device)
                 stack = Stack(bucket.rule, specs, group, own, backend, fallback=bucket.fallback)
                 others = {k: group_of.get(id(params[k]), group) for k in own}
@@ -416,6 +423,21 @@ class Layerwise(Checkpointed):
         self._executor = self._make_executor(stacks)
         self._executor.resume(loaded)
         return stacks
+
+    def _initial_state(self) -> dict[str, dict[str, Tensor]]:
+        """That of stacks which are made to look at, and which a step would make alike."""
+        stacks = self._build()
+        for stack in stacks:
+            shape, matrices = stack.shape, stack.requires.matrices_only
+            moments = {name: shape.zeros(shape.outputs, shape.inputs) for name in ("graft_m", "graft_v", "momentum")}
+            if self._size.sets(stack) or (matrices and self._graft.method == "adam"):
+                stack.state |= {"graft_m": moments["graft_m"], "graft_v": moments["graft_v"]}
+                stack.state["graft_steps"] = shape.zeros()
+            if self._executor.momentum_of(stack):
+                stack.state["momentum"] = moments["momentum"]
+            if stack.requires.refreshes:
+                freshness(stack)
+        return self._saved_stacks(stacks)
 
     def _buckets(self, params: Mapping[str, nn.Parameter], group_of: Mapping[int, dict[str, Any]]) -> list[Bucket]:
         """What goes into one stack."""
@@ -439,8 +461,7 @@ class Layerwise(Checkpointed):
             sized = self._size.method == "adam" and rule.requirements().matrices_only
             fallback = rule is self.fallback and rule is not self.rule
             own = rule.requirements().own_momentum
-            averaged = sized or own == "momentum" or (own is not None and fallback)
-            momentum = bool(group["momentum"]) and not averaged
+            momentum = bool(group["momentum"]) and not averages_before(own, sized, rule is self.rule)
             buckets.append(Bucket(rule, group, tuple(specs), fallback, first.dtype, sized, momentum))
         return buckets
 

@@ -100,7 +100,9 @@ class Plan:
             before += not bucket.fallback
         entries = [entry for entry in entries if not set(entry[0].parameters) <= local]
         costs = [_cost(spec, bucket) for spec, bucket, _ in entries]
-        owner = _owners([spec.parameters for spec, _, _ in entries], costs, [slot for _, _, slot in entries], ranks)
+        owner = owners_by_cost(
+            [spec.parameters for spec, _, _ in entries], costs, [slot for _, _, slot in entries], ranks
+        )
         duties = tuple(
             Duty(spec.name, rank, spec.parameters, spec.form.shape, bucket.rule.name, slot, state, work)
             for (spec, bucket, slot), rank, (work, state) in zip(entries, owner, costs, strict=True)
@@ -195,7 +197,7 @@ def _cost(spec: LayerSpec, bucket: Bucket) -> tuple[float, int]:
     return work, state + K * O * I * (2 * bucket.sized + bucket.momentum)
 
 
-def _owners(
+def owners_by_cost(
     parameters: Sequence[tuple[str, ...]], costs: Sequence[tuple[float, int]], slots: Sequence[int], ranks: int
 ) -> list[int]:
     """One rank for each layer. A layer's cost is the larger of its shares in all work and in all state; of equal ones

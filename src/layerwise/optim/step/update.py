@@ -187,6 +187,12 @@ SolveTogether = Callable[[list[Part], dict[str, Sums]], None]
 """For members that look at all layers at once: replaces `Part.handed`."""
 
 
+def averages_before(own_momentum: str | None, sized: bool, is_own_rule: bool) -> bool:
+    """Whether a direction has no momentum: where the gradient was averaged before, where the rule takes the option
+    itself, or is a fallback with its own."""
+    return sized or own_momentum == "momentum" or (own_momentum is not None and not is_own_rule)
+
+
 @dataclass
 class Executor(ABC):
     """Of one optimizer's stacks."""
@@ -226,13 +232,12 @@ class Executor(ABC):
             stack.backend.resume(stack, saved)
 
     def _momentum(self, part: Part) -> float:
-        """Momentum of the direction: none where the gradient was averaged before, where the rule takes the option
-        itself, or is a fallback with its own."""
-        stack = part.stack
-        own = stack.requires.own_momentum
-        sized = self.size.method == "adam" and stack.requires.matrices_only
-        averaged = sized or own == "momentum" or (own and stack.rule is not self.rule)
-        return 0.0 if averaged else stack.group["momentum"]
+        return self.momentum_of(part.stack)
+
+    def momentum_of(self, stack: Stack) -> float:
+        """Momentum of the direction, if it has one (`averages_before`)."""
+        own, sized = stack.requires.own_momentum, self.size.sets(stack)
+        return 0.0 if averages_before(own, sized, stack.rule is self.rule) else stack.group["momentum"]
 
     def _total(self, value: float) -> float:
         """A sum over all stacks, wherever they are."""

@@ -1,0 +1,100 @@
+"""Sharded training (`fully_shard`) equals training in one process on the joined batch, for every member."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sharded_training import MEMBERS, MODELS, Case, train, whole
+
+HERE = Path(__file__).parent
+pytestmark = [
+    pytest.mark.skipif(
+        not (dist.is_available() and dist.is_gloo_available()), reason="torch.distributed has no gloo here"
+    ),
+    pytest.mark.usefixtures("untyped"),
+]
+TOLERANCE = 1e-10
+NOT_UNIQUE = {("SOAP", "transformer"): 1e-4}
+"""A basis of the null space of a factor is not unique: rounding chooses one, and other steps follow."""
+
+SHORT = {
+    2: [
+        *(Case(member) for member in ("SGD clipped", "Adam", "KFAC", "KFAC adam", "EKFAC", "FOOF", "Shampoo", "SOAP")),
+        *(Case(member, "cnn") for member in ("KFAC SUA", "Muon adam")),
+        *(Case(member, "transformer") for member in ("KFAC exact", "EKFAC adam", "Muon")),
+        Case("NGD", steps=5),
+        Case("KFAC", how={"frozen": ("0.weight", "2.bias")}),
+        Case("KFAC adam", how={"accumulate": 3}),
+        Case("KFAC", how={"unused": ("0.weight", "0.bias", "6.bias")}),
+        Case("KFAC", "checkpointed"),
+    ],
+    4: [Case("KFAC adam", shape=(2, 2)), Case("EKFAC", shape=(2, 2)), Case("Muon", shape=(2, 2)), Case("Shampoo adam")],
+}
+"""By number of processes. With four, layers of 7, 5 and 3 outputs have uneven and empty shards."""
+LONG = {
+    2: [Case(member, model) for model in ("mlp", "cnn", "transformer") for member in MEMBERS],
+    4: [
+        *(Case(member, model) for model in ("mlp", "cnn", "transformer") for member in MEMBERS),
+        *(Case(member, model, (2, 2)) for model in ("mlp", "transformer") for member in MEMBERS),
+        *(Case(member, "checkpointed") for member in ("KFAC", "EKFAC", "KFAC exact")),
+        *(Case(member, how={"accumulate": 3}) for member in ("KFAC", "EKFAC", "SOAP", "Adam")),
+        *(Case(member, how={"unused": ("0.weight", "0.bias", "6.bias")}) for member in MEMBERS),
+        *(Case(member, how={"frozen": ("0.weight", "2.bias")}) for member in MEMBERS),
+    ],
+}
+
+
+def of_processes(world: int, cases: list[Case], folder: Path) -> list[dict[str, Any]]:
+    """What each of several processes found; started anew, without this one's checks of types."""
+    torch.save([vars(case) for case in cases], folder / "cases.pt")
+    command = [sys.executable, "-W", "ignore", str(HERE / "sharded_training.py"), str(world), str(folder)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def assert_equals_one_process(case: Case, ranks: list[dict[str, Any]]) -> None:
+    found = [rank.get(case.name, "not run: an earlier case failed") for rank in ranks]
+    for got in found:
+        assert isinstance(got, Tensor), got
+        assert torch.equal(got, found[0])
+    alone = train(case)
+    tolerance = NOT_UNIQUE.get((case.member, case.model), TOLERANCE)
+    assert float((found[0] - alone).abs().max()) < tolerance
+    assert float((alone - whole(MODELS[case.model][0]())).abs().max()) > 1e-3
+
+
+def each(cases: dict[int, list[Case]]) -> list[Any]:
+    pairs = [(world, case) for world, of_world in cases.items() for case in of_world]
+    return [pytest.param(world, case, id=f"{world} {case.name}") for world, case in pairs]
+
+
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """All cases that the selected tests ask for, in one start of the processes for each number of them."""
+    asked: dict[int, dict[str, Case]] = {}
+    for item in request.session.items:
+        if item.path == request.path and "trained" in getattr(item, "fixturenames", ()):
+            params = item.callspec.params  # type: ignore[attr-defined]
+            asked.setdefault(params["world"], {})[params["case"].name] = params["case"]
+    folder = tmp_path_factory.mktemp
+    return {n: of_processes(n, list(cases.values()), folder(f"ranks{n}")) for n, cases in asked.items()}
+
+
+@pytest.mark.parametrize(("world", "case"), each(SHORT))
+def test_sharded_training_equals_one_process(world: int, case: Case, trained: dict[int, Any]):
+    assert_equals_one_process(case, trained[world])
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "case"), each(LONG))
+def test_every_member_equals_one_process(world: int, case: Case, trained: dict[int, Any]):
+    assert_equals_one_process(case, trained[world])
