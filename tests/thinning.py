@@ -203,6 +203,7 @@ WHOLE = (
     "test_coverage_contract.py",
     "test_errata.py",
     "test_sharded.py",
+    "test_sharded_checks.py",
 )
 """Files whose cases are not of one kind: their tests run whole."""
 

@@ -555,6 +555,8 @@ class Layerwise(Checkpointed):
                     self._step()
             return
         self._require_known()
+        if self._is_idle():
+            return
         capture, counts, seen = self._capture, None, dict[str, Sums]()
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         sharded = any(is_sharded(p) for group in self.param_groups for p in group["params"])
@@ -593,6 +595,16 @@ class Layerwise(Checkpointed):
         self._executor.run(contexts, seen, scale, self._solve_together)
         if capture is not None:
             capture.due = self.steps_taken % self.factor_every == 0
+
+    def _is_idle(self) -> bool:
+        """Whether gradients are all zero and so are learning rates: frameworks take such a step to make states exist,
+        which moves no average and counts for nothing."""
+        if any(float(group["lr"]) for group in self.param_groups):
+            return False
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        moves = torch.tensor(float(any(bool(local(grad).any()) for grad in grads)))
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return not float(self.processes.add_up([moves.to(grads[0].device)])[0] if grads and several else moves)
 
     def _begin(self, counts: Seen | None) -> bool:
         """The first step builds the stacks; returns whether it can be taken."""

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerwise.layers.table import LayerSpec
 from layerwise.optim.eigenbasis import squares_of_layer
 from layerwise.optim.reference import Reference
-from layerwise.optim.rule import Context, Observation, Shape
+from layerwise.optim.rule import Context, Observation
+from layerwise.optim.sharding.plan import meta_shape
 from layerwise.optim.sharding.sharding import Sharding
 from layerwise.optim.statistics.accumulate import Sums
 from layerwise.optim.step.refresh_schedule import RefreshSchedule, Turn
@@ -110,9 +110,3 @@ class ShardedExecutor(EagerExecutor):
             return None
         basis: Any = bucket.rule.init(meta_shape(spec, self.sharding.statistics_dtype), Reference())["basis"]
         return [None if t is None else tuple(t.shape) for t in basis.matrices(slice(None))]
-
-
-def meta_shape(spec: LayerSpec, dtype: torch.dtype) -> Shape:
-    """A stack of one layer, without memory."""
-    form = spec.form
-    return Shape(*form.shape, dtype, torch.device("meta"), form.one_hot, form.taps, form.bias is not None)

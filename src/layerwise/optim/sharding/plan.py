@@ -14,8 +14,9 @@ before the first step, and can be made for a model on the meta device and any nu
 """
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -76,6 +77,10 @@ class Plan:
     """Entries that are sent of A and of G of each layer, at steps with statistics."""
     sizes: Mapping[str, int]
     """Bytes of an entry of each parameter."""
+    matrices: int = 0
+    """Whose weights have a norm that is asked for: those with updates of AdamW's size."""
+    bases: Mapping[str, int] = field(default_factory=dict)
+    """Entries of the basis of each layer that is sent to all ranks, for squares of their examples (EKFAC)."""
 
     @classmethod
     def make(
@@ -108,7 +113,10 @@ class Plan:
             for (spec, bucket, slot), rank, (work, state) in zip(entries, owner, costs, strict=True)
         )
         names = [name for name in layouts if name in local]
-        return cls(ranks, dict(layouts), duties, tuple(names), dict(moments), dict(sizes))
+        matrices = sum(spec.form.groups for spec, bucket, _ in entries if bucket.sized)
+        bases = {spec.name: sum(map(math.prod, basis_shapes(spec, bucket))) for spec, bucket, _ in entries}
+        bases = {layer: count for layer, count in bases.items() if count}
+        return cls(ranks, dict(layouts), duties, tuple(names), dict(moments), dict(sizes), matrices, bases)
 
     @cached_property
     def owner_of(self) -> dict[str, int]:
@@ -162,6 +170,41 @@ class Plan:
         """That a rank sends to owners at a step that takes statistics of all layers."""
         return sum(sum(self.moments.get(duty.layer, (0, 0))) * itemsize for duty in self.duties if duty.owner != rank)
 
+    def examples_bytes(self, rank: int, itemsize: int = 4) -> int:
+        """That a rank sends at such a step where examples are looked at in the owners' bases: its bases to all others,
+        and squares to theirs."""
+        bases = (self.ranks - 1) * sum(self.bases.get(d.layer, 0) for d in self.duties if d.owner == rank)
+        squares = sum(math.prod(d.shape) for d in self.duties if d.owner != rank and d.layer in self.bases)
+        return (bases + squares) * itemsize
+
+    def census_bytes(self) -> int:
+        """Of the all-reduce that begins a step: a flag for every parameter, three counts for every layer that has
+        statistics, a norm for every matrix that needs one."""
+        observed = sum(duty.layer in self.moments for duty in self.duties)
+        return 8 * (1 + len(self.layouts) + 3 * observed + self.matrices)
+
+    def step_bytes(self, rank: int, statistics: bool = True, itemsize: int = 4) -> int:
+        """That a rank sends in a step."""
+        found = self.gradient_bytes(rank) + self.update_bytes(rank) + self.census_bytes()
+        if statistics:
+            found += self.statistics_bytes(rank, itemsize) + self.examples_bytes(rank, itemsize)
+        return found
+
+
+def basis_shapes(spec: LayerSpec, bucket: Bucket) -> list[tuple[int, ...]]:
+    """Of what is sent of a layer's basis where its rule looks at examples in it: U_P, U_Q and the bias's block."""
+    requires = bucket.rule.requirements()
+    if not (requires.examples and requires.moments):
+        return []
+    basis: Any = bucket.rule.init(meta_shape(spec, torch.float32), Reference())["basis"]
+    return [tuple(t.shape) for t in basis.matrices(slice(None)) if t is not None]
+
+
+def meta_shape(spec: LayerSpec, dtype: torch.dtype) -> Shape:
+    """A stack of one layer, without memory."""
+    form = spec.form
+    return Shape(*form.shape, dtype, torch.device("meta"), form.one_hot, form.taps, form.bias is not None)
+
 
 def hash_of(text: str) -> int:
     """Of 63 bits: `torch.int64` holds it."""
@@ -191,8 +234,7 @@ def _cost(spec: LayerSpec, bucket: Bucket) -> tuple[float, int]:
     work = float(K) * O * I * (O + I)
     if bucket.rule.requirements().refreshes:
         work += float(K) * (O**3 + (0 if form.one_hot else I**3))
-    dtype = statistics_dtype(bucket.dtype)
-    shape = Shape(K, O, I, dtype, torch.device("meta"), form.one_hot, form.taps, form.bias is not None)
+    shape = meta_shape(spec, statistics_dtype(bucket.dtype))
     state = sum(t.numel() for t in tensors(bucket.rule.init(shape, Reference())).values())
     return work, state + K * O * I * (2 * bucket.sized + bucket.momentum)
 

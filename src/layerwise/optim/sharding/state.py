@@ -1,7 +1,7 @@
 """A sharded optimizer's state in checkpoints: the same names and shapes as in one process, each tensor a `DTensor`.
 
-Every layer's state is that of one rank, its owner; for parameters that ranks treat for themselves, of all of them. Saved,
-each tensor is cut along its longest axis over the ranks, so that all hold their part, none the whole, and
+Every layer's state is on one rank, its owner; that of parameters which ranks treat for themselves, on all. Saved, each
+tensor is cut along its longest axis over the ranks, so that all hold their part, none the whole, and
 `torch.distributed.checkpoint` writes it from as many ranks as there are and reads it into any other number of them.
 Loaded, it goes to the owners that the plan has by then.
 """
@@ -83,7 +83,7 @@ class StateExchange:
         entries = {k: {n: t for n, t in state.items() if t.ndim == 3} for k, state in shards.items()}
         numbers = {k: {n: float(t[0]) for n, t in state.items() if t.ndim == 1} for k, state in shards.items()}
         described = {k: {n: t.dtype for n, t in state.items()} for k, state in entries.items()}
-        kinds: dict[str, dict[str, torch.dtype]] = {}
+        kinds: dict[str, dict[str, Any]] = {}
         for found, values in self._everybodys((described, numbers)):
             kinds |= found
             numbers = {**values, **numbers}
@@ -246,7 +246,7 @@ class StateExchange:
 def _by_parameter(spec: LayerSpec, t: Tensor) -> dict[str, Tensor]:
     """A tensor of a layer's form in the shapes of its parameters, zero in rows that are not this layer's."""
     if t.ndim == 1:
-        return {name: t for name in spec.parameters}
+        return dict.fromkeys(spec.parameters, t)
     found = {}
     for part, piece in spec.form.split(t):
         if part.rows is None:

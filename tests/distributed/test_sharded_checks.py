@@ -1,0 +1,166 @@
+"""Of sharded training: what is sent and kept, what is saved and loaded, what goes wrong."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sharded_checks import MEMBERS_SAVED
+from sharded_training import MODELS, loss_of
+
+HERE = Path(__file__).parent
+pytestmark = [
+    pytest.mark.skipif(
+        not (dist.is_available() and dist.is_gloo_available()), reason="torch.distributed has no gloo here"
+    ),
+    pytest.mark.usefixtures("untyped"),
+]
+CONSTANT = 4096
+"""Bytes of state that a rank may have beyond its share: what the largest layer of these small models is."""
+
+
+def check(world: int, folder: Path, *names: str) -> list[dict[str, Any]]:
+    """What each of several processes found out."""
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-W", "ignore", str(HERE / "sharded_checks.py"), str(world), str(folder), *names]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found = [torch.load(file, weights_only=True) for file in sorted(folder.glob("*.pt"))]
+    for rank in found:
+        for name in names:
+            if name != "another_plan":
+                assert not isinstance(rank[name], str), rank[name]
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Two processes."""
+    names = ("traffic", "state", "repeated", "odd", "idle_step", "full_state", "another_plan")
+    return check(2, tmp_path_factory.mktemp("two"), *names)
+
+
+# --- what is sent and kept --------------------------------------------------------------------------------
+
+
+def test_collectives_of_a_step_do_not_grow_with_the_layers(two: list[dict[str, Any]]):
+    for rank in two:
+        found = rank["traffic"]
+        for member, most in (("KFAC adam", 5), ("EKFAC adam", 7), ("Muon adam", 3)):
+            shallow, deep = found[f"{member} 2"], found[f"{member} 6"]
+            assert shallow["calls"] == deep["calls"]
+            assert deep["layers"] > 2 * shallow["layers"]
+            assert sum(deep["calls"].values()) <= most
+            assert set(deep["calls"]) == {"all_reduce", "all_to_all_single"}
+
+
+def test_bytes_sent_are_those_of_the_plan(two: list[dict[str, Any]]):
+    for rank in two:
+        for found in rank["traffic"].values():
+            assert found["bytes"] == found["planned"] > 0
+
+
+def test_state_is_divided_among_the_ranks(two: list[dict[str, Any]]):
+    for member, of_first in two[0]["state"].items():
+        for rank in two:
+            assert rank["state"][member]["here"] <= 1.15 * of_first["single"] / 2 + CONSTANT, member
+        assert sum(rank["state"][member]["here"] for rank in two) >= 0.99 * of_first["single"]
+
+
+# --- states -----------------------------------------------------------------------------------------------
+
+
+def test_a_step_without_gradients_and_rate_changes_nothing(two: list[dict[str, Any]]):
+    for rank in two:
+        assert set(rank["idle_step"]) == set(MEMBERS_SAVED)
+        assert all(rank["idle_step"].values()), rank["idle_step"]
+
+
+def test_a_full_state_is_that_of_one_process(two: list[dict[str, Any]]):
+    for member, make in MEMBERS_SAVED.items():
+        model = MODELS["mlp"][0]()
+        opt = make(model)
+        for x, y in MODELS["mlp"][1](9)[:5]:
+            opt.zero_grad()
+            loss_of(model(x), y).backward()
+            opt.step()
+        alone, names = opt.state_dict(), [name for name, _ in model.named_parameters()]
+        for rank in two:
+            assert rank["full_state"][member]["same"]
+            for place, layers in alone["state"].items():
+                sharded = rank["full_state"][member]["state"][names[place]]
+                for layer, state in layers.items():
+                    assert set(sharded[layer]) == set(state)
+                    for name, t in state.items():
+                        if not name.startswith("U_") and name not in ("M", "V"):  # a basis is known up to signs
+                            torch.testing.assert_close(sharded[layer][name], t.to(sharded[layer][name].dtype))
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(("saved", "loaded"), [(4, (1, 2, 3, 4)), (1, (2, 4)), (3, (1, 4))])
+def test_a_checkpoint_of_some_ranks_goes_on_with_others(saved: int, loaded: tuple[int, ...], tmp_path: Path):
+    """At every phase of the refresh cycle of three: the next steps are those of the run that was not interrupted."""
+    going = check(saved, tmp_path / "saved-sharded", "saved")[0]["saved"]
+    for world in loaded:
+        for rank in check(world, tmp_path / f"loaded-{world}", "resumed"):
+            for name, found in rank["resumed"].items():
+                assert float((found - going[name.split()[0]]).abs().max()) < 1e-10, f"{name} at {world}"
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(tmp_path: Path):
+    going = check(2, tmp_path / "saved-sharded", "saved")[0]["saved"]
+    for name, found in check(1, tmp_path / "loaded", "resumed")[0]["resumed"].items():
+        assert float((found - going[name.split()[0]]).abs().max()) < 1e-10, name
+
+
+# --- what goes wrong, and what is odd ---------------------------------------------------------------------
+
+
+def test_a_gradient_that_is_missing_on_one_rank_is_zero_there(two: list[dict[str, Any]]):
+    assert all(rank["odd"]["missing"] > 0 for rank in two)
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_stops_the_step_on_all(two: list[dict[str, Any]]):
+    for rank in two:
+        assert (rank["odd"]["not finite"], rank["odd"]["skipped"], rank["odd"]["finite"]) == (0.0, 1, True)
+
+
+@pytest.mark.parametrize("member", ["KFAC adam", "EKFAC adam", "KFAC exact", "SOAP"])
+def test_forwards_in_bfloat16(member: str, two: list[dict[str, Any]]):
+    for rank in two:
+        assert rank["odd"][f"half {member}"] < 0.9
+        assert rank["odd"][f"half {member} type"] == "torch.float32"
+        assert rank["odd"][f"half {member} statistics"] == (0 if member == "SOAP" else 4)
+
+
+def test_a_model_that_is_sharded_after_its_optimizer_was_built(two: list[dict[str, Any]]):
+    for rank in two:
+        assert torch.equal(rank["repeated"]["later"], rank["repeated"]["at once"])
+
+
+def test_what_an_optimizer_says_of_itself(two: list[dict[str, Any]]):
+    shown = {rank["repeated"]["shown"] for rank in two} | {rank["repeated"]["shown before"] for rank in two}
+    assert len(shown) == 1
+    layers = [name for rank in two for name in rank["repeated"]["conditions"]]
+    assert sorted(layers) == ["0", "2", "4", "6"]
+    assert all(all(rank["repeated"]["owned"]) for rank in two)
+
+
+def test_ranks_with_different_plans_are_told_before_anything_is_sent(two: list[dict[str, Any]]):
+    for rank in two:
+        assert "plans that differ between ranks 0 and 1" in rank["another_plan"]
+        assert "4 (1, 5, 8)" in rank["another_plan"]
+
+
+def test_a_killed_rank_ends_the_others_with_phase_and_layers(tmp_path: Path):
+    found = check(3, tmp_path, "killed")
+    assert len(found) == 2
+    for rank in found:
+        assert "a failed collective in the gradients of 0.weight" in rank["killed"]["said"]
+        assert rank["killed"]["after"] < 40
