@@ -17,7 +17,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sharded_training import MEMBERS, MODELS, Transformer, loss_of, shard, whole
@@ -151,10 +152,15 @@ def state(rank: int, world: int, folder: str) -> Any:
 # --- what is saved and loaded -----------------------------------------------------------------------------
 
 
+def asked(folder: str) -> dict[str, Any]:
+    """All members, or a few where the folder's name says so."""
+    return {k: v for k, v in MEMBERS_SAVED.items() if "few" not in folder or k in ("KFAC", "Adam")}
+
+
 def saved(rank: int, world: int, folder: str) -> Any:
-    """Run eleven steps; a distributed checkpoint before each of four of them, and parameters at the end."""
+    """Run fourteen steps; a distributed checkpoint before each of four of them, and parameters at the end."""
     found = {}
-    for member, make in MEMBERS_SAVED.items():
+    for member, make in asked(folder).items():
         model = shard(MODELS["mlp"][0](), mesh_of(world))
         opt = make(model)
         batches = list(parts(MODELS["mlp"][1](14), rank, world))
@@ -170,7 +176,7 @@ def saved(rank: int, world: int, folder: str) -> Any:
 def resumed(rank: int, world: int, folder: str) -> Any:
     """Go on from each of those checkpoints, with as many ranks as there are here."""
     found = {}
-    for member, make in MEMBERS_SAVED.items():
+    for member, make in asked(folder).items():
         for step in (1, 2, 3, 4):
             model = MODELS["mlp"][0]()
             model = shard(model, mesh_of(world)) if world > 1 or "sharded" in folder else model
@@ -289,6 +295,38 @@ def repeated(rank: int, world: int, folder: str) -> Any:
     return found
 
 
+def tensor_parallel(rank: int, world: int, folder: str) -> Any:
+    """Members of gradients beside one process; alone over all ranks, and over half of them under FSDP."""
+    found: dict[str, Any] = {}
+
+    def small() -> nn.Module:
+        torch.manual_seed(0)
+        first = [nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 6), nn.LayerNorm(6)]
+        return nn.Sequential(*first, nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+    for shape in [(world,), *([(2, world // 2)] if world > 2 else [])]:
+        for member in ("Adam", "Muon adam", "Shampoo", "SOAP", "SGD clipped", "KFAC"):
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+            model, alone = small(), small()
+            cuts = {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(), "6": RowwiseParallel()}
+            parallelize_module(model, mesh["tp"], cuts)
+            if len(shape) == 2:
+                fully_shard(model[0], mesh=mesh["dp"])
+                fully_shard(model, mesh=mesh["dp"])
+            if member == "KFAC":
+                try:
+                    MEMBERS[member](model)
+                except lw.LayerwiseError as error:
+                    found[f"{member} {len(shape)}"] = str(error)
+                continue
+            data = MODELS["mlp"][1](8)
+            copies = shape[0] if len(shape) == 2 else 1
+            take_steps(model, MEMBERS[member](model), parts(data, rank // shape[-1] if copies > 1 else 0, copies))
+            take_steps(alone, MEMBERS[member](alone), data)
+            found[f"{member} {len(shape)}"] = float((whole(model) - whole(alone)).abs().max())
+    return found
+
+
 def another_plan(rank: int, world: int, folder: str) -> Any:
     """Ranks that differ in an option are told so before anything is sent."""
     model = shard(MODELS["mlp"][0](), mesh_of(world))
@@ -320,7 +358,19 @@ def killed(rank: int, world: int, folder: str) -> Any:
 
 CHECKS = {
     check.__name__: check
-    for check in (traffic, state, saved, resumed, full_state, idle_step, odd, repeated, another_plan, killed)
+    for check in (
+        traffic,
+        state,
+        saved,
+        resumed,
+        full_state,
+        idle_step,
+        odd,
+        repeated,
+        tensor_parallel,
+        another_plan,
+        killed,
+    )
 }
 
 

@@ -41,7 +41,7 @@ def check(world: int, folder: Path, *names: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Two processes."""
-    names = ("traffic", "state", "repeated", "odd", "idle_step", "full_state", "another_plan")
+    names = ("traffic", "state", "repeated", "odd", "idle_step", "full_state", "tensor_parallel", "another_plan")
     return check(2, tmp_path_factory.mktemp("two"), *names)
 
 
@@ -114,8 +114,8 @@ def test_a_checkpoint_of_some_ranks_goes_on_with_others(saved: int, loaded: tupl
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_with_one(tmp_path: Path):
-    going = check(2, tmp_path / "saved-sharded", "saved")[0]["saved"]
-    for name, found in check(1, tmp_path / "loaded", "resumed")[0]["resumed"].items():
+    going = check(2, tmp_path / "saved-sharded-few", "saved")[0]["saved"]
+    for name, found in check(1, tmp_path / "loaded-few", "resumed")[0]["resumed"].items():
         assert float((found - going[name.split()[0]]).abs().max()) < 1e-10, name
 
 
@@ -150,6 +150,26 @@ def test_what_an_optimizer_says_of_itself(two: list[dict[str, Any]]):
     layers = [name for rank in two for name in rank["repeated"]["conditions"]]
     assert sorted(layers) == ["0", "2", "4", "6"]
     assert all(all(rank["repeated"]["owned"]) for rank in two)
+
+
+def assert_tensor_parallel(found: dict[str, Any], axes: int) -> None:
+    errors = {name: error for name, error in found.items() if isinstance(error, float)}
+    assert len(errors) == 5 * axes
+    assert all(error < 1e-10 for error in errors.values()), errors
+    for n in range(1, axes + 1):
+        assert "inputs and output gradients of whole layers" in found[f"KFAC {n}"]
+
+
+def test_tensor_parallelism_equals_one_process_or_is_refused(two: list[dict[str, Any]]):
+    for rank in two:
+        assert_tensor_parallel(rank["tensor_parallel"], 1)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_tensor_parallelism_under_fsdp_equals_one_process(tmp_path: Path):
+    for rank in check(4, tmp_path, "tensor_parallel"):
+        assert_tensor_parallel(rank["tensor_parallel"], 2)
 
 
 def test_ranks_with_different_plans_are_told_before_anything_is_sent(two: list[dict[str, Any]]):

@@ -10,11 +10,14 @@ from layerwise.cli.show import claims_json, claims_table, note, print_json
 from layerwise.experiments.claims import NOT_ENOUGH
 from layerwise.experiments.records import OUT
 from layerwise.experiments.results import Result, results
+from layerwise.experiments.shards import merge_all
 from layerwise.foundations.errors import InputError, describe
 
 ABOUT = f"""Judge every claim of every recorded run (or of the experiments named).
 
 {ABOUT_NAMES}
+
+Records of shares (`layerwise run … --shard i/n`) are joined before.
 
 Exit codes: 0 all as expected; 1 some not, or seeds that gave bitwise equal results; 3 not enough runs, or a preset of
 which nothing is claimed; 2 bad input, such as records that cannot be judged. Records of experiments outside layerwise
@@ -44,6 +47,7 @@ def check(argv: list[str]) -> int:
         raise InputError(
             describe(f"--out {options.out}, which is no folder", "a folder of records", "check the path, or run first")
         )
+    merge_all(options.out)
     found = results(options.out, wanted, only=wanted is not None)
     troubles = [*found.troubles.values(), *(text for result in found.results for text in result.troubles)]
     run = {result.experiment.name for result in found.results}

@@ -18,6 +18,7 @@ from layerwise.experiments import catalog, runner
 from layerwise.experiments.engines import EngineOptions
 from layerwise.experiments.experiment import Experiment
 from layerwise.experiments.results import judge_all
+from layerwise.experiments.shards import Shard
 from layerwise.foundations.errors import InputError, LayerwiseError, describe
 
 HELP = """\
@@ -33,6 +34,7 @@ examples:
   layerwise run {example} --first-seed 1000 --out fresh    seeds that nobody has looked at, in their own folder
   layerwise run {example} --engine processes         single seeds in parallel processes
   layerwise run {example} --engine ray --address auto      on a Ray cluster
+  layerwise run {example} --shard 0/8                one of eight shares, as array jobs run them (Slurm)
   layerwise run all --preset smoke                   every experiment, one after the other
   layerwise run {folder:<35}  every experiment of this paper
   layerwise run my_package.my_module:EXPERIMENT      one of your own
@@ -69,6 +71,8 @@ class RunOptions:
     """A Ray cluster that exists, such as auto or ray://head:10001."""
     out: Path = runner.OUT
     """Folder of all records."""
+    shard: str | None = None
+    """i/n: run share i (from 0) of n, into a file of its own, as an array job does; `layerwise check` joins them."""
     json: bool = False
     """Print one JSON document and nothing else on standard output."""
 
@@ -122,6 +126,7 @@ def _run_one(
             engine=engine,
             out=options.out,
             progress=chosen(),
+            shard=None if options.shard is None else Shard.read(options.shard),
         )
     for text in outcome.notes:
         note(text)
@@ -133,6 +138,14 @@ def _run_one(
             file=sys.stderr,
         )
         return exits.TERMINATED if terminated else exits.INTERRUPTED, None
+    if options.shard is not None:
+        counts = {"shard": options.shard, "new": outcome.new, "kept": outcome.kept}
+        if not options.json:
+            print(
+                f"{experiment.name}, share {options.shard}: {outcome.new} new, {outcome.kept} kept from before, in "
+                f"{outcome.recorded.path}; join all shares and judge the claims with: layerwise check"
+            )
+        return exits.OK, counts | {"notes": list(outcome.notes)}
     result = judge_all(experiment, config, options.preset, outcome.recorded)
     if not options.json:
         claims_table(result)

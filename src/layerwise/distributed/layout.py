@@ -4,6 +4,7 @@ A rank holds a box, one range of each axis: `fully_shard` cuts axis 0 into as ma
 ones shorter or empty. With a 2-D mesh (HSDP) there are several copies of a tensor, each cut over some of the ranks.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,17 @@ from layerwise.foundations.sharded import is_sharded
 
 Box = tuple[tuple[int, int], ...]
 """First and last entry of each axis."""
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """What an axis of a mesh means for a tensor."""
+
+    ranks: int
+    cuts: int | None = None
+    """The tensor's axis that is cut along it; None: each rank has a copy."""
+    last: bool = False
+    """Whether it cuts pieces that other axes have cut before."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +48,27 @@ class Layout:
         return cls(tuple(shape), (box,) * ranks, tuple(range(ranks)))
 
     @classmethod
-    def cut(cls, shape: Sequence[int], axes: Sequence[tuple[int | None, int]]) -> "Layout":
-        """Of a mesh with so many ranks along each axis, and the tensor's axis that is cut there (None: copies).
+    def cut(cls, shape: Sequence[int], axes: Sequence["MeshAxis"]) -> "Layout":
+        """Over a mesh with these axes, its ranks in the mesh's own order.
 
-        >>> Layout.cut((5, 2), [(None, 2), (0, 2)]).boxes[1], Layout.cut((5, 2), [(None, 2), (0, 2)]).replica
+        >>> layout = Layout.cut((5, 2), [MeshAxis(2), MeshAxis(2, cuts=0)])
+        >>> layout.boxes[1], layout.replica
         (((3, 5), (0, 2)), (0, 0, 1, 1))
         """
-        found: list[tuple[Box, int]] = [(tuple((0, size) for size in shape), 0)]
-        for axis, count in axes:
-            found = [
-                (box, copy * count + place) if axis is None else (_piece(box, axis, place, count), copy)
-                for box, copy in found
-                for place in range(count)
-            ]
-        return cls(tuple(shape), tuple(box for box, _ in found), tuple(copy for _, copy in found))
+        boxes, copies = list[Box](), list[int]()
+        order = sorted(range(len(axes)), key=lambda i: axes[i].last)
+        for places in itertools.product(*(range(axis.ranks) for axis in axes)):
+            box: Box = tuple((0, size) for size in shape)
+            copy = 0
+            for i in order:
+                axis = axes[i]
+                if axis.cuts is None:
+                    copy = copy * axis.ranks + places[i]
+                else:
+                    box = _piece(box, axis.cuts, places[i], axis.ranks)
+            boxes.append(box)
+            copies.append(copy)
+        return cls(tuple(shape), tuple(boxes), tuple(copies))
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -85,33 +104,50 @@ def _piece(box: Box, axis: int, place: int, count: int) -> Box:
     return (*box[:axis], ends, *box[axis + 1 :])
 
 
-def layout_of(name: str, p: Tensor, ranks: Sequence[int]) -> Layout:
-    """Of a parameter, over these ranks (by their global numbers)."""
+def layout_of(name: str, p: Tensor, ranks: Sequence[int], mesh: Any = None) -> Layout:
+    """Of a parameter, over these ranks (by their global numbers), which are those of `mesh`.
+
+    A parameter on some axes of the mesh alone, such as a norm's beside tensor parallelism, has copies along the others.
+    """
     if not is_sharded(p):
         return Layout.whole(p.shape, len(ranks))
     held: Any = p
-    axes = list[tuple[int | None, int]]()
-    for place, placement in enumerate(held.placements):
-        kind = type(placement).__name__
-        if kind not in ("Shard", "Replicate"):
-            raise UnsupportedError(
-                describe(
-                    f"parameter {name!r} with placement {placement}",
-                    "Shard or Replicate along every axis of the mesh",
-                    "apply fully_shard alone, or with tensor parallelism that cuts another axis of the weight "
-                    "(RowwiseParallel), or shard this module over one mesh axis",
-                )
-            )
-        axes.append((placement.dim if kind == "Shard" else None, held.device_mesh.size(place)))
-    by_mesh = Layout.cut(tuple(p.shape), axes)
-    places = {rank: place for place, rank in enumerate(held.device_mesh.mesh.flatten().tolist())}
-    if set(places) != set(ranks):
+    mesh = held.device_mesh if mesh is None else mesh
+    own = held.device_mesh.mesh_dim_names or ()
+    if held.device_mesh == mesh:
+        placements = list(held.placements)
+    elif own and set(own) <= set(mesh.mesh_dim_names or ()):
+        of_axis = dict(zip(own, held.placements, strict=True))
+        placements = [of_axis.get(axis) for axis in mesh.mesh_dim_names]
+    else:
         raise UnsupportedError(
             describe(
-                f"parameter {name!r} on a mesh of ranks {sorted(places)}",
-                f"one mesh for all sharded parameters, as the first has it: ranks {sorted(ranks)}",
-                "shard the whole model over one mesh, or give the parameters of each mesh an optimizer of their own",
+                f"parameter {name!r} on {held.device_mesh}",
+                f"one mesh for all sharded parameters, {mesh}, or axes of it that have names",
+                "shard the whole model over one mesh made by init_device_mesh(..., mesh_dim_names=...), or give the "
+                "parameters of each mesh an optimizer of their own",
             )
         )
+    axes = [_mesh_axis(name, placement, mesh.size(place)) for place, placement in enumerate(placements)]
+    by_mesh = Layout.cut(tuple(p.shape), axes)
+    places = {rank: place for place, rank in enumerate(mesh.mesh.flatten().tolist())}
     order = [places[rank] for rank in ranks]
     return Layout(by_mesh.shape, tuple(by_mesh.boxes[i] for i in order), tuple(by_mesh.replica[i] for i in order))
+
+
+def _mesh_axis(name: str, placement: Any, ranks: int) -> MeshAxis:
+    kind = "Replicate" if placement is None else type(placement).__name__
+    if kind == "Replicate":
+        return MeshAxis(ranks)
+    if placement is not None and kind in (
+        "Shard",
+        "_StridedShard",
+    ):  # FSDP over tensor parallelism cuts what that has cut
+        return MeshAxis(ranks, placement.dim, last=kind == "_StridedShard")
+    raise UnsupportedError(
+        describe(
+            f"parameter {name!r} with placement {placement}",
+            "Shard or Replicate along every axis of the mesh",
+            "reduce it, or shard the module by fully_shard or parallelize_module",
+        )
+    )

@@ -15,6 +15,7 @@ from layerwise.experiments.progress import shown_within
 from layerwise.experiments.records import OUT as OUT
 from layerwise.experiments.records import Journal, RecordFile, path_of, read
 from layerwise.experiments.scratch import folder_of
+from layerwise.experiments.shards import Shard, merge
 from layerwise.experiments.tasks import Finished, Task
 from layerwise.foundations.progress import Progress, resolve
 
@@ -45,6 +46,7 @@ def run(
     engine: EngineOptions | str = "batched",
     out: Path | str = OUT,
     progress: bool | Progress | None = False,
+    shard: Shard | None = None,
 ) -> Outcome:
     """Run what an experiment's records lack; call it again after anything went wrong, and it goes on from there.
 
@@ -57,6 +59,7 @@ def run(
         engine: "batched", "processes", "ray", or options of one.
         out: folder of all records.
         progress: as everywhere in the library; items are `Finished`.
+        shard: run one of several shares, into a file of its own; `layerwise.experiments.shards.merge` joins them.
 
     Returns:
         What the file holds now. Ctrl-C ends the call early with ``interrupted=True``; nothing finished is lost.
@@ -70,10 +73,14 @@ def run(
     experiment.refuse_bad(config)
     cells, seeds = experiment.cells_of(config), seeds_of(config, first_seed)
     path = path_of(Path(out), experiment.name, preset, digest(experiment.name, config))
-    interrupted = False
+    interrupted, everything = False, [(cell, list(seeds)) for cell in cells]
+    if shard is None:
+        merge(path)
+    else:
+        path, everything = shard.path(path), shard.of(everything)
     with Journal(path) as journal:
         before = read(path)  # under the lock, so that nobody adds to it meanwhile
-        tasks = missing_tasks(cells, seeds, before)
+        tasks = unfinished(everything, before)
         total = _count(tasks)
         try:
             if tasks:
@@ -93,11 +100,11 @@ def run(
         if not missing_tasks(cells, _asked_for(read(path)), read(path)):
             shutil.rmtree(folder_of(path), ignore_errors=True)
     after = read(path)
-    missing = _count(missing_tasks(cells, seeds, after))
+    missing = _count(unfinished(everything, after))
     return Outcome(
         recorded=after,
         new=total - missing,
-        kept=len(cells) * len(seeds) - total,
+        kept=_count(everything) - total,
         missing=missing,
         interrupted=interrupted,
         notes=(*before.notes, *_other_versions(before)),
@@ -111,8 +118,13 @@ def _asked_for(recorded: RecordFile) -> list[int]:
 
 def missing_tasks(cells: Sequence[Cell], seeds: Sequence[int], recorded: RecordFile) -> list[Task]:
     """Cells with the seeds that no record has."""
+    return unfinished([(cell, list(seeds)) for cell in cells], recorded)
+
+
+def unfinished(tasks: Sequence[Task], recorded: RecordFile) -> list[Task]:
+    """What is left of some tasks."""
     finished = recorded.finished()
-    lacking = [(cell, [seed for seed in seeds if (cell.key, seed) not in finished]) for cell in cells]
+    lacking = [(cell, [seed for seed in seeds if (cell.key, seed) not in finished]) for cell, seeds in tasks]
     return [(cell, missing) for cell, missing in lacking if missing]
 
 

@@ -86,6 +86,12 @@ def in_graph(model: nn.Module) -> dict[int, nn.Parameter]:
     return found
 
 
+def tensor_parallel(model: nn.Module) -> list[str]:
+    """Names of parameters of which a layer has no more than a part while it runs (`parallelize_module`)."""
+    by_fsdp = {id(p.sharded_param): p.is_dtensor for group in _groups(model) for p in group.fsdp_params}
+    return [name for name, p in named_parameters(model).items() if is_sharded(p) and by_fsdp.get(id(p), True)]
+
+
 @contextmanager
 def gathered(model: Any) -> Iterator[None]:
     """The whole model in every process for a while, with hooks of FSDP that leave it so.

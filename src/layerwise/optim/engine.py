@@ -18,10 +18,10 @@ from torch.optim.optimizer import ParamsT
 
 from layerwise.distributed.processes import Processes
 from layerwise.foundations import likelihoods
-from layerwise.foundations.errors import InputError, LayerwiseError, describe
+from layerwise.foundations.errors import InputError, LayerwiseError, UnsupportedError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
-from layerwise.foundations.sharded import is_sharded, local, named_parameters, successors, whole
+from layerwise.foundations.sharded import is_sharded, local, named_parameters, successors, tensor_parallel, whole
 from layerwise.layers.matrices import Matrices
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.backend import Backend
@@ -322,6 +322,7 @@ class Layerwise(Checkpointed):
         law = None if likelihood is None or auto else likelihoods.resolve(likelihood)
         if not (requires.inputs or requires.outgrads):
             return None
+        self._refuse_tensor_parallel()
         if not requires.outgrads:
             estimator = "empirical"
         estimator = estimator or ("empirical" if law is None else "sampled")
@@ -345,6 +346,7 @@ class Layerwise(Checkpointed):
         def before_a_forward() -> None:
             owner = optimizer()
             if owner is not None and owner._model_changed():
+                owner._refuse_tensor_parallel()
                 owner.follow_model()
 
         found.before_a_forward = before_a_forward
@@ -355,6 +357,20 @@ class Layerwise(Checkpointed):
         found.scale_free = self._scale_free and requires.outgrads
         self._recognise(found, self._settings["recognised"])
         return found
+
+    def _refuse_tensor_parallel(self) -> None:
+        """Second moments of activations need them whole."""
+        divided = tensor_parallel(self.model)
+        if divided:
+            raise UnsupportedError(
+                describe(
+                    f"{type(self).__name__} of a model with tensor parallelism ({divided[0]!r} and {len(divided) - 1} "
+                    "more parameters)",
+                    "inputs and output gradients of whole layers, which tensor parallelism divides among ranks",
+                    "shard the model by fully_shard alone, or take a member that needs gradients only: Shampoo, SOAP, "
+                    "Muon, Adam, SGD",
+                )
+            )
 
     @property
     def _scale_free(self) -> bool:

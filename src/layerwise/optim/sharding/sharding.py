@@ -73,7 +73,8 @@ class Sharding:
         self.traffic = Traffic()
         self.group_of = {name: group_of[id(p)] for name, p in params.items()}
         ranks = global_ranks(processes)
-        layouts = {name: layout_of(name, p, ranks) for name, p in params.items()}
+        self.mesh: Any = largest_mesh(params)
+        layouts = {name: layout_of(name, p, ranks, self.mesh) for name, p in params.items()}
         self._check_shards(layouts)
         treated = [spec for spec in specs if set(spec.parameters) <= set(params) and accumulator.moments(spec)]
         shapes = {spec.name: accumulator.moment_shapes(spec) for spec in treated}
@@ -444,13 +445,18 @@ class Sharding:
 
 def sharding_group(params: Mapping[str, Tensor]) -> "dist.ProcessGroup | None":
     """The ranks over which parameters are sharded; None for all that there are."""
-    meshes = [p.device_mesh for p in params.values() if is_sharded(p)]  # type: ignore[attr-defined]
-    mesh = max(meshes, key=lambda m: m.mesh.numel())
+    mesh = largest_mesh(params)
     ranks = sorted(mesh.mesh.flatten().tolist())
     if ranks == list(range(dist.get_world_size())):
         return None
     group: Any = mesh.get_group() if mesh.ndim == 1 else dist.new_group(ranks, use_local_synchronization=True)
     return group
+
+
+def largest_mesh(params: Mapping[str, Tensor]) -> Any:
+    """Of those that parameters are on: of two axes under tensor parallelism, where a norm's are on one."""
+    meshes: list[Any] = [p.device_mesh for p in params.values() if is_sharded(p)]  # type: ignore[attr-defined]
+    return max(meshes, key=lambda m: m.mesh.numel())
 
 
 def global_ranks(processes: Processes) -> list[int]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from layerwise.distributed.exchange import Exchange, Piece, named_failure
-from layerwise.distributed.layout import Layout, layout_of
+from layerwise.distributed.layout import Layout, MeshAxis, layout_of
 from layerwise.foundations.sharded import is_sharded, local
 from layerwise.layers.table import LayerSpec
 from layerwise.optim.sharding.plan import owners_by_cost
@@ -43,8 +43,7 @@ class StateExchange:
         self.keeper = dict(sharding.plan.owner_of_layer) | dict(zip(self.shared, keepers, strict=True))
         """The rank that has a layer's state whole: its owner, or for a moment any."""
         self.keeper_of = {name: self.keeper[spec.name] for spec in shared for name in spec.parameters}
-        mesh = next(p.device_mesh for p in sharding.params.values() if is_sharded(p))  # type: ignore[attr-defined]
-        self.mesh: Any = mesh
+        self.mesh: Any = sharding.mesh
 
     # --- saving ------------------------------------------------------------------------------------------
 
@@ -116,7 +115,7 @@ class StateExchange:
         """Along the longest axis, over the last axis of the mesh."""
         axis = max(range(len(shape)), key=lambda i: shape[i])
         sizes = self.mesh.mesh.shape
-        by_mesh = Layout.cut(shape, [*((None, n) for n in sizes[:-1]), (axis, sizes[-1])])
+        by_mesh = Layout.cut(shape, [*(MeshAxis(n) for n in sizes[:-1]), MeshAxis(sizes[-1], axis)])
         places = {rank: place for place, rank in enumerate(self.mesh.mesh.flatten().tolist())}
         order = [places[rank] for rank in self.ranks]
         return Layout(shape, tuple(by_mesh.boxes[i] for i in order), tuple(by_mesh.replica[i] for i in order))
