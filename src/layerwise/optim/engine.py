@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from layerwise.distributed.layout import Layout, MeshAxis
 from layerwise.distributed.processes import Processes
 from layerwise.foundations import likelihoods
 from layerwise.foundations.errors import InputError, LayerwiseError, UnsupportedError, describe
@@ -58,7 +59,7 @@ from layerwise.optim.report import (
     unseen,
 )
 from layerwise.optim.rule import Context, Health, UpdateRule
-from layerwise.optim.sharding.plan import Bucket
+from layerwise.optim.sharding.plan import Bucket, Plan
 from layerwise.optim.solver import check_solver
 from layerwise.optim.statistics.accumulate import Accumulator, Moments, Sums
 from layerwise.optim.statistics.hooks import Capture, Seen
@@ -480,6 +481,24 @@ class Layerwise(Checkpointed):
             momentum = bool(group["momentum"]) and not averages_before(own, sized, rule is self.rule)
             buckets.append(Bucket(rule, group, tuple(specs), fallback, first.dtype, sized, momentum))
         return buckets
+
+    def plan_for(self, ranks: int, copies: int = 1) -> Plan:
+        """The plan of this model sharded by `fully_shard` over so many ranks, `copies` times (HSDP), without any.
+
+        >>> import torch, layerwise as lw
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 10))
+        >>> plan = lw.optim.Shampoo(model).plan_for(2)
+        >>> [(duty.layer, duty.owner) for duty in plan.duties], plan.gradient_bytes(0)
+        ([('0', 0), ('2', 1)], 1280)
+        """
+        group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+        params = {name: p for name, p in named_parameters(self.model).items() if id(p) in group_of}
+        axes = (MeshAxis(copies), MeshAxis(ranks // copies, 0))
+        by_shape = {tuple(p.shape): Layout.cut(p.shape, axes) for p in params.values()}
+        layouts = {name: by_shape[tuple(p.shape)] for name, p in params.items()}
+        treated = [spec for spec in self.table.layers if self._accumulator.moments(spec)]
+        shapes = {spec.name: self._accumulator.moment_shapes(spec) for spec in treated}
+        return Plan.make(self._buckets(params, group_of), layouts, ranks, self.refresh_every, shapes, params)
 
     def _make_sharding(
         self, params: Mapping[str, nn.Parameter], buckets: list[Bucket], group_of: Mapping[int, dict[str, Any]]

@@ -10,7 +10,7 @@ the shards, keeps the layer's state, and sends each rank its part of the update:
 Rules that treat every entry alone (AdamW, the fallback) need none of this: each rank steps on its own shard.
 
 The plan is a function of the model, the options and the mesh alone. It is made on every rank, compared on all of them
-before the first step, and can be made for a model on the meta device and any number of ranks (`benchmarks/scaling.py`).
+before the first step, and can be made for any number of ranks where there is one (`benchmarks/scaling.py`).
 """
 
 import hashlib
@@ -21,12 +21,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from layerwise.distributed.layout import Layout
 from layerwise.foundations.types import statistics_dtype
 from layerwise.layers.table import LayerSpec
+from layerwise.optim.backend import Factor
 from layerwise.optim.reference import Reference
-from layerwise.optim.rule import Shape, UpdateRule, tensors
+from layerwise.optim.rule import Shape, UpdateRule, kept, tensors
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,13 @@ class Plan:
         layouts: Mapping[str, Layout],
         ranks: int,
         every: int,
-        moments: Mapping[str, tuple[int, int]],
-        sizes: Mapping[str, int],
+        moments: Mapping[str, tuple[tuple[int, ...] | None, tuple[int, ...] | None]],
+        params: Mapping[str, Tensor],
     ) -> "Plan":
         """Owners by cost: the dearest layers first, each to the rank that has least work and state so far.
 
-        Layers that share a parameter (the projections of attention) have one owner.
+        Layers that share a parameter (the projections of attention) have one owner. `moments` are the shapes of A and G
+        of each layer that has statistics.
         """
         local = _local_parameters(buckets)
         entries = list[tuple[LayerSpec, Bucket, int]]()
@@ -116,7 +119,9 @@ class Plan:
         matrices = sum(spec.form.groups for spec, bucket, _ in entries if bucket.sized)
         bases = {spec.name: sum(map(math.prod, basis_shapes(spec, bucket))) for spec, bucket, _ in entries}
         bases = {layer: count for layer, count in bases.items() if count}
-        return cls(ranks, dict(layouts), duties, tuple(names), dict(moments), dict(sizes), matrices, bases)
+        sent = {layer: (packed_size(A), packed_size(G)) for layer, (A, G) in moments.items()}
+        sizes = {name: p.dtype.itemsize for name, p in params.items()}
+        return cls(ranks, dict(layouts), duties, tuple(names), sent, sizes, matrices, bases)
 
     @cached_property
     def owner_of(self) -> dict[str, int]:
@@ -191,6 +196,13 @@ class Plan:
         return found
 
 
+def packed_size(shape: tuple[int, ...] | None) -> int:
+    """Entries that are sent of K symmetric matrices ``[K, d, d]``, by their triangles, or of K diagonals ``[K, d]``."""
+    if shape is None:
+        return 0
+    return math.prod(shape) if len(shape) == 2 else shape[0] * shape[1] * (shape[1] + 1) // 2
+
+
 def basis_shapes(spec: LayerSpec, bucket: Bucket) -> list[tuple[int, ...]]:
     """Of what is sent of a layer's basis where its rule looks at examples in it: U_P, U_Q and the bias's block."""
     requires = bucket.rule.requirements()
@@ -228,15 +240,17 @@ def _local_parameters(buckets: Sequence[Bucket]) -> set[str]:
 
 
 def _cost(spec: LayerSpec, bucket: Bucket) -> tuple[float, int]:
-    """Work and state of a layer: products with both sides, decompositions, and what its rule keeps."""
-    form = spec.form
-    K, O, I = form.shape
-    work = float(K) * O * I * (O + I)
-    if bucket.rule.requirements().refreshes:
-        work += float(K) * (O**3 + (0 if form.one_hot else I**3))
-    shape = meta_shape(spec, statistics_dtype(bucket.dtype))
-    state = sum(t.numel() for t in tensors(bucket.rule.init(shape, Reference())).values())
-    return work, state + K * O * I * (2 * bucket.sized + bucket.momentum)
+    """Work and state of a layer, from what its rule keeps for it.
+
+    A factor of size d is decomposed, d³, and multiplies the gradient, O·I·d; a rule without factors multiplies by the
+    shorter side, as Newton–Schulz does.
+    """
+    K, O, I = spec.form.shape
+    state = bucket.rule.init(meta_shape(spec, statistics_dtype(bucket.dtype)), Reference())
+    sizes = [M.dense().shape[-1] for M in kept(state) if isinstance(M, Factor) and M.dense().ndim == 3]
+    work = float(K) * sum(d**3 + O * I * d for d in sizes or [min(O, I)])
+    entries = sum(t.numel() for t in tensors(state).values())
+    return work, entries + K * O * I * (2 * bucket.sized + bucket.momentum)
 
 
 def owners_by_cost(

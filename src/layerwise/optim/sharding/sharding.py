@@ -32,7 +32,7 @@ from layerwise.foundations.types import statistics_dtype
 from layerwise.layers.form import Form, Part
 from layerwise.layers.table import LayerSpec
 from layerwise.optim.options import rate
-from layerwise.optim.sharding.plan import Bucket, Plan
+from layerwise.optim.sharding.plan import Bucket, Plan, packed_size
 from layerwise.optim.statistics.accumulate import Accumulator, Sums
 from layerwise.optim.step.stack import Stack
 from layerwise.optim.step.update import USUAL_GRADIENT
@@ -78,9 +78,7 @@ class Sharding:
         self._check_shards(layouts)
         treated = [spec for spec in specs if set(spec.parameters) <= set(params) and accumulator.moments(spec)]
         shapes = {spec.name: accumulator.moment_shapes(spec) for spec in treated}
-        entries = {name: (_packed(A), _packed(G)) for name, (A, G) in shapes.items()}
-        sizes = {name: p.dtype.itemsize for name, p in params.items()}
-        self.plan = Plan.make(buckets, layouts, len(ranks), every, entries, sizes)
+        self.plan = Plan.make(buckets, layouts, len(ranks), every, shapes, params)
         self.layouts = layouts
         self.shapes = shapes
         self.specs = {spec.name: spec for bucket in buckets for spec in bucket.specs}
@@ -273,13 +271,13 @@ class Sharding:
         packed = []
         for shape, t in zip(self.shapes[layer], (seen[layer].A, seen[layer].G), strict=True):
             if shape is not None:
-                zeros = torch.zeros(_packed(shape), dtype=self.statistics_dtype, device=self.device)
+                zeros = torch.zeros(packed_size(shape), dtype=self.statistics_dtype, device=self.device)
                 packed.append(zeros if t is None else _triangle(t).to(self.statistics_dtype))
         return torch.cat(packed)
 
     def _unpack(self, layer: str, flat: Tensor) -> tuple[Tensor | None, Tensor | None]:
         A, G = self.shapes[layer]
-        of_A, of_G = flat.split([_packed(A), _packed(G)])
+        of_A, of_G = flat.split([packed_size(A), packed_size(G)])
         return None if A is None else _square(of_A, A), None if G is None else _square(of_G, G)
 
     # --- gradients and updates ---------------------------------------------------------------------------
@@ -488,13 +486,6 @@ def _companions(specs: Any) -> dict[str, tuple[str, ...]]:
 
 
 # --- symmetric matrices are sent by their triangle ---------------------------------------------------------
-
-
-def _packed(shape: tuple[int, ...] | None) -> int:
-    """Entries that are sent of K symmetric matrices, or of K diagonals."""
-    if shape is None:
-        return 0
-    return math.prod(shape) if len(shape) == 2 else shape[0] * shape[1] * (shape[1] + 1) // 2
 
 
 def _triangle(M: Tensor) -> Tensor:
