@@ -4,9 +4,9 @@
     python benchmarks/scaling.py --members KFAC Muon --ranks 64
 
 Models are of fake tensors: nothing is allocated or computed, and no process is started. For each size the table has,
-of the busiest rank: bytes sent in a step without statistics (in units of its share of the matrices' bytes, P/W, of which
-a plain all-to-all of gradients there and updates back takes 2), bytes sent at a step with statistics, state in entries
-(in units of 1/W of all that one process would keep), and work against the mean of all ranks.
+of the busiest rank: bytes sent in a step without statistics (in units of P/W, its share of the matrices' bytes, of
+which a plain all-to-all of gradients there and updates back takes 2), bytes sent at a step with statistics, state in
+entries (in units of 1/W of all that one process would keep), and work against the mean of all ranks.
 """
 
 import argparse
