@@ -1,8 +1,7 @@
-"""What `gpu.py` trains: a GPT on one batch of random tokens, and marks in time that do not wait for the device."""
+"""What is not quite trained: a GPT on one batch of random tokens."""
 
 import contextlib
 import copy
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from models import GPT
 from torch import Tensor, nn
+
+from gpu.marks import Marks, synchronize
 
 SIZES = {"gpt": (12, 768, 12, 50257, 1024, 8), "tiny": (2, 32, 4, 97, 16, 3)}
 """Depth, width, heads, vocabulary, length and examples of a batch."""
@@ -60,8 +61,7 @@ class Task:
         return {name: m for name, m in self.model.named_modules() if isinstance(m, nn.Linear) and name != "head"}
 
     def synchronize(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
+        synchronize(self.device)
 
 
 def hidden(model: nn.Module, biases: bool = False) -> list[nn.Parameter]:
@@ -74,29 +74,6 @@ def without(model: nn.Module, left_out: Iterable[nn.Parameter]) -> list[nn.Param
     """All other parameters."""
     known = {id(p) for p in left_out}
     return [p for p in model.parameters() if id(p) not in known]
-
-
-class Marks:
-    """Points in time: CUDA events, read when all work is over, or the clock on a CPU."""
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        self._points: list = []
-
-    def mark(self) -> None:
-        if not self.task.cuda:
-            self._points.append(time.perf_counter())
-            return
-        self._points.append(torch.cuda.Event(enable_timing=True))
-        self._points[-1].record()
-
-    def milliseconds(self) -> list[float]:
-        """Between each mark and the next."""
-        self.task.synchronize()
-        pairs = zip(self._points, self._points[1:], strict=False)
-        if not self.task.cuda:
-            return [1e3 * (b - a) for a, b in pairs]
-        return [a.elapsed_time(b) for a, b in pairs]
 
 
 @dataclass(frozen=True)

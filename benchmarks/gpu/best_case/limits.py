@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from gpu_model import Marks, Task
-from gpu_timing import synchronisations
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 import layerwise as lw
+from gpu.best_case.model import Task
+from gpu.best_case.timing import synchronisations
+from gpu.marks import Marks
 
 REPEATS = 7
 COPIED = 2**30
@@ -25,7 +26,7 @@ def median_ms(task: Task, call: Callable[[], object], repeats: int = REPEATS) ->
     """After two calls that do not count."""
     for _ in range(2):
         call()
-    marks = Marks(task)
+    marks = Marks(task.device)
     marks.mark()
     for _ in range(repeats):
         call()
@@ -153,7 +154,7 @@ def decompositions(task: Task, sizes: Sizes) -> dict[str, float]:
     for d, n in sizes.factors.items():
         one = factors(d, 1)[0]
         torch.linalg.eigh(one)
-        marks = Marks(task)
+        marks = Marks(task.device)
         marks.mark()
         torch.linalg.eigh(one)
         marks.mark()

@@ -2,16 +2,16 @@
 
 import gc
 import statistics
-import traceback
-from pathlib import Path
 
 import torch
-from gpu_model import Iteration, Marks, Task, iterate, iterations
-from gpu_rows import EVERY, Made, Row
 from measure import reason
-from torch import Tensor
 
-from layerwise.optim.rule import tensors
+from gpu.best_case.model import Iteration, Task, iterate, iterations
+from gpu.best_case.rows import Row
+from gpu.marks import Marks
+from gpu.optimizers import EVERY, Made
+from gpu.state import state
+from gpu.training import place
 
 WARM_UP = 101
 """Steps before the first one that counts: refreshes come often while statistics are young, and are then captured."""
@@ -38,16 +38,16 @@ def _measure(task: Task, row: Row, cycles: int) -> dict:
     model = task.copy()
     before = torch.cuda.memory_allocated() if task.cuda else 0
     made = row.make(model)
-    start = Marks(task)
+    start = Marks(task.device)
     iterate(task, model, made, 1, start)
-    iterate(task, model, made, (row.steps or WARM_UP) - 1, Marks(task))
+    iterate(task, model, made, (row.steps or WARM_UP) - 1, Marks(task.device))
     gc.collect()
-    bare, ours = [Marks(task)], []
+    bare, ours = [Marks(task.device)], []
     iterate(task, task.model, None, BLOCK, bare[-1])
     for _ in range(cycles):
-        ours.append(Marks(task))
+        ours.append(Marks(task.device))
         iterate(task, model, made, EVERY, ours[-1])
-        bare.append(Marks(task))
+        bare.append(Marks(task.device))
         iterate(task, task.model, None, BLOCK, bare[-1])
     plain = [i for marks in bare for i in iterations(marks)]
     found = summary(row, plain, [iterations(marks) for marks in ours])
@@ -55,9 +55,9 @@ def _measure(task: Task, row: Row, cycles: int) -> dict:
     for q in (*task.model.parameters(), *model.parameters()):
         q.grad = None
     made.zero_grad()
-    found |= state(task, made, before)
+    found |= state(task.device, task.parameters, made, before)
     found["loss_before"], found["loss_now"] = (round(_loss(task, m), 3) for m in (task.model, model))
-    found["refused"] = sum(opt.health().refusals for opt in made.optimizers if hasattr(opt, "health"))
+    found["refused"] = made.health("refusals") or 0
     found["synchronisations"] = synchronisations(task, model, made) if task.cuda else None
     return found
 
@@ -113,51 +113,6 @@ def _profile(cycles: list[list[float]]) -> list[float]:
     return [statistics.median(cycle[k] for cycle in cycles) for k in range(EVERY)]
 
 
-# --- state -------------------------------------------------------------------------------------------------
-
-
-def state(task: Task, made: Made, before: int) -> dict:
-    """GiB of the tensors kept from step to step, and of all that is held since before the optimizer was made."""
-    held = None
-    if task.cuda:
-        gc.collect()
-        torch.cuda.synchronize()
-        held = torch.cuda.memory_allocated() - before
-    kept = sum(storage_bytes(state_of(opt)) for opt in made.optimizers)
-    adamw = 8 * task.parameters
-    return {
-        "state_gib": round(kept / 2**30, 4),
-        "state_of_adamw": round(kept / adamw, 3),
-        "held_gib": None if held is None else round(held / 2**30, 4),
-        "held_of_adamw": None if held is None else round(held / adamw, 3),
-    }
-
-
-def state_of(opt: torch.optim.Optimizer) -> object:
-    """The state as it lies on the device: `state_dict()` of a layer-wise optimizer unpacks fp16 and triangles."""
-    stacks = getattr(opt, "_stacks", None)
-    return opt.state_dict()["state"] if stacks is None else [tensors(stack.state) for stack in stacks]
-
-
-def storage_bytes(tree: object) -> int:
-    """Bytes behind all tensors, each storage once."""
-    found: dict[tuple, int] = {}
-
-    def visit(node: object) -> None:
-        if isinstance(node, Tensor):
-            storage = node.untyped_storage()
-            found[node.device, storage.data_ptr()] = storage.nbytes()
-        elif isinstance(node, dict):
-            for child in node.values():
-                visit(child)
-        elif isinstance(node, list | tuple):
-            for child in node:
-                visit(child)
-
-    visit(tree)
-    return sum(found.values())
-
-
 # --- synchronisations --------------------------------------------------------------------------------------
 
 
@@ -166,18 +121,10 @@ def synchronisations(task: Task, model: torch.nn.Module, made: Made | None) -> s
     task.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        iterate(task, model, made, SYNC_STEPS, Marks(task))
+        iterate(task, model, made, SYNC_STEPS, Marks(task.device))
     except Exception as error:
         return f"{reason(error)} at {place(error)}"
     finally:
         torch.cuda.set_sync_debug_mode("default")
         task.synchronize()
     return "0"
-
-
-def place(error: BaseException) -> str:
-    """The line of the library, else of any file, in which an exception came up."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if "layerwise" in Path(frame.filename).parts] or list(frames)
-    last = ours[-1]
-    return f"{Path(last.filename).name}:{last.lineno} ({last.line})"

@@ -1,4 +1,4 @@
-"""Optimizers that `gpu.py` measures: members of `lw.optim`, torch's own, and those of other packages."""
+"""Optimizers of the best case: members of `lw.optim`, torch's own, and those of other packages."""
 
 import importlib.util
 from collections.abc import Callable
@@ -6,38 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpu_model import REST, hidden, without
 from torch import nn
 
 import layerwise as lw
+from gpu.best_case.model import REST, hidden, without
+from gpu.optimizers import EVERY, Made, OfMatrices, fused_adamw, heavyball, meta, pytorch_optimizer_soap
 
-EVERY = 10
-"""Steps between refreshes, for every optimizer that has such a number, and steps of a cycle."""
 SMALL = 1e-6
 """Learning rate: the same batch comes at every step, and is hardly learnt."""
 NATURAL = 1e-8
 """Of members that divide by curvature: at `SMALL` they learn the batch by heart, and factors change by hundreds of
 times in fifty steps. What that costs is a row of its own."""
 DECAY = 0.01
-Step = Callable[[], object]
-
-
-@dataclass
-class Made:
-    """Optimizers of one model, whose steps are taken one after the other."""
-
-    optimizers: list[torch.optim.Optimizer]
-    before: Step | None = None
-
-    def step(self) -> None:
-        if self.before is not None:
-            self.before()
-        for opt in self.optimizers:
-            opt.step()
-
-    def zero_grad(self) -> None:
-        for opt in self.optimizers:
-            opt.zero_grad()
 
 
 @dataclass(frozen=True)
@@ -101,48 +81,12 @@ def _tail(biases: bool) -> Callable[[nn.Module], Made]:
 
 
 def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=SMALL, weight_decay=DECAY, fused=True)
+    return fused_adamw(parameters, SMALL, weight_decay=DECAY)
 
 
-def _beside(matrices: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Callable[[nn.Module], Made]:
+def _beside(matrices: OfMatrices) -> Callable[[nn.Module], Made]:
     """Another optimizer for hidden matrices, fused AdamW for the rest."""
-    return lambda model: Made([matrices(hidden(model)), _adamw(without(model, hidden(model)))])
-
-
-def _pytorch_optimizer_soap(matrices: list[nn.Parameter]) -> torch.optim.Optimizer:
-    from pytorch_optimizer import SOAP
-
-    return SOAP(matrices, lr=SMALL, precondition_frequency=EVERY)
-
-
-def _heavyball(name: str, **options: Any) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    def make(matrices: list[nn.Parameter]) -> torch.optim.Optimizer:
-        import heavyball
-
-        heavyball.utils.compile_mode = None
-        return getattr(heavyball, name)(matrices, lr=SMALL, **options)
-
-    return make
-
-
-def _meta(soap: bool) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    """Distributed Shampoo on one device; its names have changed over time."""
-
-    def make(matrices: list[nn.Parameter]) -> torch.optim.Optimizer:
-        import distributed_shampoo as meta
-
-        def first(*names: str) -> Any:
-            return next(getattr(meta, name) for name in names if hasattr(meta, name))
-
-        options: dict[str, Any] = {"precondition_frequency": EVERY, "start_preconditioning_step": EVERY}
-        if soap:
-            config = first("DefaultSOAPConfig", "DefaultEigenvalueCorrectedShampooConfig")
-            options["preconditioner_config"] = config
-        else:
-            options["grafting_config"] = first("AdamPreconditionerConfig", "AdamGraftingConfig")(beta2=0.95)
-        return meta.DistributedShampoo(matrices, lr=SMALL, max_preconditioner_dim=8192, **options)
-
-    return make
+    return lambda model: Made([matrices(hidden(model), SMALL), _adamw(without(model, hidden(model)))])
 
 
 def _kronecker(every: int) -> list[Row]:
@@ -180,14 +124,14 @@ OURS = [
     Row("Muon", _member("Muon"), SEPARATE, (6.0, 4.5), own=True),
 ]
 ADAMW = Row("torch fused AdamW, whole model", lambda model: Made([_adamw(list(model.parameters()))]))
-TORCH_MUON = Row("torch Muon", _beside(lambda m: torch.optim.Muon(m, lr=SMALL, weight_decay=DECAY)), TORCH)
+TORCH_MUON = Row("torch Muon", _beside(lambda m, lr: torch.optim.Muon(m, lr=lr, weight_decay=DECAY)), TORCH)
 PEERS = [
     TORCH_MUON,
-    Row("Meta Shampoo", _beside(_meta(False)), TORCH, package="distributed_shampoo"),
-    Row("Meta SOAP", _beside(_meta(True)), TORCH, package="distributed_shampoo"),
-    Row("pytorch-optimizer SOAP", _beside(_pytorch_optimizer_soap), TORCH, package="pytorch_optimizer", steps=EVERY),
-    Row("heavyball SOAP", _beside(_heavyball("SOAP", precondition_frequency=EVERY)), TORCH, package="heavyball"),
-    Row("heavyball Muon", _beside(_heavyball("Muon")), TORCH, package="heavyball"),
+    Row("Meta Shampoo", _beside(meta(False)), TORCH, package="distributed_shampoo"),
+    Row("Meta SOAP", _beside(meta(True)), TORCH, package="distributed_shampoo"),
+    Row("pytorch-optimizer SOAP", _beside(pytorch_optimizer_soap), TORCH, package="pytorch_optimizer", steps=EVERY),
+    Row("heavyball SOAP", _beside(heavyball("SOAP", precondition_frequency=EVERY)), TORCH, package="heavyball"),
+    Row("heavyball Muon", _beside(heavyball("Muon")), TORCH, package="heavyball"),
 ]
 
 
