@@ -17,7 +17,8 @@ def startup(options: list[str], model: str, member: str, steps: int) -> dict:
     """Of one row: seconds of construction and ten iterations, cold and warm; kernels compiled cold, late ones apart.
 
     The process has loaded torch with its compiler (which the first optimizer of any kind imports), the device's
-    libraries and a model, and run forward and backward before the clock starts. The one with the cold cache goes on for `steps`, to see what is compiled later.
+    libraries and a model, and run forward and backward before the clock starts. The one with the cold cache goes on for
+    `steps`, to see what is compiled later.
     """
     with tempfile.TemporaryDirectory() as folder:
         cold = _child(options, model, member, steps, Path(folder))
