@@ -20,12 +20,11 @@ class Size:
     batch: int = 64
     steps: int = 1500
     warm_up: int = 100
-    evaluate_every: int = 100
-    evaluation_batches: int = 40
+    evaluate_every: int = 50
     dropout: float = 0.2
 
 
-TINY = Size(2, 32, 4, 16, 8, steps=30, warm_up=5, evaluate_every=10, evaluation_batches=3)
+TINY = Size(2, 32, 4, 16, 8, steps=30, warm_up=5, evaluate_every=10)
 
 
 class Block(nn.Module):
@@ -89,17 +88,19 @@ class Text:
     def generator(self, seed: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed)
 
-    def batch(self, data: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Random windows and the characters that follow; made on the device, waited for by nobody."""
-        last = len(data) - self.size.length
+    def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Random windows to train on and the characters that follow; made on the device, waited for by nobody."""
+        last = len(self.train) - self.size.length
         starts = torch.randint(last, (self.size.batch, 1), generator=generator, device=self.device)
-        window = data[starts + self._window]
+        window = self.train[starts + self._window]
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
     def validation_batches(self) -> list[tuple[Tensor, Tensor]]:
-        """The same for everyone."""
-        generator = self.generator(7)
-        return [self.batch(self.validation, generator) for _ in range(self.size.evaluation_batches)]
+        """All that is held out, once, in windows that do not overlap; the last batch may be smaller."""
+        length = self.size.length
+        whole = (len(self.validation) - 1) // length * length
+        x, y = (part.view(-1, length) for part in (self.validation[:whole], self.validation[1 : whole + 1]))
+        return list(zip(x.split(self.size.batch), y.split(self.size.batch), strict=True))
 
 
 def cross_entropy(f: Tensor, y: Tensor) -> Tensor:
