@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpu_objects import FALSE, NEWTON, TRUE, context_at, device_step, initial_state, matrix, refined, set_factors
 from test_asynchronous_executor import Times
-from test_param_lists import train, zoo
+from test_pieces import train, zoo
 from torch import Tensor, nn
 
 import layerwise as lw

@@ -7,11 +7,11 @@ import torch
 from test_padding import MEMBERS as PADDED
 from test_padding import made as made_words
 from test_padding import train as train_words
-from test_param_lists import drop, flat, train, zoo
+from test_pieces import drop, flat, train, zoo
 
 import layerwise as lw
 from interpreter import only_interpreted
-from layerwise.optim.cuda import backend, elementwise, factor, scalings, storage
+from layerwise.optim.cuda import backend, elementwise, factor, pieces, scalings, storage
 from layerwise.optim.cuda.linalg import packed, packed_fp16
 from layerwise.optim.cuda.triton import elementwise as launches
 from layerwise.optim.cuda.triton import joins
@@ -41,7 +41,7 @@ def test_kernels_take_the_same_steps(name: str, dtype: torch.dtype, edit: Any, m
     found = []
     for kernels in (False, True):
         if kernels:
-            for module in (elementwise, storage, joins):
+            for module in (elementwise, pieces, storage, joins):
                 monkeypatch.setattr(module, "available", lambda device: True)
             monkeypatch.setattr(launches, "TILE", {"ROWS": 16, "COLUMNS": 32, "num_warps": 1})
         model = zoo()

@@ -27,8 +27,8 @@ from layerwise.optim.cuda.inverse import RefinedInverse, RefinedRoots
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import ROOM
 from layerwise.optim.cuda.linalg.split_fp16 import product
-from layerwise.optim.cuda.param_lists import laid_out
 from layerwise.optim.cuda.per_example_squares import alike, squares_of_stack
+from layerwise.optim.cuda.pieces import laid_out
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.scalings import kept_dtype
 from layerwise.optim.cuda.storage import StoredMatrix

@@ -18,49 +18,6 @@ def per_group(numbers: Tensor, X: Tensor) -> Tensor:
     return numbers.view(-1, *[1] * (X.ndim - 1))
 
 
-def gather_(
-    out: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, factor: int | float, all_finite: AllFinite
-) -> None:
-    """`elementwise.gather_`."""
-    out.zero_()
-    o, i = weights[0].shape
-    for k, weight in enumerate(weights):
-        out[k, :o, :i] = chosen(all_finite, factor * weight.to(out.dtype), 0.0)
-        if biases is not None:
-            out[k, :o, i] = chosen(all_finite, factor * biases[k].to(out.dtype), 0.0)
-
-
-def finish_(
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor] | None,
-    D: Tensor,
-    scales: Sequence[Tensor],
-    momentum: Tensor | None,
-    rates: Tensor | tuple[int | float, int | float],
-    mu: int | float,
-    nesterov: bool,
-    factor: Tensor | int | float,
-    all_finite: AllFinite,
-) -> None:
-    """`elementwise.finish_`."""
-    update = over(widened(D), scales) * factor
-    if momentum is not None:
-        buffer = update + mu * momentum
-        momentum.copy_(chosen(all_finite, buffer, momentum))
-        update = update + mu * buffer if nesterov else buffer
-    (o, i), (keep, lr) = weights[0].shape, rates
-    for k, weight in enumerate(weights):
-        _descend_(weight, update[k, :o, :i], keep, lr, all_finite)
-        if biases is not None:
-            _descend_(biases[k], update[k, :o, i], keep, lr, all_finite)
-
-
-def _descend_(
-    W: Tensor, update: Tensor, keep: Tensor | int | float, lr: Tensor | int | float, all_finite: AllFinite
-) -> None:
-    W.copy_(chosen(all_finite, (keep * W.to(update.dtype) - lr * update).to(W.dtype), W))
-
-
 def ema_(mean: Tensor, new: Tensor, weight: Tensor, divisor: Tensor | int | float) -> None:
     """`elementwise.ema_`, with mean and new as stacks of matrices."""
     former = widened(mean)

@@ -1,4 +1,4 @@
-"""`ParamLists`: parameters read and written as lists, whatever their shape, make the same steps as one stack."""
+"""`pieces`: where the entries of stacks lie in their parameters, whatever these are."""
 
 import copy
 from collections.abc import Callable
@@ -10,14 +10,16 @@ from optim_tools import flat
 from torch import Tensor, nn
 
 import layerwise as lw
+from layerwise.optim.cuda import backend
 from layerwise.optim.cuda.device_step import DeviceStep, largest_of
-from layerwise.optim.cuda.executor import _gradient, param_lists
 from layerwise.optim.cuda.gradient_sizes import bounds, sizes_of
+from layerwise.optim.cuda.pieces import StackPieces, Tables
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.storage import StoredMatrix, between, scaled_between
 from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.rule import Context
+from layerwise.optim.step.stack import Stack
 
 pytestmark = pytest.mark.usefixtures("untyped")
 Make = Callable[[nn.Module], Layerwise]
@@ -33,6 +35,11 @@ MEMBERS: dict[str, Make] = {
     "fallback sgd": lambda m: lw.optim.KFAC(
         m, lr=0.01, refresh_every=1, update_fallback="sgd", overrides=ALL, scale="formula"
     ),
+}
+
+OTHERS: dict[str, Make] = {
+    "KFAC adam": lambda m: lw.optim.KFAC(m, estimator="empirical", refresh_every=1),
+    "Muon": lambda m: lw.optim.Muon(m),
 }
 
 
@@ -120,34 +127,98 @@ def test_missing_gradients(name: str, monkeypatch: pytest.MonkeyPatch):
     compare(MEMBERS[name], monkeypatch, drop)
 
 
-def test_what_is_taken_as_a_list(monkeypatch: pytest.MonkeyPatch):
-    opt = compare(MEMBERS["Adam"], monkeypatch)
-    listed = {spec.name: param_lists(stack) for stack in opt._stacks or [] for spec in stack.specs}
-    assert {name for name, found in listed.items() if found is None} <= {"with_bias", "without", "up", "up.weight"}
-    words, norm, conv = listed["words"], listed["norms.0"], listed["conv.0"]
-    assert words is not None
-    assert (words.size, words.transposed, len(words.weights)) == ((9, 8), True, 2)
-    assert norm is not None
-    assert (norm.size, norm.groups) == ((8, 1), 8)
-    assert norm.biases is not None
-    assert len(norm.biases) == 3
-    assert conv is not None
-    assert (conv.size, conv.groups) == ((8, 12), 2)
-    stack = next(stack for stack in opt._stacks or [] if param_lists(stack) is words)
-    assert stack.state["m"].shape == (2, 8, 9)
-    assert stack.state["m"].mT.is_contiguous()  # as the parameter lies
+class ByTables:
+    """What the kernels do with a stack's tables, in torch: one piece after the other."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.params = list(stack.params.values())
+        slots = {id(p): slot for slot, p in enumerate(self.params)}
+        found = StackPieces.of(stack, slots, dict.fromkeys(stack.params, 0))
+        assert found is not None
+        self.pieces = found
+
+    def views(self, tensors: list[Tensor], stack: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Each piece of the tensors, and its place in the stack; where the last row is not full, entry by entry."""
+        found = []
+        memory = stack.mT if self.pieces.transposed else stack
+        for slot, base, rows, columns, row, limit, offset, up, across, *_ in self.pieces.table.tolist():
+            own = tensors[slot].as_strided((tensors[slot].numel(),), (1,))
+            i, j = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+            inside = i * row + j < limit
+            found.append((own[(base + i * row + j)[inside]], (offset + i * up + j * across)[inside]))
+        assert memory.is_contiguous()
+        return found
+
+    def gathered(self, tensors: list[Tensor]) -> Tensor:
+        out = self.pieces.room().fill_(torch.nan)
+        flat = (out.mT if self.pieces.transposed else out).reshape(-1)
+        for entries, places in self.views(tensors, out):
+            assert flat[places].isnan().all()  # nothing is written twice
+            flat[places] = entries.float()
+        assert flat.isnan().any() == self.pieces.padded
+        return flat.view(out.mT.shape).mT if self.pieces.transposed else flat.view(out.shape)
 
 
-def test_the_same_views_at_every_step(monkeypatch: pytest.MonkeyPatch):
+class Images(nn.Module):
+    """Convolutions with channels last, a bias, several groups, and one that is transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(8, 16, 3), nn.Conv2d(8, 16, 3, bias=False)
+        self.grouped, self.depthwise = nn.Conv2d(16, 16, 3, groups=2), nn.Conv2d(16, 16, 3, groups=16)
+        self.up, self.norm = nn.ConvTranspose2d(16, 8, 2), nn.BatchNorm2d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.depthwise(self.grouped(self.norm(self.first(x) + self.second(x)))))
+
+
+@pytest.mark.parametrize("padding", [1, 16])
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize("name", ["KFAC by products", "Adam", "KFAC adam", "Muon"])
+def test_tables_are_the_stack(name: str, last: bool, padding: int, monkeypatch: pytest.MonkeyPatch):
+    """Gathered by tables, gradients are those of the stack; every entry of every parameter once."""
+    monkeypatch.setattr(backend, "PAD_TO", {"cpu": padding})
     asynchronous(monkeypatch)
-    model = zoo()
-    opt = MEMBERS["Adam"](model)
-    train(opt, model, range(1))
-    lists = [found for stack in opt._stacks or [] if (found := param_lists(stack)) is not None]
-    assert lists
-    before = [found.parameters() for found in lists]
-    train(opt, model, range(1, 2))
-    assert all(found.parameters() is views for found, views in zip(lists, before, strict=True))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        images = Images()
+    images = images.to(memory_format=torch.channels_last) if last else images
+    for model, x in ((images, torch.randn(4, 8, 8, 8)), (zoo(), torch.randint(9, (8, 4)))):
+        opt = OTHERS[name](model) if name in OTHERS else MEMBERS[name](model)
+        model(x).square().mean().backward()
+        opt.step()
+        several = {"grouped.weight", "depthwise.weight", "up.weight"} if last else set()
+        for stack in opt._stacks or []:
+            if several & {*stack.params}:
+                continue
+            tables = ByTables(stack)
+            found, own = tables.gathered([p.grad for p in tables.params if p.grad is not None]), stack.gradient()[0]
+            assert torch.equal(found.nan_to_num(0.0), own)
+            laid = tables.pieces.laid_out(own)
+            assert (laid.mT if tables.pieces.transposed else laid).is_contiguous()
+
+
+def test_several_matrices_with_channels_last_have_no_table(monkeypatch: pytest.MonkeyPatch):
+    asynchronous(monkeypatch)
+    model = Images().to(memory_format=torch.channels_last)
+    opt = lw.optim.Adam(model)
+    model(torch.randn(4, 8, 8, 8)).square().mean().backward()
+    opt.step()
+    stack = next(stack for stack in opt._stacks or [] if "grouped.weight" in stack.params)
+    slots = {id(p): slot for slot, p in enumerate(stack.params.values())}
+    assert StackPieces.of(stack, slots, dict.fromkeys(stack.params, 0)) is None
+
+
+@pytest.mark.parametrize(("width", "bias", "aligned"), [(64, False, True), (9, False, False), (64, True, False)])
+def test_who_is_read_by_vectors(width: int, bias: bool, aligned: bool, monkeypatch: pytest.MonkeyPatch):
+    """Where rows begin at multiples of a vector; a bias is a column of the stack."""
+    asynchronous(monkeypatch)
+    model = nn.Sequential(nn.Linear(width, 5, bias=bias))
+    opt = lw.optim.Adam(model, separate_bias=False)
+    model(torch.randn(4, width)).square().mean().backward()
+    opt.step()
+    (stack,) = opt._stacks or []
+    assert ByTables(stack).pieces.aligned is aligned
 
 
 def test_memory_that_is_exchanged_is_noticed(monkeypatch: pytest.MonkeyPatch):
@@ -191,16 +262,16 @@ def test_bounds_hold_for_every_group(open_: bool, scale: float):
     assert opt._stacks is not None
     all_finite, memory = torch.tensor(open_), dict[str, Any]()
     for _ in range(2):  # the second time from memory
-        sizes = sizes_of(model.parameters())[torch.device("cpu")]
+        sizes = sizes_of(opt._stacks, Tables(opt._stacks, torch.device("cpu")))
+        assert sizes is not None
         found = bounds(opt._stacks, sizes, all_finite, scale, memory)
         for stack in opt._stacks:
-            largest = _gradient(stack, scale, all_finite)[0].abs().amax((1, 2))
-            lists = param_lists(stack)
+            largest = (stack.gradient(scale)[0] * open_).abs().amax((1, 2))
             if any(p.grad is None for p in stack.params.values()):
                 assert id(stack) not in found
             elif any(part.rows is not None for spec in stack.specs for part in spec.form.parts):
                 assert bool((found[id(stack)] >= largest).all())
-            elif lists is not None and lists.groups == 1:
+            elif all(spec.form.groups == 1 for spec in stack.specs):
                 assert torch.equal(found[id(stack)], largest)
             else:
                 assert bool((found[id(stack)] >= largest).all())
