@@ -214,6 +214,7 @@ class Layerwise(Checkpointed):
         self._matrices = matrices
         self.table = self._read_table()
         self._stacks: list[Stack] | None = None
+        self._precision: str | None = None
         self._loaded: dict[str, dict[str, Tensor]] = {}
         self._shared: frozenset[str] | None = None
         defaults = {
@@ -275,7 +276,15 @@ class Layerwise(Checkpointed):
             return Reference(refresh.solver)
         from layerwise.optim.cuda.backend import CudaBackend  # the GPU's code is not read where there is none
 
-        return CudaBackend(refresh.solver, execution.precision)
+        return CudaBackend(refresh.solver, self._precision or execution.precision)
+
+    def _choose_precision(self, params: Collection[nn.Parameter]) -> str | None:
+        """Of products on a GPU, where nothing was asked for: by the first gradients."""
+        if self.host_may_sync or self._how[2].precision != "auto":
+            return None
+        from layerwise.optim.cuda.precision import are_half
+
+        return "half" if are_half(p.grad for p in params if p.grad is not None) else "high"
 
     def _make_accumulator(self) -> Accumulator:
         found, known = Accumulator(self.requires, self._how[0].sharing, self.processes), dict[str, Moments | None]()
@@ -405,6 +414,9 @@ class Layerwise(Checkpointed):
             groups = tuple(id(group_of.get(id(params[name]))) for name in spec.parameters)
             key = (id(rule), groups, *size, first.dtype, first.device)
             found.setdefault(key, []).append(spec)
+        if self._precision is None:
+            own = [spec for (rule, *_), specs in found.items() if rule == id(self.rule) for spec in specs]
+            self._precision = self._choose_precision([params[name] for spec in own for name in spec.parameters])
         stacks = []
         for specs in found.values():
             group = group_of[id(params[specs[0].parameters[0]])]

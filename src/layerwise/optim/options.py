@@ -82,15 +82,16 @@ class Refresh:
 class Execution:
     """How steps run on a GPU."""
 
-    precision: str = "high"
-    """Of products where factors are refined by "newton": "high" (split fp16, 22 bits), or "half" (fp16, 11 bits, a
-    third of the work and half the state: enough where gradients are computed in bfloat16 and carry 8)."""
+    precision: str = "auto"
+    """Of products: "high" (split fp16, 22 bits), "half" (fp16, 11 bits: a third of the work and half the state), or
+    "auto": half where the first gradients are of half precision, as under autocast, and so carry 8 or 11 bits
+    themselves; high elsewhere."""
     cuda_graphs: bool | None = None
-    """Whether steps are captured as CUDA graphs and replayed; None: for models of up to 2²⁵ parameters, whose steps are
-    launches rather than work. See `layerwise.optim.cuda.captured_step`."""
+    """Whether steps are captured as CUDA graphs and replayed; None: wherever they can be. What a step computes on its
+    way then keeps its memory. See `layerwise.optim.cuda.captured_step`."""
 
     def __post_init__(self) -> None:
-        known("precision", self.precision, ("high", "half"))
+        known("precision", self.precision, ("auto", "high", "half"))
         switch("cuda_graphs", self.cuda_graphs)
 
 

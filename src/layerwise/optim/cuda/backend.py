@@ -19,7 +19,7 @@ from layerwise.optim.cuda.basis import TrackedBasis, TrackedSide, largest_before
 from layerwise.optim.cuda.basis_monitor import CLOSELY_COUPLED, LOOSELY_COUPLED, coupled
 from layerwise.optim.cuda.device_step import all_finite, largest_of, room_for_along, taken
 from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, squares_ema_
-from layerwise.optim.cuda.elementwise import adam_, ema_, momentum_half_, rotated_adam_
+from layerwise.optim.cuda.elementwise import adam_, adam_norms_, ema_, momentum_half_, rotated_adam_
 from layerwise.optim.cuda.factor import DeviceFactor
 from layerwise.optim.cuda.factored_damping import factored_damping
 from layerwise.optim.cuda.fp16_steps import damped_half
@@ -68,7 +68,7 @@ class CudaBackend(Backend):
 
     solver: str = "auto"
     precision: str = "high"
-    """Of products: "high", split fp16, or "half", fp16."""
+    """Of products: "half", fp16, or else split fp16."""
     exact: Reference = field(init=False)
 
     def __post_init__(self) -> None:
@@ -192,23 +192,40 @@ class CudaBackend(Backend):
         self, state: State, grad: Float[Tensor, "K O I"], betas: tuple[float, float], eps: float, context: Context
     ) -> Tensor:
         """In one pass, the moments in the gradient's own order in memory."""
-        (b1, b2), finite = betas, all_finite(context)
-        if finite is None:
+        if all_finite(context) is None:
             return self.exact.adam_(state, grad, betas, eps, context)
         if grad.dtype == torch.float32:
             transposed = not grad.is_contiguous() and grad.mT.is_contiguous()
-            for name in ("m", "v"):
-                state[name] = laid_out(state[name], transposed)
-            m, v, g = (X.mT if transposed else X.contiguous() for X in (state["m"], state["v"], grad))
-            c1, c2 = corrections_(state["steps"], b1, b2, finite)
-            D = adam_(m, v, g, beta1=b1, beta2=b2, eps=eps, correction1=c1, correction2=c2, all_finite=finite)
+            D = adam_(**self._moments(state, grad, transposed, betas, eps, context))
             return D.mT if transposed else D
-        m, v, steps = state["m"], state["v"], state["steps"]
+        (b1, b2), m, v, steps = betas, state["m"], state["v"], state["steps"]
         steps += taken(1.0, grad, context)
         m.lerp_(grad, taken(1 - b1, grad, context))
         v.lerp_(grad.square(), taken(1 - b2, grad, context))
         t = steps.clamp_min(1).view(-1, 1, 1)  # 0 only if the very first step is left out
         return m / (1 - b1**t) / (v.sqrt() / (1 - b2**t).sqrt()).add_(eps)
+
+    def adam_norms_(
+        self, state: State, grad: Float[Tensor, "K O I"], betas: tuple[float, float], eps: float, context: Context
+    ) -> Float[Tensor, "K"]:
+        """In the pass that moves the moments; the step is not written."""
+        if all_finite(context) is None or grad.dtype != torch.float32:
+            return super().adam_norms_(state, grad, betas, eps, context)
+        transposed = not grad.is_contiguous() and grad.mT.is_contiguous()
+        return adam_norms_(**self._moments(state, grad, transposed, betas, eps, context))
+
+    @staticmethod
+    def _moments(
+        state: State, grad: Tensor, transposed: bool, betas: tuple[float, float], eps: float, context: Context
+    ) -> dict[str, Any]:
+        """Adam's moments and the gradient with matrices in one piece each, and its numbers."""
+        (b1, b2), finite = betas, all_finite(context)
+        for name in ("m", "v"):
+            state[name] = laid_out(state[name], transposed)
+        m, v, g = (X.mT if transposed else X.contiguous() for X in (state["m"], state["v"], grad))
+        c1, c2 = corrections_(state["steps"], b1, b2, finite)
+        numbers = {"beta1": b1, "beta2": b2, "eps": eps, "correction1": c1, "correction2": c2, "all_finite": finite}
+        return {"m": m, "v": v, "g": g, **numbers}
 
     def adam_in_basis_(
         self, state: State, rotated: Any, grad: Tensor, betas: tuple[float, float], eps: float,

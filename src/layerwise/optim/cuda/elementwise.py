@@ -113,6 +113,33 @@ def adam_(
     return _adam(m, v, g, out, 1.0, (beta1, beta2, eps, correction1, correction2, False, None, all_finite))
 
 
+@torch.no_grad()
+def adam_norms_(
+    m: Float[Tensor, "K O I"],
+    v: Float[Tensor, "K O I"],
+    g: Float[Tensor, "K O I"],
+    *,
+    beta1: int | float,
+    beta2: int | float,
+    eps: int | float,
+    correction1: Float[Tensor, "K"],
+    correction2: Float[Tensor, "K"],
+    all_finite: AllFinite = None,
+) -> Float[Tensor, "K"]:
+    """The norm of `adam_`'s step, which is not written; both moments are moved. Zero in a step left out.
+
+    >>> m, v, c = torch.zeros(1, 1, 2), torch.zeros(1, 1, 2), torch.tensor([0.5])
+    >>> adam_norms_(m, v, torch.ones(1, 1, 2), beta1=0.5, beta2=0.5, eps=1.0, correction1=c, correction2=c)
+    tensor([0.7071])
+    """
+    for name, X in (("m", m), ("v", v), ("g", g)):
+        check_whole(X, name)
+    if not m.numel():
+        return torch.zeros(len(m), dtype=m.dtype, device=m.device)
+    numbers = (beta1, beta2, eps, correction1, correction2, all_finite)
+    return way_of(m, others=(v, g)).adam_norms_(m, v, g, *numbers)
+
+
 def _adam(
     M: Tensor, V: Tensor, G: Tensor | Scaled, out: Tensor | None, factor: int | float, numbers: tuple[Any, ...]
 ) -> Tensor:

@@ -60,6 +60,23 @@ def adam_(
     step.copy_(cut(chosen(all_finite, d if factor == 1 else d * factor, 0.0), step.dtype))
 
 
+def adam_norms_(
+    M: Tensor,
+    V: Tensor,
+    G: Tensor,
+    beta1: int | float,
+    beta2: int | float,
+    eps: int | float,
+    correction1: Tensor,
+    correction2: Tensor,
+    all_finite: AllFinite,
+) -> Tensor:
+    """`elementwise.adam_norms_`."""
+    step = torch.empty_like(M)
+    adam_(M, V, G, (), step, 1.0, beta1, beta2, eps, correction1, correction2, False, None, all_finite)
+    return torch.linalg.vector_norm(step.flatten(1), dim=1)
+
+
 def above(V: Tensor, floor: Tensor) -> Tensor:
     """``max(0, 1 − floor/V)``: how far each entry lies above its group's floor; 0 where both are."""
     floor = per_group(floor.clamp_min(torch.finfo(V.dtype).tiny), V)  # nothing over nothing is none of it

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerwise.optim.backend import norms
 from layerwise.optim.cuda import deferred_examples, deferred_statistics, elementwise
 from layerwise.optim.cuda.captured_step import CapturedStep
 from layerwise.optim.cuda.deferred_examples import DeferredExamples
@@ -260,7 +261,7 @@ class AsynchronousExecutor(Executor):
         if part.examples is not None:
             stack.rule.observe(stack.state, part.examples, context)
         if self.size.sets(stack):
-            D = self.size.direction(stack, part.handed, context, part.lr)
+            D = self._of_adams_size(part)
         else:
             D: Any = stack.rule.direction(stack.state, part.handed, context)
             D = unscaled(D) if as_tensor else D
@@ -269,6 +270,18 @@ class AsynchronousExecutor(Executor):
         if part.before is not None:
             stack.restore(part.before, part.active)
         return D
+
+    def _of_adams_size(self, part: Part) -> Scaled:
+        """What `UpdateSize.direction` is, without a pass of its own: the ratio is one more scale to divide by."""
+        stack = part.stack
+        D, wanted = self.size.unsized(stack, part.handed, part.context)
+        C, scales = elementwise.parts(D)
+        size = norms(C)
+        for scale in scales:
+            size = size / scale
+        least = torch.finfo(torch.float32).tiny
+        by = self.size.ratio(stack, wanted, size, part.lr).reciprocal().clamp(min=least)
+        return Scaled(C, (*scales, by.to(C.device)))
 
     def _clip_factor(self, parts: Sequence[Part], directions: Sequence[Tensor | Scaled]) -> float | Tensor:
         """What all directions are multiplied by, at most 1: a tensor on the device."""

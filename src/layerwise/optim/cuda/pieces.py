@@ -251,7 +251,8 @@ class Tables:
         self.parameters, self.gradients = (
             torch.zeros(len(self.params), dtype=torch.int64, device=device) for _ in "pg"
         )
-        self.rates = torch.zeros(len(self._groups), 2, device=device)
+        double = any(p.dtype == torch.float64 for p in self.params)
+        self.rates = torch.zeros(len(self._groups), 2, dtype=torch.float64 if double else torch.float32, device=device)
         self._sent: list[list[Any]] = [[], [], []]
         self._readable: set[int] = set()
 

@@ -80,6 +80,29 @@ def adam_(
         )  # fmt: skip
 
 
+def adam_norms_(
+    M: Tensor,
+    V: Tensor,
+    G: Tensor,
+    beta1: int | float,
+    beta2: int | float,
+    eps: int | float,
+    correction1: Tensor,
+    correction2: Tensor,
+    all_finite: AllFinite,
+) -> Tensor:
+    """`elementwise.adam_norms_`."""
+    entries, groups = M[0].numel(), len(M)
+    partial = torch.empty(groups, blocks(entries), dtype=torch.float32, device=M.device)
+    with on(M.device):
+        kernels().adam_norm_kernel[(blocks(entries), groups)](
+            M, V, G, partial, byte(all_finite), correction1.contiguous(), correction2.contiguous(), float(1 - beta1),
+            float(beta2), float(1 - beta2), float(eps), entries, M.stride(0), V.stride(0), G.stride(0),
+            MASKED=all_finite is not None, **BLOCK,
+        )  # fmt: skip
+    return partial.sum(1).sqrt_()
+
+
 def momentum_half_(
     M: Tensor, G: Tensor, mu: int | float, nesterov: bool, all_finite: AllFinite
 ) -> tuple[Tensor, Tensor]:

@@ -145,6 +145,27 @@ def adam_kernel(
 
 @_jit
 @no_type_check
+def adam_norm_kernel(
+    M, V, G, partial, all_finite, correction1, correction2, weight1, beta2, weight2, eps, entries, M_k, V_k, G_k,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Both moments on one block, and the sum of squares of Adam's step there."""
+    k = tl.program_id(1).to(tl.int64)
+    at, inside = block(entries, BLOCK)
+    if MASKED:
+        inside = inside & (tl.load(all_finite) != 0)
+    g = tl.load(G + k * G_k + at, mask=inside, other=0.0).to(tl.float32)
+    m = lerp(tl.load(M + k * M_k + at, mask=inside, other=0.0), g, weight1)
+    v = beta2 * tl.load(V + k * V_k + at, mask=inside, other=0.0) + weight2 * g * g
+    tl.store(M + k * M_k + at, m, mask=inside)
+    tl.store(V + k * V_k + at, v, mask=inside)
+    d = tl.div_rn(m / tl.load(correction1 + k), tl.sqrt_rn(v) / tl.sqrt_rn(tl.load(correction2 + k)) + eps)
+    d = tl.where(inside, d, 0.0)  # without ε nothing over nothing
+    tl.store(partial + k * tl.num_programs(0) + tl.program_id(0), tl.sum(d * d, 0))
+
+
+@_jit
+@no_type_check
 def momentum_half_kernel(
     M, G, half, partial, all_finite, weight, mu, entries, M_k, G_k,
     NESTEROV: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
