@@ -10,6 +10,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from torch.optim.optimizer import ParamsT
 
 from layerwise.distributed.processes import Processes
 from layerwise.foundations import likelihoods
+from layerwise.foundations.device import Readback
 from layerwise.foundations.errors import InputError, LayerwiseError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
@@ -70,6 +72,8 @@ from layerwise.optim.step.update import EagerExecutor, Executor, SolveTogether, 
 
 OWN_MOMENTUM = {"momentum", "nesterov", "betas"}
 """Options of the optimizer's own rule, which a fallback that averages by itself does not take."""
+
+REQUIRES_GRAD = attrgetter("requires_grad")
 
 MOST = 0.5
 """Share of the matrix parameters above which falling back is said."""
@@ -215,6 +219,8 @@ class Layerwise(Checkpointed):
         self.table = self._read_table()
         self._stacks: list[Stack] | None = None
         self._precision: str | None = None
+        self._energy: Readback | None = None
+        """Of the output gradients of the last statistics, on its way from the device."""
         self._loaded: dict[str, dict[str, Tensor]] = {}
         self._shared: frozenset[str] | None = None
         defaults = {
@@ -388,11 +394,18 @@ class Layerwise(Checkpointed):
         if factor is None:
             energy = torch.zeros(()) if counts.energy is None else counts.energy
             known = torch.stack([energy, torch.full_like(energy, counts.tokens)]).double()
-            energy, tokens = self.processes.add_up([known])[0].tolist()
+            energy, tokens = self._looked_up(self.processes.add_up([known])[0])
             factor = (energy / max(tokens, 1)) ** 0.5
         if 0 < factor < math.inf:
             for sums in seen.values():
                 sums.rescale(1 / factor)
+
+    def _looked_up(self, known: Tensor) -> list[float]:
+        """Numbers of a backward; on a GPU, after the first time, those of the one before, which have arrived."""
+        if self.host_may_sync:
+            return known.tolist()
+        before, self._energy = self._energy, Readback(known)
+        return (before or self._energy).read()
 
     # --- stacks ------------------------------------------------------------------------------------------
 
@@ -624,12 +637,8 @@ class Layerwise(Checkpointed):
         self._seen_model = self._model_now()
 
     def _model_now(self) -> tuple[list[Any], list[bool]]:
-        ids, trained = list[Any](), list[bool]()
-        for held in self._children:
-            ids.append(tuple(map(id, held.values())))
-        for p in self._own:
-            trained.append(p.requires_grad)
-        return ids, trained
+        ids = [tuple(map(id, held.values())) for held in self._children]
+        return ids, list(map(REQUIRES_GRAD, self._own))
 
     def _model_changed(self) -> bool:
         """Since the last call; asked before every forward, and therefore without the names of anything."""

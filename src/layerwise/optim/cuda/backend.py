@@ -346,15 +346,13 @@ class CudaBackend(Backend):
             U_P, U_Q, bias = basis.matrices(groups)
         else:
             assert isinstance(basis, TrackedBasis)
-            U_P, U_Q = (None if side is None else side.matrix.value(groups) for side in (basis.P, basis.Q))
+            U_P, U_Q = (  # padding has no examples
+                None if side is None else side.matrix.value(groups)[:, : side.own] for side in (basis.P, basis.Q)
+            )
             bias = None
         if not _by_channel(basis) and in_half_precision(basis.values_P.device, calls):
             U_P, U_Q = (None if U is None else U.bfloat16() for U in (U_P, U_Q))
             return squares_of_layer((U_P, U_Q, None), calls, dtype, half_chunks)
-        if isinstance(basis, TrackedBasis):
-            U_P, U_Q = (
-                U if side is None or U is None else U[:, : side.own] for U, side in ((U_P, basis.P), (U_Q, basis.Q))
-            )
         return squares_of_layer((U_P, U_Q, bias), calls, dtype)
 
     def squares_of_examples(self, basis: Eigenbasis, seen: Observation, s: Tensor) -> Tensor | None:

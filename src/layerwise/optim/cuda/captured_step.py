@@ -45,7 +45,7 @@ class CapturedStep:
         self._held: list[Tensor] = []
         self._copied: list[torch.nn.Parameter] = []
         """Parameters whose gradients are copied there."""
-        self._places: Hashable = None
+        self._places: tuple[Any, ...] | None = None
         self._allowed: bool | None = None
         self._steps = 0
 
@@ -89,23 +89,28 @@ class CapturedStep:
 
     def _settled(self) -> bool:
         """Whether everything lies where it lay at the last step; if not, graphs are begun anew."""
-        stacks = self._executor.stacks
-        state = [(X.data_ptr(), X.stride()) for stack in stacks for X in tensors(stack.state).values()]
+        state, (tables,) = list[Any](), self._executor.tables.values()
+        for stack in self._executor.stacks:
+            for X in tensors(stack.state).values():
+                state.append(X.data_ptr())
+                state.append(X.stride())
         held = [X.data_ptr() for X in self._held]
-        places = (tuple(state), tuple(held), tuple((p.data_ptr(), p.stride()) for p in self._params))
-        if places == self._places:
+        if self._places is not None and self._places[0] is tables.places and self._places[1:] == (state, held):
             return True
-        self._places = places
+        self._places = (tables.places, state, held)
         self._gathering, self._descending = Graphs(KEPT), Graphs(KEPT)
         self._made.clear()
         return False
 
     def _gradients(self) -> list[Tensor] | None:
         """Those that no table has, if all gradients are there and these dense; and room to hold them."""
+        (tables,), stacks = self._executor.tables.values(), self._executor.stacks
+        if tables.complete:
+            self._copied, self._held = [], []
+            return []
         grads = [p.grad for p in self._params]
         if any(grad is None or grad.layout is not torch.strided for grad in grads):
             return None
-        (tables,), stacks = self._executor.tables.values(), self._executor.stacks
         by_table = {id(p) for stack in stacks if tables.reads(stack) is not None for p in stack.params.values()}
         self._copied = [p for p in self._params if id(p) not in by_table]
         found = [p.grad for p in self._copied if p.grad is not None]

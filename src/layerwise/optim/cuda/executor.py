@@ -281,7 +281,7 @@ class AsynchronousExecutor(Executor):
             size = size / scale
         least = torch.finfo(torch.float32).tiny
         by = self.size.ratio(stack, wanted, size, part.lr).reciprocal().clamp(min=least)
-        return Scaled(C, (*scales, by.to(C.device)))
+        return Scaled(C.contiguous(), (*scales, by.to(C.device)))
 
     def _clip_factor(self, parts: Sequence[Part], directions: Sequence[Tensor | Scaled]) -> float | Tensor:
         """What all directions are multiplied by, at most 1: a tensor on the device."""

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
+from layerwise.foundations.errors import InputError, describe
 from layerwise.layers.form import Form, Part
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton import pieces as passes
@@ -148,10 +149,6 @@ class _Layout:
         return self.outputs if self.transposed else 1
 
 
-def _alike(grad: Tensor, p: Tensor) -> bool:
-    return grad.layout is torch.strided and grad.dtype is p.dtype and grad.stride() == p.stride()
-
-
 def _takes(p: Tensor) -> bool:
     """Whether a parameter's entries lie in one piece, in the order of its axes or with channels last."""
     in_order = p.is_contiguous() or (p.ndim == 4 and p.is_contiguous(memory_format=torch.channels_last))
@@ -247,14 +244,16 @@ class Tables:
             found = StackPieces.of(stack, self.slots, rows) if available(device) else None
             if found is not None:
                 self.pieces[id(stack)] = found
-        self._listed = {id(p) for found in self.pieces.values() for p in found.stack.params.values()}
-        self.parameters, self.gradients = (
-            torch.zeros(len(self.params), dtype=torch.int64, device=device) for _ in "pg"
-        )
+        listed = {id(p) for found in self.pieces.values() for p in found.stack.params.values()}
+        self._expected = [(p, p.dtype, p.stride()) if id(p) in listed else (p, None, ()) for p in self.params]
+        self.parameters = torch.zeros(len(self.params), dtype=torch.int64, device=device)
+        self.gradients = torch.zeros_like(self.parameters)
         double = any(p.dtype == torch.float64 for p in self.params)
         self.rates = torch.zeros(len(self._groups), 2, dtype=torch.float64 if double else torch.float32, device=device)
+        self._rate_rows = self.rates.unbind()
         self._sent: list[list[Any]] = [[], [], []]
-        self._readable: set[int] = set()
+        self.complete, self.aligned = False, False
+        """Whether the kernels can read all gradients of this step; and by vectors, as what they write."""
 
     def _row(self, group: Any, fallback: bool) -> int:
         """Of a parameter group, in the table of rates; the fallback may have another rate."""
@@ -268,41 +267,43 @@ class Tables:
 
     def send(self) -> None:
         """Where parameters and gradients lie at this step, and at which rates they are moved."""
-        self._put(self.parameters, 0, [p.data_ptr() for p in self.params])
-        addresses, self._readable = list[int](), set[int]()
-        for p in self.params:
+        addresses = list[int]()
+        for p, dtype, strides in self._expected:
             grad = p.grad
-            if grad is None or id(p) not in self._listed or not _alike(grad, p):
-                addresses.append(0)
-            else:
-                addresses.append(grad.data_ptr())
-                self._readable.add(id(p))
-        self._put(self.gradients, 1, addresses)
+            readable = grad is not None and grad.dtype is dtype and not grad.is_sparse and grad.stride() == strides
+            addresses.append(grad.data_ptr() if readable and grad is not None else 0)
+        moved = self._put(self.parameters, 0, [p.data_ptr() for p in self.params])
+        if self._put(self.gradients, 1, addresses) or moved:
+            self.complete = 0 not in addresses
+            self.aligned = not any(address % 16 for numbers in self._sent[:2] for address in numbers)
         lrs = [(rate(group, fallback), group["weight_decay"]) for group, fallback in self._groups]
         self._put(self.rates, 2, [x for lr, decay in lrs for x in (1 - lr * decay, lr)])
 
-    def _put(self, table: Tensor, which: int, numbers: list[Any]) -> None:
-        """Nobody waits: what is copied from is kept until it is."""
-        if numbers != self._sent[which]:
-            here = torch.tensor(numbers, dtype=table.dtype, pin_memory=self.device.type == "cuda")
-            table.copy_(here.view_as(table), non_blocking=True)
-            self._sent[which] = numbers
+    def _put(self, table: Tensor, which: int, numbers: list[Any]) -> bool:
+        """Whether there was anything to send. Nobody waits: what is copied from is kept until it is."""
+        if numbers == self._sent[which]:
+            return False
+        here = torch.tensor(numbers, dtype=table.dtype, pin_memory=self.device.type == "cuda")
+        table.copy_(here.view_as(table), non_blocking=True)
+        self._sent[which] = numbers
+        return True
 
     @property
-    def aligned(self) -> bool:
-        """Whether everything lies at addresses that vectors can be read from."""
-        return all(address % 16 == 0 for addresses in self._sent[:2] for address in addresses)
+    def places(self) -> list[int]:
+        """Where the parameters lie, as it was sent last: the same list, unless one has moved."""
+        return self._sent[0]
 
     def rate_of(self, stack: Stack, name: str | None = None) -> Float[Tensor, "2"]:
         """``(1 − η·decay, η)`` of a stack, or of one of its parameters."""
         group = stack.group if name is None else stack.own_groups.get(name, stack.group)
-        return self.rates[self._rows[id(group), stack.fallback]]
+        return self._rate_rows[self._rows[id(group), stack.fallback]]
 
     def reads(self, stack: Stack) -> StackPieces | None:
         """The stack's pieces, if the kernels can read all its gradients at this step."""
-        found = self.pieces.get(id(stack))
-        readable = found is not None and all(id(p) in self._readable for p in stack.params.values())
-        return found if readable else None
+        found, sent = self.pieces.get(id(stack)), self._sent[1]
+        if found is None or self.complete:
+            return found
+        return found if sent and all(sent[self.slots[id(p)]] for p in stack.params.values()) else None
 
     # --- passes --------------------------------------------------------------------------------------------
 
@@ -331,6 +332,12 @@ class Tables:
         all_finite: Bool[Tensor, ""],
     ) -> None:
         """Momentum, decay and descent."""
+        if momentum is not None and not (momentum.mT if own.transposed else momentum).is_contiguous():
+            raise InputError(
+                describe(
+                    f"momentum with strides {momentum.stride()}", "the order of the pieces", "lay it out by `laid_out`"
+                )
+            )
         (C, scales), aligned = own.direction(D), own.aligned and self.aligned
         factor = None if factor is None else factor.to(self.device, torch.float32)
         passes.finish_(
