@@ -15,7 +15,7 @@ SHAPES = [(128, 384), (384, 128), (128, 256), (40, 160), (96, 128), (128, 96), (
 """On the Gram matrix in both orders, and twice as long as the other side, which is the least; then small, not as long,
 and square."""
 NAMES = list(spectra(4, 8))
-MOST_ERROR = dict.fromkeys(("rank one", "one and noise", "low rank and noise"), 0.2)
+MOST_ERROR: dict[str, float] = {"rank one": 0.2, "one and noise": 0.2, "low rank and noise": 0.2}
 """Else 0.04. Here nearly all singular values are at or below the rounding of the matrix itself, and a step multiplies
 them by up to a⁵ = 485; in bfloat16 the error is about 1."""
 

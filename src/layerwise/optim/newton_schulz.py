@@ -52,7 +52,7 @@ def newton_schulz(
         Y = Y / norm.clamp_min(eps).to(Y.dtype).view(-1, 1, 1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bfloat16: torch goes on
-        if _gram_pays(*Y.shape[-2:], dtype):
+        if _gram_pays(Y.shape[-2], Y.shape[-1], dtype):
             Y = _on_gram(Y, steps, coefficients, factor, unit, FP16_LIMITS if fp16 else (steps, steps))
         else:
             Y = _on_matrix(Y, steps, coefficients, factor, unit)
