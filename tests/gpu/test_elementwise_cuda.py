@@ -164,11 +164,11 @@ def test_adam(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], rotated: 
 
 
 @pytest.mark.parametrize(("shape", "nesterov", "all_finite"), STACKED)
-def test_momentum_half(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], nesterov: bool, all_finite: str):
+def test_momentum_update(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], nesterov: bool, all_finite: str):
     def call() -> list[Tensor]:
         M, G = randn(2 * shape[0], *shape[1:])[::2], randn(*shape, seed=1)
         G = G * torch.nan if all_finite == "shut" else G
-        return [M, *elementwise.momentum_half_(M, G, 0.95, nesterov, mask_of(all_finite))]
+        return [M, *elementwise.momentum_update_(M, G, 0.95, nesterov, mask_of(all_finite))]
 
     found, expected = both(monkeypatch, call)
     close(found, expected, 1e-5)
@@ -198,7 +198,7 @@ def all_of(lr: float, weights: list[Tensor], stack: Tensor, all_finite: Tensor) 
     moments = {"beta1": lr, "beta2": lr, "eps": lr, "correction1": ones, "correction2": ones}
     elementwise.adam_(stack.clone(), stack.square(), stack, **moments, all_finite=all_finite)
     elementwise.ema_(stack, stack.clone(), ones, lr)
-    elementwise.momentum_half_(stack.clone(), stack, lr, all_finite=all_finite)
+    elementwise.momentum_update_(stack.clone(), stack, lr, all_finite=all_finite)
     elementwise.finite_diagonals(stack)
     elementwise.are_finite(weights)
     elementwise.dot(stack, stack)

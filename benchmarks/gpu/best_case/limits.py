@@ -125,18 +125,39 @@ def application(task: Task, sizes: Sizes, dtype: torch.dtype) -> float:
     return median_ms(task, lambda: [P @ G @ Q for P, G, Q in stacks])
 
 
-def orthogonalisation(task: Task, sizes: Sizes) -> float:
-    """Muon's five steps, stacked by shape, in bfloat16 (float32 on a CPU)."""
-    dtype = torch.bfloat16 if task.cuda else torch.float32
+def orthogonalisation(task: Task, sizes: Sizes, dtype: torch.dtype, on_gram: bool = False) -> float:
+    """Muon's five steps, stacked by shape; `on_gram`: on the Gram matrix where one side is twice the other."""
     shapes = [(n, min(O, I), max(O, I)) for (O, I), n in sizes.matrices.items()]
-    stacks = [torch.randn(*shape, device=task.device, dtype=dtype) / shape[-1] for shape in shapes]
+    stacks = [torch.randn(*shape, device=task.device) for shape in shapes]
+    stacks = [(X / X.flatten(1).norm(dim=1).view(-1, 1, 1)).to(dtype) for X in stacks]
     a, b, c = COEFFICIENTS
+
+    def polynomial(A: Tensor) -> Tensor:
+        p = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        p.diagonal(dim1=-2, dim2=-1).add_(a)
+        return p
+
+    def on_matrix(X: Tensor) -> Tensor:
+        for _ in range(5):
+            A = X @ X.mT
+            X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
+        return X
+
+    def on_gram_matrix(X: Tensor) -> Tensor:
+        """Three steps, the third applied by itself, and two on the Gram matrix of what they give."""
+        A = X @ X.mT
+        p = polynomial(A)
+        A = p @ (p @ A)
+        q = polynomial(A)
+        A = q @ (q @ A)
+        X = polynomial(A) @ ((q @ p) @ X)
+        A = X @ X.mT
+        p = polynomial(A)
+        return (polynomial(p @ (p @ A)) @ p) @ X
 
     def five_steps() -> None:
         for X in stacks:
-            for _ in range(5):
-                A = X @ X.mT
-                X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
+            (on_gram_matrix if on_gram and X.shape[-1] >= 2 * X.shape[-2] else on_matrix)(X)
 
     return median_ms(task, five_steps)
 
@@ -171,7 +192,9 @@ def limits(task: Task) -> dict[str, float | str]:
     for precision in ("tf32", "ieee"):
         with products_in(precision):
             found[f"P∇Q, {'fp32' if precision == 'ieee' else precision}"] = application(task, sizes, torch.float32)
-    found["Muon's five steps, bf16"] = orthogonalisation(task, sizes)
+    halves = (torch.bfloat16, torch.float16) if task.cuda else (torch.float32, torch.float32)
+    found["Muon's five steps, bf16"] = orthogonalisation(task, sizes, halves[0])
+    found["Muon's five steps, fp16, on Gram matrices"] = orthogonalisation(task, sizes, halves[1], on_gram=True)
     found |= decompositions(task, sizes)
     if task.cuda:
         torch.cuda.empty_cache()

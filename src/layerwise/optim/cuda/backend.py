@@ -19,7 +19,7 @@ from layerwise.optim.cuda.basis import TrackedBasis, TrackedSide, largest_before
 from layerwise.optim.cuda.basis_monitor import CLOSELY_COUPLED, LOOSELY_COUPLED, coupled
 from layerwise.optim.cuda.device_step import all_finite, largest_of, room_for_along, taken
 from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, squares_ema_
-from layerwise.optim.cuda.elementwise import adam_, adam_norms_, ema_, momentum_half_, rotated_adam_
+from layerwise.optim.cuda.elementwise import adam_, adam_norms_, ema_, momentum_update_, rotated_adam_
 from layerwise.optim.cuda.factor import DeviceFactor
 from layerwise.optim.cuda.factored_damping import factored_damping
 from layerwise.optim.cuda.fp16_steps import damped_half
@@ -270,11 +270,11 @@ class CudaBackend(Backend):
         self, M: Tensor, grad: Tensor, mu: float, nesterov: bool, orthogonal: Callable[..., Tensor], context: Context,
         *, fused: bool,
     ) -> Tensor:  # fmt: skip
-        """In one pass, which rounds to bfloat16 and measures what Newton–Schulz divides by."""
+        """In one pass, which also measures what Newton–Schulz divides by."""
         finite = all_finite(context)
         if finite is not None and grad.dtype == torch.float32 and fused and grad.device.type == "cuda":
-            half, squares = momentum_half_(M, grad, mu, nesterov, finite)
-            return orthogonal(half, squares)
+            update, squares = momentum_update_(M, grad, mu, nesterov, finite)
+            return orthogonal(update, squares)
         M.lerp_(grad, taken(1 - mu, grad, context))
         return orthogonal(grad.lerp(M, mu) if nesterov else M)
 

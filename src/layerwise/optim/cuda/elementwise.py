@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import BFloat16, Bool, Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from layerwise.optim.cuda import elementwise_torch
@@ -153,26 +153,26 @@ def _adam(
 
 
 @torch.no_grad()
-def momentum_half_(
+def momentum_update_(
     M: Float[Tensor, "K O I"],
     G: Float[Tensor, "K O I"],
     mu: int | float,
     nesterov: bool = True,
     all_finite: AllFinite = None,
-) -> tuple[BFloat16[Tensor, "K O I"], Float[Tensor, "K"]]:
-    """Muon's ``M ← mu·M + (1 − mu) G``, what is orthogonalized in bfloat16, and its squared norms.
+) -> tuple[Float[Tensor, "K O I"], Float[Tensor, "K"]]:
+    """Muon's ``M ← mu·M + (1 − mu) G``, what is orthogonalized, and its squared norms.
 
-    That is M, or with `nesterov` ``mu·M + (1 − mu) G`` once more. The squares are of values that are not rounded yet,
-    added in an order that does not change. In a step that is left out both are zero.
+    That is M, or with `nesterov` ``mu·M + (1 − mu) G`` once more, in a tensor of its own. It is not rounded before its
+    norm is known. The squares are added in an order that does not change. In a step that is left out both are zero.
 
     >>> M = torch.zeros(1, 1, 2)
-    >>> half, squares = momentum_half_(M, torch.tensor([[[2.0, 4.0]]]), 0.5, nesterov=False)
-    >>> M.tolist(), half.dtype, squares
-    ([[[1.0, 2.0]]], torch.bfloat16, tensor([5.]))
+    >>> update, squares = momentum_update_(M, torch.tensor([[[2.0, 4.0]]]), 0.5, nesterov=False)
+    >>> M.tolist(), update.tolist(), squares
+    ([[[1.0, 2.0]]], [[[1.0, 2.0]]], tensor([5.]))
     """
     check_whole(M, "M")
     check_whole(G, "G")
-    return way_of(M, others=(G,)).momentum_half_(M, G, mu, nesterov, all_finite)
+    return way_of(M, others=(G,)).momentum_update_(M, G, mu, nesterov, all_finite)
 
 
 @torch.no_grad()

@@ -83,14 +83,14 @@ def above(V: Tensor, floor: Tensor) -> Tensor:
     return (floor / V).neg_().add_(1.0).clamp_min_(0.0)
 
 
-def momentum_half_(
+def momentum_update_(
     M: Tensor, G: Tensor, mu: int | float, nesterov: bool, all_finite: AllFinite
 ) -> tuple[Tensor, Tensor]:
-    """`elementwise.momentum_half_`."""
+    """`elementwise.momentum_update_`."""
     G = G.to(M.dtype)
     M.copy_(chosen(all_finite, M.lerp(G, 1 - mu), M))
     update = chosen(all_finite, G.lerp(M, mu) if nesterov else M, 0.0)
-    return update.to(torch.bfloat16), update.square().flatten(1).sum(1)
+    return update.clone() if update is M else update, update.square().flatten(1).sum(1)
 
 
 def corrections_(

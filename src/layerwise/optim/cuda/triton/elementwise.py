@@ -103,19 +103,19 @@ def adam_norms_(
     return partial.sum(1).sqrt_()
 
 
-def momentum_half_(
+def momentum_update_(
     M: Tensor, G: Tensor, mu: int | float, nesterov: bool, all_finite: AllFinite
 ) -> tuple[Tensor, Tensor]:
-    """`elementwise.momentum_half_`."""
+    """`elementwise.momentum_update_`."""
     entries = M[0].numel()
-    half = torch.empty(M.shape, dtype=torch.bfloat16, device=M.device)
+    update = torch.empty(M.shape, dtype=M.dtype, device=M.device)
     partial = torch.empty(len(M), blocks(entries), dtype=torch.float32, device=M.device)
     with on(M.device):
-        kernels().momentum_half_kernel[(blocks(entries), len(M))](
-            M, G, half, partial, byte(all_finite), float(1 - mu), float(mu), entries, M.stride(0), G.stride(0),
+        kernels().momentum_update_kernel[(blocks(entries), len(M))](
+            M, G, update, partial, byte(all_finite), float(1 - mu), float(mu), entries, M.stride(0), G.stride(0),
             NESTEROV=nesterov, MASKED=all_finite is not None, **BLOCK,
         )  # fmt: skip
-    return half, partial.sum(1)
+    return update, partial.sum(1)
 
 
 def corrections_(

@@ -166,11 +166,11 @@ def adam_norm_kernel(
 
 @_jit
 @no_type_check
-def momentum_half_kernel(
-    M, G, half, partial, all_finite, weight, mu, entries, M_k, G_k,
+def momentum_update_kernel(
+    M, G, update, partial, all_finite, weight, mu, entries, M_k, G_k,
     NESTEROV: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Muon's momentum on one block, what is orthogonalized in half precision, and the sum of its squares."""
+    """Muon's momentum on one block, what is orthogonalized, and the sum of its squares."""
     k = tl.program_id(1).to(tl.int64)
     at, inside = block(entries, BLOCK)
     taken = inside
@@ -181,7 +181,7 @@ def momentum_half_kernel(
     tl.store(M + k * M_k + at, m, mask=taken)
     if NESTEROV:
         m = lerp(g, m, mu)
-    tl.store(half + k * entries + at, m.to(half.dtype.element_ty), mask=inside)
+    tl.store(update + k * entries + at, m, mask=inside)
     tl.store(partial + k * tl.num_programs(0) + tl.program_id(0), tl.sum(m * m, 0))
 
 
