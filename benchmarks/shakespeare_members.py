@@ -20,10 +20,10 @@ Optimizers = list[torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Member:
-    """How an optimizer is made at a rate."""
+    """How an optimizer is made at a rate; those of `lw.optim` take further options."""
 
     rate: float
-    make: Callable[[nn.Module, float], Optimizers]
+    make: Callable[..., Optimizers]
 
 
 def _adamw(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
@@ -37,15 +37,15 @@ def _torch_muon(model: nn.Module, lr: float) -> Optimizers:
     return [torch.optim.Muon(matrices, lr=lr, weight_decay=0.1), _adamw(rest, ADAMW_RATE)]
 
 
-def _own(member: str, **options: Any) -> Callable[[nn.Module, float], Optimizers]:
-    def make(model: nn.Module, lr: float) -> Optimizers:
+def _own(member: str, **options: Any) -> Callable[..., Optimizers]:
+    def make(model: nn.Module, lr: float, **more: Any) -> Optimizers:
         rest = {
             "fallback_lr": ADAMW_RATE,
             "update_fallback": AdamRule(ADAMW_BETAS),
             "overrides": REST,
             "scale": "formula",
         }
-        return [getattr(lw.optim, member)(model, lr=lr, weight_decay=0.1, loss_average="tokens", **rest, **options)]
+        return [getattr(lw.optim, member)(model, lr=lr, weight_decay=0.1, loss_average="tokens", **rest, **options, **more)]
 
     return make
 

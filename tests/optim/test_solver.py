@@ -70,7 +70,7 @@ def test_inverses_by_every_solver(name: str):
     options = {"lr": 0.02, "refresh_every": 2, "damping": 1e-2}
     expected = trained(make, solver="eigh", **options)
     assert_close(trained(make, solver="cholesky", **options), expected, 1e-4)
-    assert_close(trained(make, solver="newton", **options), expected, 1e-3)
+    assert_close(trained(make, solver="products", **options), expected, 1e-3)
     assert_close(trained(make, **options), expected, 1e-4)  # "auto" on a CPU
 
 
@@ -89,14 +89,14 @@ def test_bases_by_sweeps_of_products(name: str, options: dict[str, Any], tol: fl
     """Factors of the first steps change by halves, and a few sweeps follow them only so far."""
     make = partial(getattr(lw.optim, name), scale="formula")
     expected = trained(make, lr=0.003, refresh_every=1, solver="eigh", **options)
-    assert_close(trained(make, lr=0.003, refresh_every=1, solver="newton", **options), expected, tol)
+    assert_close(trained(make, lr=0.003, refresh_every=1, solver="products", **options), expected, tol)
 
 
 @pytest.mark.parametrize("every", [5])
 def test_soap_trains_as_well_by_products_as_by_qr(every: int):
     """The mean loss of the last twenty of sixty steps, within five percent."""
     means = []
-    for solver in ("auto", "newton"):
+    for solver in ("auto", "products"):
         model = net()
         losses = train(
             lw.optim.SOAP(model, lr=0.003, refresh_every=every, solver=solver, scale="formula"), model, 0, 60
@@ -110,7 +110,7 @@ def test_soap_trains_as_well_by_products_as_by_qr(every: int):
 def test_float64_is_kept_in_float64(name: str):
     """Pairs of float16 are for float32: products in float64 stay exact."""
     model = net().double()
-    opt = getattr(lw.optim, name)(model, lr=0.01, refresh_every=1, solver="newton", scale="formula")
+    opt = getattr(lw.optim, name)(model, lr=0.01, refresh_every=1, solver="products", scale="formula")
     x, y = batch(0)
     for _ in range(12):
         opt.zero_grad()
@@ -129,7 +129,7 @@ def test_float64_is_kept_in_float64(name: str):
 
 @pytest.mark.parametrize("name", ["Shampoo", "SOAP", "EKFAC"])
 def test_cholesky_is_for_inverses(name: str):
-    with pytest.raises(InputError, match=r'solver="cholesky".*\. Expected .*"newton"; Cholesky gives inverses alone\.'):
+    with pytest.raises(InputError, match=r'solver="cholesky".*\. Expected .*"products"; Cholesky gives inverses alone\.'):
         getattr(lw.optim, name)(net(), solver="cholesky", scale="formula")
 
 
@@ -147,7 +147,7 @@ def test_an_unknown_solver(name: str):
 
 def test_auto_is_by_device_and_type():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert method("auto", 1.0, torch.float32, gpu) == method("auto", 0.25, torch.float32, gpu) == "newton"
+    assert method("auto", 1.0, torch.float32, gpu) == method("auto", 0.25, torch.float32, gpu) == "products"
     assert method("auto", 1.0, torch.float64, gpu) == method("auto", 1.0, torch.float32, cpu) == "cholesky"
     assert method("auto", 0.5, torch.float64, gpu) == method("auto", 0.5, torch.float32, cpu) == "eigh"
 
@@ -189,7 +189,7 @@ def test_a_factor_that_is_replaced_is_followed(
     damping, size = 1e-2, 100
     model = nn.Sequential(nn.Linear(size, 6), nn.Tanh(), nn.Linear(6, 4))
     opt = lw.optim.FOOF(
-        model, lr=0.0, momentum=0.0, damping=damping, refresh_every=every, solver="newton", scale="formula"
+        model, lr=0.0, momentum=0.0, damping=damping, refresh_every=every, solver="products", scale="formula"
     )
 
     def step(number: int) -> None:
@@ -249,7 +249,7 @@ RESUMED = [
 
 
 @pytest.mark.parametrize(("name", "options", "tol"), RESUMED)
-@pytest.mark.parametrize(("first", "second"), [("newton", "newton"), ("auto", "newton")], ids=lambda s: s)
+@pytest.mark.parametrize(("first", "second"), [("products", "products"), ("auto", "products")], ids=lambda s: s)
 def test_a_run_that_is_resumed_goes_on(name: str, options: dict[str, Any], tol: float, first: str, second: str):
     """Stopped after nine of thirteen steps, with momentum: as without a break, whichever solver goes on."""
     options = {"lr": 0.01, "refresh_every": 1, "solver": first, **options}
@@ -269,9 +269,9 @@ def test_a_run_that_is_resumed_goes_on(name: str, options: dict[str, Any], tol: 
 def test_a_resumed_basis_is_not_begun_again(name: str, monkeypatch: pytest.MonkeyPatch):
     """It was saved with its factor: products bring it up to date, as without a break."""
     make, model = partial(getattr(lw.optim, name), scale="formula"), net()
-    opt = make(model, lr=0.01, refresh_every=2, solver="newton")
+    opt = make(model, lr=0.01, refresh_every=2, solver="products")
     train(opt, model, 0, 3)
-    other = make(model, lr=0.01, refresh_every=2, solver="newton")
+    other = make(model, lr=0.01, refresh_every=2, solver="products")
     other.load_state_dict(copy.deepcopy(opt.state_dict()))
     begun = list[str]()
     monkeypatch.setattr(TrackedSide, "_begin", lambda side, *rest: begun.append(side.side))
@@ -282,7 +282,7 @@ def test_a_resumed_basis_is_not_begun_again(name: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("name", "options", "tol"), RESUMED[:3])
 @pytest.mark.parametrize(
-    ("first", "second"), [("newton", "newton"), ("auto", "newton"), ("newton", "auto")], ids=lambda s: s
+    ("first", "second"), [("products", "products"), ("auto", "products"), ("products", "auto")], ids=lambda s: s
 )
 def test_momentum_is_not_lost(name: str, options: dict[str, Any], tol: float, first: str, second: str):
     make = partial(getattr(lw.optim, name), scale="formula")
@@ -306,7 +306,7 @@ def test_momentum_is_not_lost(name: str, options: dict[str, Any], tol: float, fi
 def test_what_does_not_converge_is_not_taken(monkeypatch: pytest.MonkeyPatch):
     """The last inverse stays, it is counted, and the next turn solves exactly."""
     model = nn.Linear(6, 4)
-    opt = lw.optim.FOOF(model, lr=0.0, momentum=0.0, refresh_every=1, solver="newton", scale="formula")
+    opt = lw.optim.FOOF(model, lr=0.0, momentum=0.0, refresh_every=1, solver="products", scale="formula")
 
     def step(number: int) -> None:
         opt.zero_grad()

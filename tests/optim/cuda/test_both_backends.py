@@ -1,7 +1,7 @@
 """One contract for both backends: factors, inverse roots, eigenbases and the ends of steps, against float64.
 
 The `cuda` backend runs on a CPU here, by plain torch: eager and asynchronous, with exact decompositions ("auto") and
-with refinement by products ("newton").
+with refinement by products ("products").
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Setting:
 
     @property
     def by_products(self) -> bool:
-        return isinstance(self.backend, CudaBackend) and self.backend.solver == "newton"
+        return isinstance(self.backend, CudaBackend) and self.backend.solver == "products"
 
     def tolerance(self, by_products: float, followed: bool = False) -> float:
         """Relative; `by_products` in single precision, of what is kept in fp16. In double precision products leave
@@ -82,7 +82,7 @@ class Setting:
         return P, Q
 
 
-BACKENDS = (Reference(), CudaBackend(), CudaBackend("newton"))
+BACKENDS = (Reference(), CudaBackend(), CudaBackend("products"))
 SETTINGS = [
     Setting(backend, dtype, asynchronous)
     for backend in BACKENDS

@@ -80,7 +80,7 @@ class Run:
         return found.examples
 
 
-@pytest.mark.parametrize("solver", ["auto", "newton"])
+@pytest.mark.parametrize("solver", ["auto", "products"])
 def test_in_the_end_all_is_as_at_once(solver: str, monkeypatch: pytest.MonkeyPatch):
     """Each layer's scalings are those of the batch in the basis that the layer has; then its rows are let go."""
     run = Run(monkeypatch, solver=solver)
@@ -169,7 +169,7 @@ def resumed(run: Run, patch: pytest.MonkeyPatch, **options: Any) -> Run:
 
 @pytest.mark.parametrize(
     ("every", "solver"),
-    [(EVERY, "auto"), (EVERY, "newton"), (3 * EVERY, "auto"), (EVERY // 2, "newton")],
+    [(EVERY, "auto"), (EVERY, "products"), (3 * EVERY, "auto"), (EVERY // 2, "products")],
 )
 def test_a_resumed_run_takes_the_same_steps(every: int, solver: str, monkeypatch: pytest.MonkeyPatch):
     """Whenever it was saved, before the examples of some layers were looked at, and again soon after."""
@@ -298,7 +298,7 @@ def test_small_eigenvalues_in_other_places_are_another_basis():
 
 def test_no_step_asks_a_monitor_for_its_numbers(monkeypatch: pytest.MonkeyPatch):
     """That would wait for reports that are still on their way from the device; a checkpoint may."""
-    run = Run(monkeypatch, solver="newton")
+    run = Run(monkeypatch, solver="products")
     run.steps(1)
 
     def asked(monitor: BasisMonitor) -> list[list[int]]:
