@@ -2,7 +2,7 @@
 
     LAYERWISE_DATA=… python benchmarks/bases.py                    # text/tinyshakespeare.txt in that folder
     python benchmarks/bases.py --members SOAP --seeds 5 --steps 600 --json bases.json
-    python benchmarks/bases.py --small --device cpu                # 2 × 64, minutes on a CPU
+    python benchmarks/bases.py --small --device cpu                # 2 × 48, minutes on a CPU
     python benchmarks/bases.py --tiny --device cpu                 # seconds, to see that all runs
 
 The character GPT of `shakespeare.py`, trained twice for every member and seed from the same weights on the same batches:
@@ -29,7 +29,7 @@ from torch import nn
 
 from layerwise.optim.engine import Layerwise
 
-SMALL = Size(2, 64, 4, 32, 32, steps=300, warm_up=20, evaluation_batches=40)
+SMALL = Size(2, 48, 4, 32, 16, steps=150, warm_up=15, evaluation_batches=40)
 SOLVERS = ("products", "eigh")
 
 

@@ -38,7 +38,7 @@ def flat(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("solver", ["auto", "products"])
 @pytest.mark.parametrize("name", MEMBERS)
 def test_as_without_a_break(name: str, solver: str):
-    """With "products" it is part of a checkpoint how many sweeps each basis lately needed, on a CPU too."""
+    """By the solvers of a CPU and by that of a GPU."""
     member, options = MEMBERS[name]
     make = lambda model: getattr(lw.optim, member)(model, refresh_every=3, solver=solver, **options)  # noqa: E731
     model = net()

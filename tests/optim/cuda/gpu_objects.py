@@ -1,4 +1,4 @@
-"""Objects of the `cuda` backend on a CPU, by themselves: contexts of asynchronous steps, monitors, matrices."""
+"""Objects of the `cuda` backend on a CPU, by themselves: contexts of asynchronous steps, matrices."""
 
 from typing import Any
 
@@ -45,13 +45,6 @@ def refined(state: State) -> dict[str, DeviceInverse | TrackedSide]:
 def matrix(state: State, side: str) -> Tensor:
     """An inverse or a basis in float32 (or float64)."""
     return refined(state)[side].matrix.value()
-
-
-def hear(state: State, step: int, context: Context) -> None:
-    """Let the host read what the device has reported up to so many steps before."""
-    for side in refined(state).values():
-        if side.monitor is not None:
-            side.monitor.poll(step, context.health)
 
 
 def set_factors(state: State, **factors: Tensor) -> None:

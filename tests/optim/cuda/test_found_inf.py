@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerwise as lw
-from layerwise.optim.cuda.monitor import LAG, Report
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.rule import kept
 from thinning import thinned
@@ -439,23 +438,6 @@ def test_a_bad_step_asks_for_nothing_either(name: str, asynchronous: None, monke
         train(opt, model, DATA[12:13], spoil(float("nan")))
         train(opt, model, DATA[13:16])
     assert opt.health().skipped_steps == 1
-
-
-@pytest.mark.parametrize("name", ["KFAC", "EKFAC", "Shampoo", "SOAP"])
-def test_reports_are_read_after_their_lag(name: str, asynchronous: None, monkeypatch: pytest.MonkeyPatch):
-    """Earlier, the host would wait for the device. With deferred examples, too."""
-    deferred = {"factor_every": 4, "examples_over": 4} if name == "EKFAC" else {}
-    model, read, ages = net(torch.float32), Report.read, list[int]()
-    opt = getattr(lw.optim, name)(model, solver="products", refresh_every=2, **deferred, scale="formula")
-
-    def noting(report: Report) -> list[Any]:
-        ages.append(opt.steps_taken - report.step)
-        return read(report)
-
-    monkeypatch.setattr(Report, "read", noting)
-    train(opt, model, DATA[:16])
-    assert ages
-    assert min(ages) >= LAG
 
 
 def test_the_test_itself_notices(monkeypatch: pytest.MonkeyPatch):

@@ -125,7 +125,7 @@ class CudaBackend(Backend):
             halves = self._halves(shape, p)
             if p != 1:
                 matrix = StoredMatrix.keep(shape.eye(size), halves, orthogonal=True)
-                sides[M.side] = TrackedSide(M.side, matrix, shape.zeros(size), M.own)
+                sides[M.side] = TrackedSide(M.side, matrix, shape.zeros(size), M.own, measured=False)
                 continue
             # One inverse alone (FOOF's) is no great part of a state, and making squares of it a twentieth of the step.
             triangle = len(found) == 2 and halves > 0 and factor.packs_inverse(shape, size)
@@ -149,7 +149,7 @@ class CudaBackend(Backend):
         for M in found:
             if M.by_products:
                 matrix = StoredMatrix.keep(shape.eye(factor.size(M.mean)), halves, orthogonal=True)
-                sides[M.side] = TrackedSide(M.side, matrix, values[M.side], M.own)
+                sides[M.side] = TrackedSide(M.side, matrix, values[M.side], M.own, measured)
         rough, has = self.precision == "half", (P is not None, Q is not None)
         return TrackedBasis(sides.get("P"), sides.get("Q"), values["P"], values["Q"], rough, has)
 
