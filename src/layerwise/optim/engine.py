@@ -278,7 +278,7 @@ class Layerwise(Checkpointed):
     def _make_backend(self, device: torch.device) -> Backend:
         """The reference on a CPU; that of `cuda` on a GPU, or where factors are to be refined by products."""
         _, refresh, execution = self._how
-        if self.host_may_sync and device.type == "cpu" and refresh.solver != "newton":
+        if self.host_may_sync and device.type == "cpu" and refresh.solver != "products":
             return Reference(refresh.solver)
         from layerwise.optim.cuda.backend import CudaBackend  # the GPU's code is not read where there is none
 

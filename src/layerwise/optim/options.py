@@ -17,7 +17,7 @@ from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.elementwise import AdamRule, GradientDescent
 from layerwise.optim.parameters import BareParameters
 from layerwise.optim.rule import UpdateRule
-from layerwise.optim.solver import SOLVERS
+from layerwise.optim.solver import EARLIER, SOLVERS
 
 GROUP_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "damping", "factor_decay", "betas", "update")
 """What a parameter group may have of its own; the first two also a part of a layer."""
@@ -72,9 +72,13 @@ class Refresh:
     """How inverses, roots and bases are found; see `layerwise.optim.solver`."""
 
     solver: str = "auto"
-    """ "auto", "eigh", "cholesky" or "newton" (products alone, warm-started and tested)."""
+    """ "auto", "eigh", "cholesky" or "products" (nothing waits for the device)."""
 
     def __post_init__(self) -> None:
+        if self.solver in EARLIER:
+            now = EARLIER[self.solver]
+            warnings.warn(f"solver={self.solver!r} is called {now!r} now", DeprecationWarning, stacklevel=5)
+            object.__setattr__(self, "solver", now)
         known("solver", self.solver, SOLVERS)
 
 

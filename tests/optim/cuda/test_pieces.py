@@ -27,7 +27,7 @@ ALL = {"*": {"update": "fallback"}}
 MEMBERS: dict[str, Make] = {
     "KFAC": lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=1, weight_decay=0.1, scale="formula"),
     "KFAC by products": lambda m: lw.optim.KFAC(
-        m, lr=0.01, refresh_every=1, solver="newton", clip=1e-5, scale="formula"
+        m, lr=0.01, refresh_every=1, solver="products", clip=1e-5, scale="formula"
     ),
     "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.01, refresh_every=1, nesterov=True, scale="formula"),
     "Adam": lambda m: lw.optim.Adam(m, lr=0.01, weight_decay=0.1),
@@ -308,7 +308,7 @@ def test_between_divides_last(sides: str, halves: int):
 def test_a_member_that_reads_its_roots_twice_has_a_tensor():
     """`MahalanobisSpectral` whitens twice; what it returns is divided."""
     model = nn.Sequential(nn.Linear(4, 3))
-    opt = lw.optim.MahalanobisSpectral(model, lr=0.01, solver="newton", scale="formula")
+    opt = lw.optim.MahalanobisSpectral(model, lr=0.01, solver="products", scale="formula")
     model(torch.randn(8, 4)).square().mean().backward()
     opt.step()
     stack = (opt._stacks or [])[0]

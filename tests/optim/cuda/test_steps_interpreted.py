@@ -20,13 +20,13 @@ from layerwise.optim.engine import Layerwise
 
 pytestmark = [pytest.mark.usefixtures("untyped"), pytest.mark.interpreted, only_interpreted]
 MEMBERS: dict[str, Any] = {
-    "newton": lambda m: lw.optim.KFAC(
-        m, lr=0.01, refresh_every=1, solver="newton", clip=1e-5, momentum=0.9, nesterov=True, scale="formula"
+    "products": lambda m: lw.optim.KFAC(
+        m, lr=0.01, refresh_every=1, solver="products", clip=1e-5, momentum=0.9, nesterov=True, scale="formula"
     ),
     "half": lambda m: lw.optim.KFAC(
-        m, lr=0.01, refresh_every=1, solver="newton", precision="half", weight_decay=0.1, scale="formula"
+        m, lr=0.01, refresh_every=1, solver="products", precision="half", weight_decay=0.1, scale="formula"
     ),
-    "EKFAC": lambda m: lw.optim.EKFAC(m, lr=0.01, refresh_every=1, solver="newton", scaling="running", scale="formula"),
+    "EKFAC": lambda m: lw.optim.EKFAC(m, lr=0.01, refresh_every=1, solver="products", scaling="running", scale="formula"),
     "Adam": lambda m: lw.optim.Adam(m, lr=0.01, weight_decay=0.1),
     "SGD": lambda m: lw.optim.SGD(m, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
 }
@@ -46,7 +46,7 @@ def test_kernels_take_the_same_steps(name: str, dtype: torch.dtype, edit: Any, m
             monkeypatch.setattr(launches, "TILE", {"ROWS": 16, "COLUMNS": 32, "num_warps": 1})
         model = zoo()
         if dtype != torch.float32:
-            if name in ("newton", "half", "EKFAC"):
+            if name in ("products", "half", "EKFAC"):
                 pytest.skip("rules with factors are compared in float32 alone")
             model = model.half()
         start = flat(model).float()

@@ -16,14 +16,13 @@ from layerwise.optim.backend import Backend, Eigenbasis, Factor, InverseRoots, S
 from layerwise.optim.cuda import elementwise_torch, factor, pending_checkpoint, storage
 from layerwise.optim.cuda.adam_corrections import corrections_
 from layerwise.optim.cuda.basis import TrackedBasis, TrackedSide, largest_before
-from layerwise.optim.cuda.basis_monitor import CLOSELY_COUPLED, LOOSELY_COUPLED, coupled
 from layerwise.optim.cuda.device_step import all_finite, largest_of, room_for_along, taken
 from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, squares_ema_
 from layerwise.optim.cuda.elementwise import adam_, adam_norms_, ema_, momentum_update_, rotated_adam_
 from layerwise.optim.cuda.factor import DeviceFactor
 from layerwise.optim.cuda.factored_damping import factored_damping
 from layerwise.optim.cuda.fp16_steps import damped_half
-from layerwise.optim.cuda.inverse import RefinedInverse, RefinedRoots
+from layerwise.optim.cuda.inverse import DeviceInverse, DeviceRoots
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import ROOM
 from layerwise.optim.cuda.linalg.split_fp16 import product
@@ -75,7 +74,7 @@ class CudaBackend(Backend):
         object.__setattr__(self, "exact", Reference(self.solver))
 
     def _by_products(self, power: float, dtype: torch.dtype, device: torch.device) -> bool:
-        return method(self.solver, power, dtype, device) == "newton"
+        return method(self.solver, power, dtype, device) == "products"
 
     def _halves(self, shape: Shape, power: float) -> int:
         """Of a matrix that is refined by products: split fp16, unless 11 bits are asked for or the power is small.
@@ -118,7 +117,6 @@ class CudaBackend(Backend):
         if not any(M.by_products for M, _ in found):
             return self.exact.inverse_roots(P, Q, power, shape)
         sides: dict[Side, Any] = {}
-        limit = coupled(max((p for _, p in found if p not in (0, 1)), default=1.0))
         for M, p in found:
             size = factor.size(M.mean)
             if not M.by_products:
@@ -127,12 +125,12 @@ class CudaBackend(Backend):
             halves = self._halves(shape, p)
             if p != 1:
                 matrix = StoredMatrix.keep(shape.eye(size), halves, orthogonal=True)
-                sides[M.side] = TrackedSide(M.side, matrix, shape.zeros(size), M.own, limit)
+                sides[M.side] = TrackedSide(M.side, matrix, shape.zeros(size), M.own, measured=False)
                 continue
             # One inverse alone (FOOF's) is no great part of a state, and making squares of it a twentieth of the step.
             triangle = len(found) == 2 and halves > 0 and factor.packs_inverse(shape, size)
-            sides[M.side] = RefinedInverse(StoredMatrix.keep(shape.eye(size), halves, triangle=triangle), M.own)
-        return RefinedRoots(power, sides, self.solver == "eigh", (P, Q))
+            sides[M.side] = DeviceInverse(StoredMatrix.keep(shape.eye(size), halves, triangle=triangle), M.own)
+        return DeviceRoots(power, sides, self.solver == "eigh", (P, Q))
 
     def eigenbasis(self, P: Factor | None, Q: Factor | None, shape: Shape, *, measured: bool) -> Eigenbasis:
         """Tracked by products, where one of the factors is.
@@ -145,13 +143,13 @@ class CudaBackend(Backend):
         if not any(M.by_products for M in found):
             return self.exact.eigenbasis(P, Q, shape, measured=measured)
         halves = self._halves(shape, 1.0)
-        halves, limit = (min(halves, 1), LOOSELY_COUPLED) if measured else (halves, CLOSELY_COUPLED)
+        halves = min(halves, 1) if measured else halves
         values = {"P": shape.zeros(shape.outputs), "Q": shape.zeros(shape.inputs)}
         sides: dict[str, TrackedSide] = {}
         for M in found:
             if M.by_products:
                 matrix = StoredMatrix.keep(shape.eye(factor.size(M.mean)), halves, orthogonal=True)
-                sides[M.side] = TrackedSide(M.side, matrix, values[M.side], M.own, limit)
+                sides[M.side] = TrackedSide(M.side, matrix, values[M.side], M.own, measured)
         rough, has = self.precision == "half", (P is not None, Q is not None)
         return TrackedBasis(sides.get("P"), sides.get("Q"), values["P"], values["Q"], rough, has)
 
@@ -163,7 +161,7 @@ class CudaBackend(Backend):
     # --- checkpoints ---------------------------------------------------------------------------------------
 
     def pending(self, stack: Stack, every: int, step: int) -> dict[str, dict[str, Tensor]]:
-        """Scalings that deferred examples will give, and how bases were followed."""
+        """Scalings that deferred examples will give."""
         return pending_checkpoint.pending(stack, every, step)
 
     def resume(self, stack: Stack, saved: Mapping[str, Mapping[str, Tensor]]) -> None:

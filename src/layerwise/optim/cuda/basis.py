@@ -1,33 +1,37 @@
 """`TrackedBasis`: eigenvectors ``U_P ⊗ U_Q`` of a stack's factors that are kept up to date by products.
 
-What overflows keeps its basis and is begun again at its next turn, see `basis_monitor`.
+A basis is begun by orthogonal iteration (`linalg.first_basis`), and takes one sweep (`linalg.jacobi`) at every refresh,
+whatever its factor has become. That is as good as exact eigenvectors where what is divided by is measured in the basis
+as it is: second moments (SOAP, EKFAC), or else ``diag(Uᵀ M U)``. What is not finite keeps the last basis.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.foundations.errors import NumericalError
-from layerwise.foundations.linalg import settled_eigh
 from layerwise.optim.backend import ALL, Eigenbasis, Factor, Side
 from layerwise.optim.channels import times_inputs
 from layerwise.optim.cuda import factor as factors
-from layerwise.optim.cuda.basis_monitor import CLOSELY_COUPLED, BasisMonitor
 from layerwise.optim.cuda.device_step import largest_of, run, with_along
 from layerwise.optim.cuda.factor import DeviceFactor
 from layerwise.optim.cuda.linalg import orthogonal
+from layerwise.optim.cuda.linalg.first_basis import first_basis
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.jacobi import carried, tracked_basis
-from layerwise.optim.cuda.linalg.jacobi_fp16 import tracked_half
+from layerwise.optim.cuda.linalg.jacobi_fp16 import rayleigh_quotients, tracked_half
 from layerwise.optim.cuda.linalg.moments_in_new_basis import turn_between, turn_moments_
-from layerwise.optim.cuda.monitor import YOUNG_STEPS
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.storage import Kept, StoredMatrix, operand_of
 from layerwise.optim.cuda.unscaled import unscaled
-from layerwise.optim.rule import Context
+from layerwise.optim.rule import Context, Health
+
+
+FIRST_SWEEPS = 8
+"""After which a basis that orthogonal iteration has begun is that of `eigh` within a percent of a direction."""
 
 
 def rotated(
@@ -85,11 +89,9 @@ class TrackedSide:
     values: Float[Tensor, "K n"]
     own: int
     """Rows without padding."""
-    limit: float = CLOSELY_COUPLED
-    """Of the coupling before the last sweep, beyond which the next turns take more sweeps; see `basis_monitor`."""
-    monitor: BasisMonitor | None = None
-    recalled: list[list[int]] = field(default_factory=list)
-    """What an earlier run knew of each group, from a checkpoint."""
+    measured: bool = True
+    """Whether second moments are measured in the basis as it is; else steps are made of its eigenvalues, and these are
+    measured after each sweep."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Vectors and values."""
@@ -108,71 +110,56 @@ class TrackedSide:
             self.values[groups, : value.shape[1]] = value.to(self.values)
 
     def narrow(self, groups: slice) -> "TrackedSide":
-        """Views, with a monitor of its own that knows nothing yet: to ask this one may wait for the device."""
-        matrix, values = self.matrix.narrow(groups), self.values[groups]
-        return replace(self, matrix=matrix, values=values, monitor=None, recalled=[])
+        """Views."""
+        return replace(self, matrix=self.matrix.narrow(groups), values=self.values[groups])
 
     def clone(self) -> "TrackedSide":
         """A copy."""
         return replace(self, matrix=self.matrix.clone(), values=self.values.clone())
 
-    def known(self) -> list[list[int]]:
-        """How each group was lately followed, as it is saved."""
-        return self.recalled if self.monitor is None else self.monitor.numbers()
-
-    def _monitor(self, context: Context) -> BasisMonitor:
-        """One that comes from a checkpoint with its factor is followed, not begun."""
-        if self.monitor is None:
-            K, device = len(self.matrix.data), self.matrix.data.device
-            self.monitor = BasisMonitor.over(K, device, self.limit, context.memory.get("fresh", ()))
-            self.monitor.recall(self.recalled)
-        return self.monitor
-
     def refresh_(
         self, key: Any, M: DeviceFactor, groups: slice, context: Context, moments: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """By sweeps of products; at first by eigh. First and second `moments` in the basis are carried along."""
-        monitor = self._monitor(context)
-        if monitor.take_exact(context.step, groups, context.health):
-            self._with_moments(lambda: self._begin(M, groups, monitor), groups, moments)
-        else:
-            sweeps = monitor.most if context.step < YOUNG_STEPS else monitor.rounds(groups)
-            call = lambda: self._with_moments(lambda: self._track(M, groups, sweeps, monitor), groups, moments)  # noqa: E731
-            run((key, groups.start, groups.stop, sweeps), call, context, "tracked")
-        monitor.send(context.step, groups)
+        """By a sweep; groups that were never refreshed are begun. First and second `moments` in the basis are carried
+        along."""
+        fresh = context.memory.get("fresh")
+        new = fresh is None or not all(fresh[groups])
+        renew = self._begin if new else self._sweep
+        call = lambda: self._with_moments(lambda: renew(M, groups, context.health), groups, moments)  # noqa: E731
+        run((key, groups.start, groups.stop, new), call, context, "basis")
 
     def begin_(self, M: DeviceFactor, context: Context) -> None:
-        """All groups by eigh."""
-        groups, monitor = slice(0, len(self.values)), self._monitor(context)
-        monitor.take_exact(context.step, groups, context.health)
-        self._begin(M, groups, monitor)
-        monitor.send(context.step, groups)
+        """All groups."""
+        self._begin(M, slice(0, len(self.values)), context.health)
 
-    def _track(self, factor: DeviceFactor, groups: slice, sweeps: int, monitor: BasisMonitor) -> None:
-        M, kept = factors.operand(factor.mean[groups]), self.matrix.matrix(groups)
+    def _begin(self, factor: DeviceFactor, groups: slice, health: Health) -> None:
+        U, good = first_basis(factor.dense(groups), self.matrix.products)
+        health.count("fallbacks", (~good).sum())
+        self.matrix.write(groups, U, good)
+        for _ in range(FIRST_SWEEPS):
+            self._sweep(factor, groups, health)
+
+    def _sweep(self, factor: DeviceFactor, groups: slice, health: Health) -> None:
+        products, kept = self.matrix.products, self.matrix.matrix(groups)
+        M = products.prepared(factors.operand(factor.mean[groups]), definite=True)
         if isinstance(kept, Half):
-            U, values, couplings = tracked_half(M, kept, sweeps)
+            U, values, couplings = tracked_half(M, kept)
         else:
-            U, values, couplings = tracked_basis(M, self.matrix.value(groups), sweeps, self.matrix.products)
+            U, values, couplings = tracked_basis(M, self.matrix.value(groups), 1, products)
+        if not self.measured:
+            values = rayleigh_quotients(M, U, products)
         good = torch.isfinite(values).all(-1) & torch.isfinite(couplings[-1])
-        monitor.write(groups, torch.where(good, couplings, torch.inf))
+        health.count("fallbacks", (~good).sum())
         self._put(groups, U, values.clamp_min(0), good)
-
-    def _begin(self, factor: DeviceFactor, groups: slice, monitor: BasisMonitor) -> None:
-        """By eigh, largest last, padding apart; a factor that cannot be decomposed keeps its basis."""
-        M, own = factor.dense(groups), factor.own
-        values, vectors, good = _decomposed(M[:, :own, :own])
-        U, s = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).repeat(len(M), 1, 1), torch.zeros_like(M[:, 0])
-        U[:, :own, :own], s[:, :own] = vectors.to(M.dtype), values.to(M.dtype)
-        self._put(groups, U, s, good)
-        monitor.write_begun(groups, good)
 
     def _put(self, groups: slice, U: Tensor | Half, values: Tensor, good: Tensor) -> None:
         self.matrix.write(groups, U, good)
         old = self.values[groups]
         old.copy_(torch.where(good.view(-1, 1), values, old))
 
-    def _with_moments(self, renew: Any, groups: slice, moments: tuple[Tensor, Tensor] | None) -> None:
+    def _with_moments(
+        self, renew: Callable[[], None], groups: slice, moments: tuple[Tensor, Tensor] | None
+    ) -> None:
         """Momentum and second moments as the new basis sees them."""
         if moments is None:
             renew()
@@ -188,17 +175,6 @@ class TrackedSide:
         turn = U.mT @ old
         V.copy_(carried(V, turn, "left" if left else "right"))
         M.copy_(turn @ M if left else M @ turn.mT)
-
-
-def _decomposed(M: Float[Tensor, "K n n"]) -> tuple[Tensor, Tensor, Bool[Tensor, "K"]]:
-    """Eigenvalues, vectors and which are such; one by one where not all are, so that one does not cost the others."""
-    try:
-        return *settled_eigh(M, name="factor"), torch.ones(len(M), dtype=torch.bool, device=M.device)
-    except NumericalError:
-        if len(M) == 1:
-            return torch.zeros_like(M[:, 0]), torch.zeros_like(M), torch.zeros(1, dtype=torch.bool, device=M.device)
-    values, vectors, good = zip(*(_decomposed(one) for one in M.split(1)), strict=True)
-    return torch.cat(values), torch.cat(vectors), torch.cat(good)
 
 
 @dataclass
@@ -264,7 +240,7 @@ class TrackedBasis(Eigenbasis):
                 values[groups, : value.shape[1]] = value.to(values)
 
     def narrow(self, groups: slice) -> "TrackedBasis":
-        """Views, with monitors of their own."""
+        """Views."""
         P, Q = (None if side is None else side.narrow(groups) for side in (self.P, self.Q))
         return self._of(P, Q, self.values_P[groups], self.values_Q[groups])
 
@@ -297,7 +273,7 @@ class TrackedBasis(Eigenbasis):
                 values[groups] = factor.dense(groups)
 
     def begin_(self, P: Factor | None, Q: Factor | None, context: Context) -> None:
-        """By eigh; the order of a tracked basis is of no account."""
+        """All groups of both sides."""
         for factor, side, values in ((P, self.P, self.values_P), (Q, self.Q, self.values_Q)):
             if isinstance(factor, DeviceFactor) and side is not None:
                 side.begin_(factor, context)
