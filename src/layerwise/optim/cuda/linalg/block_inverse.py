@@ -111,10 +111,10 @@ def leaf_inverse(
     """
     K, n = M.shape[:2]
     if M.dtype == torch.float32 and K <= MOST_MATRICES and available(M.device):
-        block = max(16, 1 << (leaf - 1).bit_length())
+        half = max(16, (1 << (leaf - 1).bit_length()) // 2)
         with on(M.device):
             kernels("inverse_kernels").leaf_kernel[(K,)](
-                M, X, good, n, *M.stride()[:2], *X.stride()[:2], BLOCK=block, num_warps=4 if block > 32 else 1
+                M, X, good, n, *M.stride()[:2], *X.stride()[:2], HALF=half, num_warps=1
             )
         return
     L, info = torch.linalg.cholesky_ex(M)
