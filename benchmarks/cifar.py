@@ -91,6 +91,7 @@ class Book:
             "member": member,
             "rate": own[0].rate,
             "decay": own[0].decay,
+            "edge": MEMBERS[member].is_edge(own[0].rate),
             "seeds": len(own),
             "accuracy": round(statistics.mean(lasts), 5),
             "deviation": round(statistics.stdev(lasts), 5) if len(lasts) > 1 else None,
@@ -119,7 +120,8 @@ def print_summary(found: list[dict], targets: list[float]) -> None:
         accuracy = f"{100 * s['accuracy']:.2f}" + (f" ± {100 * s['deviation']:.2f}" if s["deviation"] else "")
         numbers = "".join(f"{_shown(s[key]):>{width}s}" for key, width in (("seconds", 9), ("first", 8), ("host", 8)))
         cells = "".join(f"{_reached(s['to'][f'{t:g}'], s['seeds']):>22s}" for t in targets)
-        print(f"  {s['member']:22s}{s['rate']:8.2g}{s['decay']:8.2g}{accuracy:>15s}{numbers}{cells}")
+        edge = "  the rate is an edge of the grid" if s["edge"] else ""
+        print(f"  {s['member']:22s}{s['rate']:8.2g}{s['decay']:8.2g}{accuracy:>15s}{numbers}{cells}{edge}")
 
 
 def _shown(value: float | None) -> str:

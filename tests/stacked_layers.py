@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerwise.distributed.processes import Processes
 from layerwise.layers.form import Form, Part
 from layerwise.layers.table import LayerSpec
 from layerwise.optim.cuda.device_step import DeviceStep
 from layerwise.optim.cuda.executor import AsynchronousExecutor
 from layerwise.optim.cuda.pieces import Tables
 from layerwise.optim.cuda.scaled import Scaled
-from layerwise.distributed.processes import Processes
 from layerwise.optim.elementwise import GradientDescent
 from layerwise.optim.reference import Reference
 from layerwise.optim.rule import Context, Health, Requirements

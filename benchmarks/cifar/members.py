@@ -16,12 +16,16 @@ class Member:
     """How an optimizer is made at a rate and a decay."""
 
     make: Callable[[nn.Module, float, float], torch.optim.Optimizer]
-    rates: tuple[float, ...] = (2.5e-3, 5e-3, 1e-2, 2e-2)
-    decays: tuple[float, ...] = (0.05, 0.5)
+    rates: tuple[float, ...] = (1e-3, 3e-3, 9e-3, 2.7e-2)
+    decays: tuple[float, ...] = (0.1, 1.0)
     """Decoupled: weights shrink by rate × decay at every step."""
 
     def settings(self) -> list[tuple[float, float]]:
         return list(product(self.rates, self.decays))
+
+    def is_edge(self, rate: float) -> bool:
+        """Whether a rate is the lowest or the highest of the grid: a better one may lie beyond."""
+        return rate in (min(self.rates), max(self.rates))
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
@@ -44,7 +48,7 @@ def _own(member: str, **options: Any) -> Member:
 MEMBERS = {
     "torch AdamW": Member(_adamw),
     # its decay is a gradient's term, in units of the loss
-    "torch SGD, Nesterov": Member(_sgd, (0.125, 0.25, 0.5, 1.0), (2.5e-4, 1e-3)),
+    "torch SGD, Nesterov": Member(_sgd, (0.15, 0.4, 1.0, 2.5), (3e-4, 1e-3)),
     "Muon": _own("Muon"),
     "SOAP": _own("SOAP"),
     # statistics of drawn labels cost a backward: every tenth step
