@@ -206,11 +206,13 @@ class CudaBackend(Backend):
     def adam_norms_(
         self, state: State, grad: Float[Tensor, "K O I"], betas: tuple[float, float], eps: float, context: Context
     ) -> Float[Tensor, "K"]:
-        """In the pass that moves the moments; the step is not written."""
+        """In the pass that moves the moments, and bounds m for who multiplies it; the step is not written."""
         if all_finite(context) is None or grad.dtype != torch.float32:
             return super().adam_norms_(state, grad, betas, eps, context)
         transposed = not grad.is_contiguous() and grad.mT.is_contiguous()
-        return adam_norms_(**self._moments(state, grad, transposed, betas, eps, context))
+        found, largest = adam_norms_(**self._moments(state, grad, transposed, betas, eps, context))
+        context.device_step.bound_m(state["m"], largest)
+        return found
 
     @staticmethod
     def _moments(

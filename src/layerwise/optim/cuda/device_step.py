@@ -30,8 +30,17 @@ class DeviceStep:
     along: Float[Tensor, ""] | None = None
     """What such a pass has left, until the direction is made and takes it along."""
 
+    _m: tuple[Tensor, Tensor] | None = None
+    """The averaged gradient of AdamW, and what none of its entries exceeds."""
+
+    def bound_m(self, m: Tensor, largest: Float[Tensor, "K"]) -> None:
+        """What a pass has found of the averaged gradient."""
+        self._m = (m, largest)
+
     def largest_of(self, X: Tensor) -> Tensor | None:
-        """`largest`, if this is the step's gradient and not another tensor."""
+        """`largest`, if this is the step's gradient, or its average, and not another tensor."""
+        if self._m is not None and X is self._m[0]:
+            return self._m[1]
         return self.largest if X is self.gradient else None
 
     def room_for_along(self, X: Tensor) -> Tensor | None:

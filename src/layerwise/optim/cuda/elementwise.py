@@ -125,17 +125,19 @@ def adam_norms_(
     correction1: Float[Tensor, "K"],
     correction2: Float[Tensor, "K"],
     all_finite: AllFinite = None,
-) -> Float[Tensor, "K"]:
-    """The norm of `adam_`'s step, which is not written; both moments are moved. Zero in a step left out.
+) -> tuple[Float[Tensor, "K"], Float[Tensor, "K"]]:
+    """The norm of `adam_`'s step, which is not written, and the largest magnitude of m; both moments are moved.
+
+    In a step left out the norm is zero, and so may be the other.
 
     >>> m, v, c = torch.zeros(1, 1, 2), torch.zeros(1, 1, 2), torch.tensor([0.5])
     >>> adam_norms_(m, v, torch.ones(1, 1, 2), beta1=0.5, beta2=0.5, eps=1.0, correction1=c, correction2=c)
-    tensor([0.7071])
+    (tensor([0.7071]), tensor([0.5000]))
     """
     for name, X in (("m", m), ("v", v), ("g", g)):
         check_whole(X, name)
     if not m.numel():
-        return torch.zeros(len(m), dtype=m.dtype, device=m.device)
+        return torch.zeros(len(m), dtype=m.dtype, device=m.device), torch.zeros(len(m), dtype=m.dtype, device=m.device)
     numbers = (beta1, beta2, eps, correction1, correction2, all_finite)
     return way_of(m, others=(v, g)).adam_norms_(m, v, g, *numbers)
 

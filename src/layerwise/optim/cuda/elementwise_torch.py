@@ -70,11 +70,11 @@ def adam_norms_(
     correction1: Tensor,
     correction2: Tensor,
     all_finite: AllFinite,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """`elementwise.adam_norms_`."""
     step = torch.empty_like(M)
     adam_(M, V, G, (), step, 1.0, beta1, beta2, eps, correction1, correction2, False, None, all_finite)
-    return torch.linalg.vector_norm(step.flatten(1), dim=1)
+    return torch.linalg.vector_norm(step.flatten(1), dim=1), M.abs().flatten(1).amax(1)
 
 
 def above(V: Tensor, floor: Tensor) -> Tensor:

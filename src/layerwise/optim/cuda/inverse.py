@@ -161,7 +161,10 @@ class DeviceRoots(InverseRoots):
                 return two_sided_product.long_between(A, a, X, B, b, largest, before)  # type: ignore[arg-type]
         left, right = (side.matrix.matrix() if isinstance(side, DeviceInverse) else side for side in (P, Q))
         left, right = (None if isinstance(side, TrackedSide) else side for side in (left, right))
-        if isinstance(left, Tensor) or isinstance(right, Tensor):
+        if X.dtype == torch.float32 and all(side is None or isinstance(side, Half) for side in (left, right)):
+            none = left is None and right is None
+            D = X if none else two_sided_product.half_between(left, X, right, largest)  # type: ignore[arg-type]
+        elif isinstance(left, Tensor) or isinstance(right, Tensor):
             D = between(left, X, None, largest=largest)
             D = D if right is None else times_inputs(D, right)  # type: ignore[arg-type]
         else:

@@ -90,17 +90,17 @@ def adam_norms_(
     correction1: Tensor,
     correction2: Tensor,
     all_finite: AllFinite,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """`elementwise.adam_norms_`."""
     entries, groups = M[0].numel(), len(M)
-    partial = torch.empty(groups, blocks(entries), dtype=torch.float32, device=M.device)
+    partial = torch.empty(groups, blocks(entries), 2, dtype=torch.float32, device=M.device)
     with on(M.device):
         kernels().adam_norm_kernel[(blocks(entries), groups)](
             M, V, G, partial, byte(all_finite), correction1.contiguous(), correction2.contiguous(), float(1 - beta1),
             float(beta2), float(1 - beta2), float(eps), entries, M.stride(0), V.stride(0), G.stride(0),
             MASKED=all_finite is not None, **BLOCK,
         )  # fmt: skip
-    return partial.sum(1).sqrt_()
+    return partial[..., 0].sum(1).sqrt_(), partial[..., 1].amax(1)
 
 
 def momentum_update_(

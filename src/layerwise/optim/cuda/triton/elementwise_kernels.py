@@ -149,7 +149,7 @@ def adam_norm_kernel(
     M, V, G, partial, all_finite, correction1, correction2, weight1, beta2, weight2, eps, entries, M_k, V_k, G_k,
     MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Both moments on one block, and the sum of squares of Adam's step there."""
+    """Both moments on one block, the sum of squares of Adam's step there, and the largest magnitude of m."""
     k = tl.program_id(1).to(tl.int64)
     at, inside = block(entries, BLOCK)
     if MASKED:
@@ -161,7 +161,9 @@ def adam_norm_kernel(
     tl.store(V + k * V_k + at, v, mask=inside)
     d = tl.div_rn(m / tl.load(correction1 + k), tl.sqrt_rn(v) / tl.sqrt_rn(tl.load(correction2 + k)) + eps)
     d = tl.where(inside, d, 0.0)  # without ε nothing over nothing
-    tl.store(partial + k * tl.num_programs(0) + tl.program_id(0), tl.sum(d * d, 0))
+    here = partial + 2 * (k * tl.num_programs(0) + tl.program_id(0))
+    tl.store(here, tl.sum(d * d, 0))
+    tl.store(here + 1, tl.max(tl.abs(m), 0))
 
 
 @_jit
