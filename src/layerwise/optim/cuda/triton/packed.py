@@ -147,7 +147,10 @@ def put_(
     """`packed_fp16.put_`; where nothing bounds the entries, after one more launch that looks for the largest."""
     X = X if X.stride(-1) == 1 else X.contiguous()
     if X.numel():
-        parts, n = largest_parts(X) if largest is None else largest.contiguous().view(-1, 1), X.shape[-1]
+        parts, n = (
+            largest_parts(X) if largest is None else largest.contiguous().view(torch.int32).view(-1, 1),
+            X.shape[-1],
+        )
         with on(X.device):
             kernels("packed_kernels").put_kernel[(_blocks(n), len(X))](
                 _whole(H), scale, X, parts, parts.shape[1],
