@@ -45,7 +45,9 @@ def _own(member: str, **options: Any) -> Callable[..., Optimizers]:
             "overrides": REST,
             "scale": "formula",
         }
-        return [getattr(lw.optim, member)(model, lr=lr, weight_decay=0.1, loss_average="tokens", **rest, **options, **more)]
+        return [
+            getattr(lw.optim, member)(model, lr=lr, weight_decay=0.1, loss_average="tokens", **rest, **options, **more)
+        ]
 
     return make
 

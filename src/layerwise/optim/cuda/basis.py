@@ -29,7 +29,6 @@ from layerwise.optim.cuda.storage import Kept, StoredMatrix, operand_of
 from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.rule import Context, Health
 
-
 FIRST_SWEEPS = 8
 """After which a basis that orthogonal iteration has begun is that of `eigh` within a percent of a direction."""
 
@@ -157,9 +156,7 @@ class TrackedSide:
         old = self.values[groups]
         old.copy_(torch.where(good.view(-1, 1), values, old))
 
-    def _with_moments(
-        self, renew: Callable[[], None], groups: slice, moments: tuple[Tensor, Tensor] | None
-    ) -> None:
+    def _with_moments(self, renew: Callable[[], None], groups: slice, moments: tuple[Tensor, Tensor] | None) -> None:
         """Momentum and second moments as the new basis sees them."""
         if moments is None:
             renew()

@@ -16,7 +16,7 @@ SHIFTS = (30.0, 10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
 nearly all its first eigenvector, too alike to be told apart in float32. With shifts that fall by three at a time, what
 earlier steps have not told apart yet differs by no more than that."""
 REGULAR = 2e-6
-"""Times √n, about what 22 bits leave of ``VᵀV``, added to it. What it leaves, less than orthogonal, sweeps take away."""
+"""Times √n, about what 22 bits leave of ``VᵀV``, added to it. Sweeps mend what that leaves undone."""
 
 
 def first_basis(
