@@ -127,7 +127,9 @@ def test_float64_is_kept_in_float64(name: str):
 
 @pytest.mark.parametrize("name", ["Shampoo", "SOAP", "EKFAC"])
 def test_cholesky_is_for_inverses(name: str):
-    with pytest.raises(InputError, match=r'solver="cholesky".*\. Expected .*"products"; Cholesky gives inverses alone\.'):
+    with pytest.raises(
+        InputError, match=r'solver="cholesky".*\. Expected .*"products"; Cholesky gives inverses alone\.'
+    ):
         getattr(lw.optim, name)(net(), solver="cholesky", scale="formula")
 
 

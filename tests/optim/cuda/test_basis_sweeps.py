@@ -67,20 +67,24 @@ def test_a_group_that_comes_later_is_begun(calls: list[str]):
 
 @pytest.mark.parametrize("rule", [ROOTS, CorrectedEigenvalues(scaling="none")], ids=["Shampoo", "EKFAC"])
 def test_sweeps_come_to_the_eigenbasis(rule: UpdateRule):
-    """Of a factor that stays: nearer at each refresh."""
+    """Of a factor that has changed, and then stays."""
     shape, health = Shape(1, 24, 24, torch.float32, CPU), Health()
     state = initial_state(rule, shape)
     U = torch.linalg.qr(normal(1, 24, 24, seed=1))[0]
     M = (U * torch.logspace(0, -2, 24)) @ U.mT
     set_factors(state, P=M, **({"Q": M} if "Q" in state else {}))
     off = []
-    for turn in range(8):
+    for turn in range(12):
+        if turn == 1:
+            V = torch.linalg.qr(normal(1, 24, 24, seed=2))[0]
+            M = M.lerp((V * torch.logspace(0, -2, 24)) @ V.mT, 0.3)
+            set_factors(state, P=M, **({"Q": M} if "Q" in state else {}))
         refresh(rule, state, shape, turn, health, [turn > 0])
         V = matrix(state, "P")
         S = V.mT @ M @ V
         off.append(float((S - torch.diag_embed(S.diagonal(dim1=-2, dim2=-1))).norm() / M.norm()))
-    assert off[-1] < 2e-3
-    assert off[-1] < 0.2 * off[0]
+    assert off[-1] < 5e-3
+    assert off[-1] < 0.2 * off[1]
     torch.testing.assert_close(V.mT @ V, torch.eye(24)[None], rtol=0, atol=2e-3)
 
 

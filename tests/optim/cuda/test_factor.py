@@ -17,7 +17,9 @@ from random_tensors import randn
 Make = Callable[[nn.Module], Layerwise]
 MEMBERS: dict[str, Make] = {
     "KFAC": lambda m: lw.optim.KFAC(m, lr=0.05, solver="products", refresh_every=1, scale="formula"),
-    "EKFAC": lambda m: lw.optim.EKFAC(m, lr=0.05, solver="products", refresh_every=1, scaling="running", scale="formula"),
+    "EKFAC": lambda m: lw.optim.EKFAC(
+        m, lr=0.05, solver="products", refresh_every=1, scaling="running", scale="formula"
+    ),
     "FOOF": lambda m: lw.optim.FOOF(m, lr=0.05, solver="products", refresh_every=1, scale="formula"),
     "LocoProp": lambda m: lw.optim.LocoProp(m, lr=0.05, solver="products", refresh_every=1),
     "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.05, solver="products", refresh_every=2, scale="formula"),

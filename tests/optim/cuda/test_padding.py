@@ -28,7 +28,9 @@ MEMBERS: dict[str, Make] = {
         m, lr=0.005, solver="products", refresh_every=2, scaling="running", scale="formula"
     ),
     "FOOF": lambda m: lw.optim.FOOF(m, lr=0.005, solver="products", refresh_every=2, weight_decay=0.1, scale="formula"),
-    "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.005, solver="products", refresh_every=2, graft="adam", scale="formula"),
+    "Shampoo": lambda m: lw.optim.Shampoo(
+        m, lr=0.005, solver="products", refresh_every=2, graft="adam", scale="formula"
+    ),
     "SOAP": lambda m: lw.optim.SOAP(m, lr=0.005, solver="products", refresh_every=2, scale="formula"),
 }
 STEPS = 11

@@ -20,7 +20,6 @@ from layerwise.optim.cuda.executor import AsynchronousExecutor
 from layerwise.optim.cuda.linalg import orthogonal, split_fp16
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE
-from layerwise.optim.cuda.pending_checkpoint import tracked
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton import splits as triton_splits
@@ -344,6 +343,6 @@ def test_a_basis_has_the_fixed_scale_when_it_is_resumed(name: str, monkeypatch: 
     again.load_state_dict(saved)
     for one, its in ((opt, model), (again, resumed)):
         train(one, its, range(3, 5))
-        scales = [side.matrix.scale for stack in one._stacks or () for side in tracked(stack)]
+        scales = [side.matrix.scale for stack in one._stacks or () for side in refined(stack.state).values()]
         assert scales
         assert all(scale is not None and bool((scale == BASIS_SCALE).all()) for scale in scales)

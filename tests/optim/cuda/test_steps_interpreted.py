@@ -26,7 +26,9 @@ MEMBERS: dict[str, Any] = {
     "half": lambda m: lw.optim.KFAC(
         m, lr=0.01, refresh_every=1, solver="products", precision="half", weight_decay=0.1, scale="formula"
     ),
-    "EKFAC": lambda m: lw.optim.EKFAC(m, lr=0.01, refresh_every=1, solver="products", scaling="running", scale="formula"),
+    "EKFAC": lambda m: lw.optim.EKFAC(
+        m, lr=0.01, refresh_every=1, solver="products", scaling="running", scale="formula"
+    ),
     "Adam": lambda m: lw.optim.Adam(m, lr=0.01, weight_decay=0.1),
     "SGD": lambda m: lw.optim.SGD(m, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
 }
