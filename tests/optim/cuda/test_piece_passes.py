@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import layerwise as lw
 from interpreter import INTERPRETED, only_interpreted
 from layerwise.foundations.errors import InputError
 from layerwise.optim.cuda import pieces
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton.pieces import COLUMNS, ROWS
+from layerwise.optim.engine import Layerwise
 from random_tensors import randn
 from stacked_layers import Passes, options, stack_of
 
@@ -135,8 +137,8 @@ def expected_finish(
     lr, decay, mu = (group[name] for name in ("lr", "weight_decay", "momentum"))
     u = f * D.double()
     if M is not None:
-        M = mu * M.double() + u
-        u = u + mu * M if group["nesterov"] else M
+        M = buffer = mu * M.double() + u
+        u = u + mu * buffer if group["nesterov"] else buffer
     o, i = W[0].shape
     new = [(1 - lr * decay) * w.double() - lr * u[k, :o, :i] for k, w in enumerate(W)]
     return new, [(1 - lr * decay) * x.double() - lr * u[k, :o, i] for k, x in enumerate(b or [])], M
@@ -332,6 +334,40 @@ def test_layers_that_go_by_torch(kind: str, monkeypatch: pytest.MonkeyPatch):
     assert grad.dtype == (torch.float64 if kind == "double" else torch.float32)
     passes.finish_(grad.clone(), OPEN)
     assert not any(w.any() for w in weights)
+
+
+class Images(nn.Module):
+    """A convolution, and matrices of other layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3, bias=False), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.conv(x).flatten(1))
+
+
+@only_interpreted
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("change", ["channels last", "half"])
+def test_parameters_may_change_their_order_and_type(change: str, monkeypatch: pytest.MonkeyPatch):
+    """Between steps, by `model.to(...)`: tables of the former memory would move other entries."""
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
+    ends = []
+    for kernels in (False, True):
+        monkeypatch.setattr(pieces, "available", lambda device, on=kernels: on)
+        torch.manual_seed(0)
+        model = Images()
+        opt = lw.optim.SGD(model, lr=0.1, momentum=0.9)
+        for step in range(4):
+            if step == 2:
+                model = model.to(memory_format=torch.channels_last) if change == "channels last" else model.half()
+            opt.zero_grad()
+            x = randn(6, 3, 4, 4, seed=step).to(model.head.weight.dtype)
+            model(x).float().square().mean().backward()
+            opt.step()
+        ends.append(torch.cat([p.detach().float().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-6 if change == "channels last" else 2e-3)
 
 
 @only_interpreted

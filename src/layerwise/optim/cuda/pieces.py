@@ -233,19 +233,12 @@ class Tables:
     """
 
     def __init__(self, stacks: Sequence[Stack], device: torch.device) -> None:
-        self.device = device
+        self.device, self._stacks = device, stacks
         self.params = list({id(p): p for stack in stacks for p in stack.params.values()}.values())
         self.slots = {id(p): slot for slot, p in enumerate(self.params)}
         self._groups: list[tuple[Any, bool]] = []
         self._rows: dict[tuple[int, bool], int] = {}
-        self.pieces: dict[int, StackPieces] = {}
-        for stack in stacks:
-            rows = {name: self._row(stack.own_groups.get(name, stack.group), stack.fallback) for name in stack.params}
-            found = StackPieces.of(stack, self.slots, rows) if available(device) else None
-            if found is not None:
-                self.pieces[id(stack)] = found
-        listed = {id(p) for found in self.pieces.values() for p in found.stack.params.values()}
-        self._expected = [(p, p.dtype, p.stride()) if id(p) in listed else (p, None, ()) for p in self.params]
+        self._find()
         self.parameters = torch.zeros(len(self.params), dtype=torch.int64, device=device)
         self.gradients = torch.zeros_like(self.parameters)
         double = any(p.dtype == torch.float64 for p in self.params)
@@ -254,6 +247,17 @@ class Tables:
         self._sent: list[list[Any]] = [[], [], []]
         self.complete, self.aligned = False, False
         """Whether the kernels can read all gradients of this step; and by vectors, as what they write."""
+
+    def _find(self) -> None:
+        """The pieces of all stacks, by the types of their parameters and the order in which these lie in memory."""
+        self.pieces: dict[int, StackPieces] = {}
+        for stack in self._stacks:
+            rows = {name: self._row(stack.own_groups.get(name, stack.group), stack.fallback) for name in stack.params}
+            found = StackPieces.of(stack, self.slots, rows) if available(self.device) else None
+            if found is not None:
+                self.pieces[id(stack)] = found
+        listed = {id(p) for found in self.pieces.values() for p in found.stack.params.values()}
+        self._expected = [(p, p.dtype, p.stride()) if id(p) in listed else (p, None, ()) for p in self.params]
 
     def _row(self, group: Any, fallback: bool) -> int:
         """Of a parameter group, in the table of rates; the fallback may have another rate."""
@@ -267,12 +271,15 @@ class Tables:
 
     def send(self) -> None:
         """Where parameters and gradients lie at this step, and at which rates they are moved."""
+        former = self._sent[0]
+        moved = self._put(self.parameters, 0, [p.data_ptr() for p in self.params])
+        if moved and former:  # perhaps to another type or order: `model.to(memory_format=...)`
+            self._find()
         addresses = list[int]()
         for p, dtype, strides in self._expected:
             grad = p.grad
             readable = grad is not None and grad.dtype is dtype and not grad.is_sparse and grad.stride() == strides
             addresses.append(grad.data_ptr() if readable and grad is not None else 0)
-        moved = self._put(self.parameters, 0, [p.data_ptr() for p in self.params])
         if self._put(self.gradients, 1, addresses) or moved:
             self.complete = 0 not in addresses
             self.aligned = not any(address % 16 for numbers in self._sent[:2] for address in numbers)
