@@ -19,10 +19,10 @@ from layerwise.optim.cuda.linalg import packed
 from layerwise.optim.cuda.linalg.packed import is_packed
 from layerwise.optim.cuda.triton import packed as triton_packed
 from layerwise.optim.cuda.triton.device import ceil, kernels, on
-from layerwise.optim.cuda.triton.products import gram_update_
+from layerwise.optim.cuda.triton.products import filled_up, gram_update_
 
 LISTED = 32
-"""Matrices that one launch takes; a kernel for every smaller count is compiled."""
+"""Matrices that one launch takes."""
 COLUMNS, ROWS = 128, 32
 PROGRAMS = 2112
 """Enough to keep 132 processors busy, sixteen each."""
@@ -65,8 +65,9 @@ def average_grams_(
     with on(device):
         launch = kernels("column_kernels")
         for start in range(0, K, LISTED):
-            listed = tuple(X[start : start + LISTED])
-            launch.column_kernel[(blocks, parts, len(listed))](
+            few = tuple(X[start : start + LISTED])
+            listed = filled_up(few)
+            launch.column_kernel[(blocks, parts, len(few))](
                 listed, rounded, sums, squares, m, n, rows_each, first.stride(0), start,
                 LISTED=len(listed), SUMS=border, CAST=cast, COLUMNS=COLUMNS, ROWS=ROWS, num_warps=4,
             )  # fmt: skip
@@ -75,7 +76,7 @@ def average_grams_(
             None if all_finite is None else all_finite.view(torch.uint8), float(alpha), *_memory(decay), n, parts,
             blocks, K, mean.stride(0), mean.stride(1), BORDER=border, PACKED=is_packed(mean),
             MASKED=all_finite is not None,
-            COLUMNS=_power_of_two(n), GROUPS=_power_of_two(K), PARTS=LOOKED_AT, num_warps=8,
+            COLUMNS=_power_of_two(n), GROUPS=max(16, _power_of_two(K)), PARTS=LOOKED_AT, num_warps=8,
         )  # fmt: skip
     made = X if rounded is None else rounded
     if is_packed(mean):
