@@ -8,7 +8,7 @@ from gpu_objects import context_at, initial_state, matrix, set_factors
 from torch import Tensor
 
 from layerwise.optim.cuda import basis as bases
-from layerwise.optim.cuda.basis import FIRST_SWEEPS
+from layerwise.optim.cuda.basis import FIRST_SWEEPS, YOUNG_STEPS, YOUNG_SWEEPS
 from layerwise.optim.kronecker import KroneckerRoots
 from layerwise.optim.members.ekfac import CorrectedEigenvalues
 from layerwise.optim.members.soap import RotatedAdam
@@ -54,6 +54,20 @@ def test_one_sweep_a_refresh(dtype: torch.dtype, calls: list[str]):
         refresh(ROOTS, state, shape, turn, health, [turn > 0])
     assert calls == ["first_basis", *[sweep] * (FIRST_SWEEPS + 3)]
     assert (health.fallbacks, health.refusals, health.restarts) == (0, 0, 0)
+
+
+def test_some_sweeps_while_statistics_are_young(calls: list[str]):
+    shape = Shape(1, 8, 4, torch.float32, CPU)
+    state = initial_state(ROOTS, shape)
+    X = normal(1, 8, 8, seed=0)
+    set_factors(state, P=X @ X.mT)
+    taken = []
+    for step in (1, 2, YOUNG_STEPS - 1, YOUNG_STEPS, 100):
+        calls.clear()
+        context = context_at(step, 1e-3, shape, memory={"fresh": [step > 1]})
+        ROOTS.refresh(state, slice(0, 1), context)
+        taken.append(calls.count("tracked_half"))
+    assert taken == [FIRST_SWEEPS, YOUNG_SWEEPS, YOUNG_SWEEPS, 1, 1]
 
 
 def test_a_group_that_comes_later_is_begun(calls: list[str]):

@@ -99,7 +99,7 @@ def applied_errors(case: Case, factors: list[Pair], device: str) -> tuple[dict[s
     context = context_at(0, case.damping, shape, health=health, memory=memory)
     for turn, (P, Q) in enumerate(factors):
         set_factors(state, P=P.float(), Q=Q.float())
-        context = context_at(1 + 10 * turn, case.damping, shape, health=health, memory=memory)
+        context = context_at(101 + 10 * turn, case.damping, shape, health=health, memory=memory)
         case.rule.refresh(state, slice(0, K), context)
         memory["fresh"] = [True] * K
     P, Q = (state[side].dense().double().cpu() for side in ("P", "Q"))

@@ -30,7 +30,9 @@ from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.rule import Context, Health
 
 FIRST_SWEEPS = 8
-"""After which a basis that orthogonal iteration has begun is that of `eigh` within a percent of a direction."""
+"""Of a basis that orthogonal iteration has begun."""
+YOUNG_SWEEPS, YOUNG_STEPS = 3, 16
+"""At each refresh before that step: a new batch weighs more than its steady share then, and bases turn fast."""
 
 
 def rotated(
@@ -119,23 +121,25 @@ class TrackedSide:
     def refresh_(
         self, key: Any, M: DeviceFactor, groups: slice, context: Context, moments: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """By a sweep; groups that were never refreshed are begun. First and second `moments` in the basis are carried
-        along."""
+        """By one sweep, by some while statistics are young; groups that were never refreshed are begun. First and
+        second `moments` in the basis are carried along."""
         fresh = context.memory.get("fresh")
         new = fresh is None or not all(fresh[groups])
-        renew = self._begin if new else self._sweep
-        call = lambda: self._with_moments(lambda: renew(M, groups, context.health), groups, moments)  # noqa: E731
-        run((key, groups.start, groups.stop, new), call, context, "basis")
+        sweeps = FIRST_SWEEPS if new else YOUNG_SWEEPS if context.step < YOUNG_STEPS else 1
+        renew = lambda: self._renew(M, groups, sweeps, new, context.health)  # noqa: E731
+        call = lambda: self._with_moments(renew, groups, moments)  # noqa: E731
+        run((key, groups.start, groups.stop, sweeps), call, context, "basis")
 
     def begin_(self, M: DeviceFactor, context: Context) -> None:
         """All groups."""
-        self._begin(M, slice(0, len(self.values)), context.health)
+        self._renew(M, slice(0, len(self.values)), FIRST_SWEEPS, True, context.health)
 
-    def _begin(self, factor: DeviceFactor, groups: slice, health: Health) -> None:
-        U, good = first_basis(factor.dense(groups), self.matrix.products)
-        health.count("fallbacks", (~good).sum())
-        self.matrix.write(groups, U, good)
-        for _ in range(FIRST_SWEEPS):
+    def _renew(self, factor: DeviceFactor, groups: slice, sweeps: int, new: bool, health: Health) -> None:
+        if new:
+            U, good = first_basis(factor.dense(groups), self.matrix.products)
+            health.count("fallbacks", (~good).sum())
+            self.matrix.write(groups, U, good)
+        for _ in range(sweeps):
             self._sweep(factor, groups, health)
 
     def _sweep(self, factor: DeviceFactor, groups: slice, health: Health) -> None:
