@@ -261,7 +261,7 @@ class Checkpointed(torch.optim.Optimizer):
         kept = {
             k: v
             for k, v in self.__dict__.items()
-            if k not in ("_capture", "_stacks", "_accumulator", "_executor", "_energy", *OF_THIS_MODEL)
+            if k not in ("_capture", "_stacks", "_accumulator", "_executor", *OF_THIS_MODEL)
         }
         if self._stacks is not None:
             kept["_shared"] = None
@@ -278,7 +278,7 @@ class Checkpointed(torch.optim.Optimizer):
             return
         recorded = state["_capture"]
         super().__setstate__({k: v for k, v in state.items() if k != "_capture"})
-        self._accumulator, self._energy = self._make_accumulator(), None
+        self._accumulator = self._make_accumulator()
         self._remember_model()
         self._owners = owners(self.model)
         self._capture = None

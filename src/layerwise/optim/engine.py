@@ -19,7 +19,6 @@ from torch.optim.optimizer import ParamsT
 
 from layerwise.distributed.processes import Processes
 from layerwise.foundations import likelihoods
-from layerwise.foundations.device import Readback
 from layerwise.foundations.errors import InputError, LayerwiseError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
@@ -219,8 +218,6 @@ class Layerwise(Checkpointed):
         self.table = self._read_table()
         self._stacks: list[Stack] | None = None
         self._precision: str | None = None
-        self._energy: Readback | None = None
-        """Of the output gradients of the last statistics, on its way from the device."""
         self._loaded: dict[str, dict[str, Tensor]] = {}
         self._shared: frozenset[str] | None = None
         defaults = {
@@ -394,18 +391,17 @@ class Layerwise(Checkpointed):
         if factor is None:
             energy = torch.zeros(()) if counts.energy is None else counts.energy
             known = torch.stack([energy, torch.full_like(energy, counts.tokens)]).double()
-            energy, tokens = self._looked_up(self.processes.add_up([known])[0])
-            factor = (energy / max(tokens, 1)) ** 0.5
+            energy, tokens = self.processes.add_up([known])[0]
+            if not self.host_may_sync and not self.requires.examples:
+                squared = tokens.clamp(min=1) / energy
+                squared = torch.where((squared > 0) & (squared < math.inf), squared, 1.0)
+                for sums in seen.values():
+                    sums.rescale_by(squared)
+                return
+            factor = (float(energy) / max(float(tokens), 1)) ** 0.5
         if 0 < factor < math.inf:
             for sums in seen.values():
                 sums.rescale(1 / factor)
-
-    def _looked_up(self, known: Tensor) -> list[float]:
-        """Numbers of a backward; on a GPU, after the first time, those of the one before, which have arrived."""
-        if self.host_may_sync:
-            return known.tolist()
-        before, self._energy = self._energy, Readback(known)
-        return (before or self._energy).read()
 
     # --- stacks ------------------------------------------------------------------------------------------
 

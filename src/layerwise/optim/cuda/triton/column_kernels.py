@@ -58,9 +58,9 @@ def column_kernel(
 @_jit_varying("parts", "blocks", "K")
 @no_type_check
 def border_kernel(
-    mean, count, weight, skipped, sums, squares, all_finite, alpha, rest_hi, rest_lo, log_hi, log_lo, n, parts, blocks,
-    K, mean_k, mean_row, BORDER: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, COLUMNS: tl.constexpr,
-    GROUPS: tl.constexpr, PARTS: tl.constexpr,
+    mean, count, weight, skipped, sums, squares, all_finite, by, alpha, rest_hi, rest_lo, log_hi, log_lo, n, parts,
+    blocks, K, mean_k, mean_row, BORDER: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr, PARTS: tl.constexpr, HAS_BY: tl.constexpr,
 ):  # fmt: skip
     """Of one mean: whether its layer is taken, its count, the weight of what is new, and the column of the bias.
 
@@ -68,6 +68,8 @@ def border_kernel(
     program counts the layers that are left out; for that every program looks at the squares of all, which are few.
     """
     k = tl.program_id(0).to(tl.int64)
+    if HAS_BY:
+        alpha = alpha * tl.load(by)
     groups = tl.arange(0, GROUPS)
     parts_at = tl.arange(0, PARTS)
     each = parts * blocks

@@ -94,6 +94,7 @@ def gram_update_(
     X: Float[Tensor, "K m n"] | Sequence[Float[Tensor, "m n"]],
     weight: Numbers,
     alpha: int | float = 1.0,
+    by: Tensor | None = None,
     *,
     tiles: Tiles = GRAM_TILES,
     parts: int | None = None,
@@ -114,7 +115,7 @@ def gram_update_(
                 "cast X, or call `.contiguous()`",
             )
         )
-    launch_gram(_whole(P), matrices, weight, alpha, tiles, parts, packed=True)
+    launch_gram(_whole(P), matrices, weight, alpha, tiles, parts, packed=True, by=by)
     return P
 
 

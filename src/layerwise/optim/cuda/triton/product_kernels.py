@@ -79,9 +79,10 @@ def store_update(total, stride, i, j, rows, columns, n, product, weight, PACKED:
 @_jit_varying("rows_each")
 @no_type_check
 def gram_kernel(
-    total, X, weight, alpha, partial, m, n, rows_each,
+    total, X, weight, by, alpha, partial, m, n, rows_each,
     total_k, total_row, X_k, X_row,
-    LISTED: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    LISTED: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr, HAS_BY: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """One tile of alpha·XᵀX: written into the total, or (SPLIT) the part of some rows into `partial`.
 
@@ -111,6 +112,8 @@ def gram_kernel(
             left_at += BLOCK_ROWS * X_row
             right_at += BLOCK_ROWS * X_row
         acc *= alpha
+        if HAS_BY:
+            acc *= tl.load(by)
         if not SPLIT:
             store_update(total + k * total_k, total_row, i, j, left, right, n, acc, w, PACKED)
         else:

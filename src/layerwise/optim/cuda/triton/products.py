@@ -47,6 +47,7 @@ def gram_update_(
     X: Float[Tensor, "*K m n"] | Sequence[Float[Tensor, "m n"]],
     weight: Float32[Tensor, "*K"],
     alpha: int | float = 1.0,
+    by: Tensor | None = None,
     *,
     tiles: Tiles = GRAM_TILES,
     parts: int | None = None,
@@ -65,7 +66,7 @@ def gram_update_(
     if K == 0 or n == 0:
         return total
     _check_gram(total_, matrices)
-    launch_gram(total_, matrices, weight, alpha, tiles, parts)
+    launch_gram(total_, matrices, weight, alpha, tiles, parts, by=by)
     return total
 
 
@@ -87,6 +88,7 @@ def launch_gram(
     tiles: Tiles,
     parts: int | None,
     packed: bool = False,
+    by: Tensor | None = None,
 ) -> None:
     """The kernels of `gram_update_`, for totals ``[K, n, n]`` or `packed` ones."""
     first, weight, K = matrices[0], weight.reshape(-1).contiguous(), len(total)
@@ -101,8 +103,9 @@ def launch_gram(
     strides, listed = total.stride()[:2], filled_up(matrices)
     with on(total.device):
         kernels().gram_kernel[(count, parts, K)](
-            total, listed, weight, float(alpha), partial, m, n, rows_each, *strides, X_k, first.stride(-2),
-            LISTED=len(listed), SPLIT=parts > 1, PACKED=packed, BLOCK=tiles.n, BLOCK_ROWS=tiles.depth,
+            total, listed, weight, by, float(alpha), partial, m, n, rows_each, *strides, X_k, first.stride(-2),
+            LISTED=len(listed), SPLIT=parts > 1, PACKED=packed, HAS_BY=by is not None, BLOCK=tiles.n,
+            BLOCK_ROWS=tiles.depth,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         if parts > 1:
