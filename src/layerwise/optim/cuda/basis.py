@@ -1,7 +1,7 @@
 """`TrackedBasis`: eigenvectors ``U_P ⊗ U_Q`` of a stack's factors that are kept up to date by products.
 
-A basis is begun by orthogonal iteration (`linalg.first_basis`), and takes one sweep (`linalg.jacobi`) at every refresh,
-whatever its factor has become. That is as good as exact eigenvectors where what is divided by is measured in the basis
+A basis is begun by `torch.linalg.eigh`, and takes one sweep (`linalg.jacobi`) at every refresh, whatever its factor has
+become. That is as good as exact eigenvectors where what is divided by is measured in the basis
 as it is: second moments (SOAP, EKFAC), or else ``diag(Uᵀ M U)``. What is not finite keeps the last basis.
 """
 
@@ -10,16 +10,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from layerwise.foundations.errors import NumericalError
+from layerwise.foundations.linalg import settled_eigh
 from layerwise.optim.backend import ALL, Eigenbasis, Factor, Side
 from layerwise.optim.channels import times_inputs
 from layerwise.optim.cuda import factor as factors
 from layerwise.optim.cuda.device_step import largest_of, run, with_along
 from layerwise.optim.cuda.factor import DeviceFactor
 from layerwise.optim.cuda.linalg import orthogonal
-from layerwise.optim.cuda.linalg.first_basis import first_basis
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.jacobi import carried, tracked_basis
 from layerwise.optim.cuda.linalg.jacobi_fp16 import rayleigh_quotients, tracked_half
@@ -29,8 +30,6 @@ from layerwise.optim.cuda.storage import Kept, StoredMatrix, operand_of
 from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.rule import Context, Health
 
-FIRST_SWEEPS = 8
-"""Of a basis that orthogonal iteration has begun."""
 YOUNG_SWEEPS, YOUNG_STEPS = 3, 16
 """At each refresh before that step: a new batch weighs more than its steady share then, and bases turn fast."""
 
@@ -121,24 +120,30 @@ class TrackedSide:
     def refresh_(
         self, key: Any, M: DeviceFactor, groups: slice, context: Context, moments: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """By one sweep, by some while statistics are young; groups that were never refreshed are begun. First and
-        second `moments` in the basis are carried along."""
+        """By one sweep, by some while statistics are young; groups that were never refreshed are begun, by eigh. First
+        and second `moments` in the basis are carried along."""
         fresh = context.memory.get("fresh")
-        new = fresh is None or not all(fresh[groups])
-        sweeps = FIRST_SWEEPS if new else YOUNG_SWEEPS if context.step < YOUNG_STEPS else 1
-        renew = lambda: self._renew(M, groups, sweeps, new, context.health)  # noqa: E731
-        call = lambda: self._with_moments(renew, groups, moments)  # noqa: E731
+        if fresh is None or not all(fresh[groups]):  # nothing that could be captured
+            self._with_moments(lambda: self._begin(M, groups, context.health), groups, moments)
+            return
+        sweeps = YOUNG_SWEEPS if context.step < YOUNG_STEPS else 1
+        call = lambda: self._with_moments(lambda: self._follow(M, groups, sweeps, context.health), groups, moments)  # noqa: E731
         run((key, groups.start, groups.stop, sweeps), call, context, "basis")
 
     def begin_(self, M: DeviceFactor, context: Context) -> None:
         """All groups."""
-        self._renew(M, slice(0, len(self.values)), FIRST_SWEEPS, True, context.health)
+        self._begin(M, slice(0, len(self.values)), context.health)
 
-    def _renew(self, factor: DeviceFactor, groups: slice, sweeps: int, new: bool, health: Health) -> None:
-        if new:
-            U, good = first_basis(factor.dense(groups), self.matrix.products)
-            health.count("fallbacks", (~good).sum())
-            self.matrix.write(groups, U, good)
+    def _begin(self, factor: DeviceFactor, groups: slice, health: Health) -> None:
+        """By eigh, largest last, padding apart; a factor that cannot be decomposed keeps its basis."""
+        M, own = factor.dense(groups), factor.own
+        values, vectors, good = _decomposed(M[:, :own, :own])
+        U, s = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).repeat(len(M), 1, 1), torch.zeros_like(M[:, 0])
+        U[:, :own, :own], s[:, :own] = vectors.to(M.dtype), values.to(M.dtype)
+        health.count("fallbacks", (~good).sum())
+        self._put(groups, U, s.clamp_min(0), good)
+
+    def _follow(self, factor: DeviceFactor, groups: slice, sweeps: int, health: Health) -> None:
         for _ in range(sweeps):
             self._sweep(factor, groups, health)
 
@@ -176,6 +181,17 @@ class TrackedSide:
         turn = U.mT @ old
         V.copy_(carried(V, turn, "left" if left else "right"))
         M.copy_(turn @ M if left else M @ turn.mT)
+
+
+def _decomposed(M: Float[Tensor, "K n n"]) -> tuple[Tensor, Tensor, Bool[Tensor, "K"]]:
+    """Eigenvalues, vectors and which are such; one by one where not all are, so that one does not cost the others."""
+    try:
+        return *settled_eigh(M, name="factor"), torch.ones(len(M), dtype=torch.bool, device=M.device)
+    except NumericalError:
+        if len(M) == 1:
+            return torch.zeros_like(M[:, 0]), torch.zeros_like(M), torch.zeros(1, dtype=torch.bool, device=M.device)
+    values, vectors, good = zip(*(_decomposed(one) for one in M.split(1)), strict=True)
+    return torch.cat(values), torch.cat(vectors), torch.cat(good)
 
 
 @dataclass

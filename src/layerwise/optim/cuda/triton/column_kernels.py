@@ -59,8 +59,9 @@ def column_kernel(
 @no_type_check
 def border_kernel(
     mean, count, weight, skipped, sums, squares, all_finite, by, alpha, rest_hi, rest_lo, log_hi, log_lo, n, parts,
-    blocks, K, mean_k, mean_row, BORDER: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, COLUMNS: tl.constexpr,
-    GROUPS: tl.constexpr, PARTS: tl.constexpr, HAS_BY: tl.constexpr,
+    blocks, K, mean_k, mean_row,
+    BORDER: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr,
+    PARTS: tl.constexpr, HAS_BY: tl.constexpr,
 ):  # fmt: skip
     """Of one mean: whether its layer is taken, its count, the weight of what is new, and the column of the bias.
 
