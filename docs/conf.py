@@ -44,7 +44,6 @@ highlight_language = "text"
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # signatures show them; a second list of types would say the same
-autodoc_preserve_defaults = True
 autodoc_default_options = {"members": True, "show-inheritance": False}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
