@@ -15,6 +15,7 @@ from sphinx.application import Sphinx
 DOCS = Path(__file__).parents[1]
 ROOT = DOCS.parent
 EXAMPLES = ROOT / "examples" / "gallery"
+CODE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 PAGES = {
     ROOT / "README.md": DOCS / "index.md",
@@ -39,7 +40,8 @@ def on_site(text: str, folder: Path, written_for: Path) -> str:
             return f"[{words}]({Path(os.path.relpath(path, folder)).as_posix()}{anchor})"
         return words
 
-    return LINK.sub(rewritten, text)
+    parts = CODE.split(text)  # what is between fences is left as it is
+    return "".join(part if k % 2 else LINK.sub(rewritten, part) for k, part in enumerate(parts))
 
 
 def read(app: Sphinx, name: str, source: list[str]) -> None:
