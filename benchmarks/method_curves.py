@@ -3,9 +3,10 @@
     LAYERWISE_DATA=… python benchmarks/method_curves.py            # some twenty minutes on one core; resumes
     python benchmarks/method_curves.py --draw                      # figures again, from docs/methods/curves.json
 
-The tasks are `autoencoder` and `gpt` of `defaults.py`, at sizes for a CPU. Members of AdamW's size run at AdamW's best of
-3e-4, 1e-3 and 3e-3, which is 3e-3 on both, with its weight decay and nothing else set. The others have a rate of their
-own: the best of `GRIDS` by the loss at the end, first seed. Curves of the auto-encoder are medians over three seeds, those of the GPT are of one.
+The tasks are `autoencoder` and `gpt` of `defaults.py`, at sizes for a CPU. Members of AdamW's size run at AdamW's
+best of 3e-4, 1e-3 and 3e-3, which is 3e-3 on both, with its weight decay and nothing else set. The others have a rate
+of their own: the best of `GRIDS` by the loss at the end, first seed. Curves of the auto-encoder are medians over
+three seeds, those of the GPT are of one.
 """
 
 import argparse
@@ -30,7 +31,7 @@ RATE, WEIGHT_DECAY, POINTS = 3e-3, 0.01, 15
 GRIDS: dict[str, tuple[float, ...]] = {
     "SGD": (1e-4, 1e-3, 1e-2, 1e-1),
     "Sign": (1e-4, 3e-4, 1e-3, 3e-3),
-    "LocoProp": (0.1, 1.0, 10.0, 100.0),
+    "LocoProp": (1e-3, 1e-2, 0.1, 1.0),
     "NGD": (0.03, 0.1, 0.3, 1.0),
 }
 OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "NGD": {"estimator": "empirical"}}
@@ -129,7 +130,9 @@ def draw(found: dict[str, Any], shown: str) -> Figure:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, help="a file that images and text are kept in, or read from")
-    parser.add_argument("--runs", type=Path, default=Path("method_curves.json"), help="what has been run, to go on from")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("method_curves.json"), help="what has been run, to go on from"
+    )
     parser.add_argument("--draw", action="store_true", help="draw the curves that are stored, run nothing")
     args = parser.parse_args()
     stored = DOCS / "methods" / "curves.json"

@@ -43,8 +43,8 @@ def _outside(text: str) -> str:
 def process(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Before napoleon reads it.
 
-    Of an attribute napoleon takes what stands before the first colon for a type, unless a line comes first: here an escaped
-    space, which shows as nothing.
+    Of an attribute napoleon takes what stands before the first colon for a type, unless a line comes first: here an
+    escaped space, which shows as nothing.
     """
     lines[:] = (["\\ "] if what in ("attribute", "property") else []) + escaped(lines)
 

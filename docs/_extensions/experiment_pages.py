@@ -91,8 +91,8 @@ def index(known: dict[str, Experiment]) -> str:
     if RUNS.is_dir():
         names = ", ".join(sorted(path.name for path in RUNS.iterdir() if path.is_dir()))
         parts.append(
-            f'<a href="../report/index.html">The report</a> is what `layerwise report` makes of records: figures, claims '
-            f"with their verdicts, how to make them again. The build of this site has run {names} for it."
+            f'<a href="../report/index.html">The report</a> is what `layerwise report` makes of records: figures, '
+            f"claims with their verdicts, how to make them again. The build of this site has run {names} for it."
         )
     for paper, inside in sorted(papers.items()):
         parts.append(f"## {written(paper)}")

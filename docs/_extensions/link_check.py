@@ -1,4 +1,4 @@
-"""After the build: every link inside the site leads to a file, and to a place on it, or is a warning (hence an error)."""
+"""After the build: a link inside the site that leads to no file, or to no place on it, is a warning, hence an error."""
 
 from html.parser import HTMLParser
 from pathlib import Path

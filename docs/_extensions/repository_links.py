@@ -1,8 +1,8 @@
 """Links that are right in the repository, made right on the site.
 
-Documents link to one another by path, so that they can be read where they lie. Three of them are pages of the site under
-another name, folders are their index, examples of the gallery are pages that the build makes, and source files are no
-pages at all: there the link becomes its text.
+Documents link to one another by path, so that they can be read where they lie. Three of them are pages of the site
+under another name, folders are their index, examples of the gallery are pages that the build makes, and source files
+are no pages at all: there the link becomes its text.
 """
 
 import os

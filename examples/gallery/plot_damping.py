@@ -2,8 +2,8 @@
 How damping bends a step
 ========================
 
-``(F + λI)⁻¹ ∇L`` is the natural gradient for small λ, and the gradient for large λ. K-FAC is near it in between, and how
-near depends on where λ is added: to the product of the factors, or to each of them.
+``(F + λI)⁻¹ ∇L`` is the natural gradient for small λ, and the gradient for large λ. K-FAC is near it in between, and
+how near depends on where λ is added: to the product of the factors, or to each of them.
 """
 
 import matplotlib.pyplot as plt

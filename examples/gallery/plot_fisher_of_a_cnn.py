@@ -30,8 +30,9 @@ structures = ("dense", "block", "ekfac", "kfac", "diag")
 F = {structure: lw.fisher(model, batch, structure=structure, estimator="exact") for structure in structures}
 
 # %%
-# The block of the second convolution, 8 output channels by 4 × 3 × 3 inputs and a bias. K-FAC takes positions of the image
-# as independent examples, and does not keep the trace; EKFAC, in the same basis, does. Colours are of the square root.
+# The block of the second convolution, 8 output channels by 4 × 3 × 3 inputs and a bias. K-FAC takes positions of the
+# image as independent examples, and does not keep the trace; EKFAC, in the same basis, does. Colours are of the
+# square root.
 
 figure, axes = plt.subplots(1, 4, figsize=(10, 3), layout="constrained")
 for axis, structure in zip(axes, ("block", "ekfac", "kfac", "diag"), strict=True):
@@ -41,7 +42,8 @@ for axis, structure in zip(axes, ("block", "ekfac", "kfac", "diag"), strict=True
 plt.show()
 
 # %%
-# *cos Fv*: the cosine of ``M v`` and ``F v``. *solve*: the cosine of v and ``(M + λI)⁻¹ (F + λI) v``. Means over random v.
+# *cos Fv*: the cosine of ``M v`` and ``F v``. *solve*: the cosine of v and ``(M + λI)⁻¹ (F + λI) v``. Means over
+# random v.
 
 damping = 1e-3
 vectors = [lw.ParamVector.randn(model, generator=seed) for seed in range(10)]

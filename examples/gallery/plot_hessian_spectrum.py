@@ -2,8 +2,8 @@
 The spectrum of the Hessian
 ===========================
 
-At initialisation and after training. With C classes about C − 1 eigenvalues stand out (and more of them when the network
-is trained), the rest crowd near zero; the Gauss–Newton matrix has the large ones too, and no negative ones.
+At initialisation and after training. With C classes about C − 1 eigenvalues stand out (and more of them when the
+network is trained), the rest crowd near zero; the Gauss–Newton matrix has the large ones too, and no negative ones.
 """
 
 import matplotlib.pyplot as plt
@@ -22,8 +22,8 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 20), nn.Tanh(), nn.Linear(20, 5))
 
 # %%
-# ``lw.hessian`` is implicit unless told otherwise: products go over the data, and leading eigenvalues come from Lanczos.
-# This network has 1,405 parameters, so that all eigenvalues can be had.
+# ``lw.hessian`` is implicit unless told otherwise: products go over the data, and leading eigenvalues come from
+# Lanczos. This network has 1,405 parameters, so that all eigenvalues can be had.
 
 
 def spectra():

@@ -2,9 +2,9 @@
 A Hugging Face model
 ====================
 
-Models of ``transformers`` need no change. A small GPT-2, made from a configuration (nothing is downloaded), learns Python
-source by characters: AdamW, and K-FAC in its place. GPT-2's ``Conv1D`` is no layer type of torch, but enters a matrix
-product, so that K-FAC treats it as a layer all the same.
+Models of ``transformers`` need no change. A small GPT-2, made from a configuration (nothing is downloaded), learns
+Python source by characters: AdamW, and K-FAC in its place. GPT-2's ``Conv1D`` is no layer type of torch, but enters a
+matrix product, so that K-FAC treats it as a layer all the same.
 """
 
 import inspect
@@ -20,8 +20,16 @@ text = inspect.getsource(torch.nn.functional)[:200_000]
 letters = sorted(set(text))
 data = torch.tensor([letters.index(letter) for letter in text])
 config = transformers.GPT2Config(
-    vocab_size=len(letters), n_positions=32, n_embd=48, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-    bos_token_id=None, eos_token_id=None,
+    vocab_size=len(letters),
+    n_positions=32,
+    n_embd=48,
+    n_layer=2,
+    n_head=4,
+    resid_pdrop=0,
+    embd_pdrop=0,
+    attn_pdrop=0,
+    bos_token_id=None,
+    eos_token_id=None,
 )
 
 

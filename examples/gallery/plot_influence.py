@@ -53,8 +53,14 @@ axes.legend(frameon=False)
 plt.show()
 
 # %%
-# Influence of one example on another is the same product of two different gradients; a single test example is one solve.
+# Influence of one example on another is the same product of two different gradients; a single test example is one
+# solve.
 
 test = gradients[:, :1]
 effect = (gradients.T @ fisher.solve(test, damping=1e-3)).squeeze(1)
-print("helps example 0 most:", effect.argsort(descending=True)[:5].tolist(), "labels", labels[effect.argsort()[-5:]].tolist())
+print(
+    "helps example 0 most:",
+    effect.argsort(descending=True)[:5].tolist(),
+    "labels",
+    labels[effect.argsort()[-5:]].tolist(),
+)

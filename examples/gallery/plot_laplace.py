@@ -35,8 +35,8 @@ fisher = lw.fisher(model, (x, y), structure="dense", likelihood="gaussian", vari
 draws = fisher.sample(200, damping=prior / N, generator=0)
 
 # %%
-# Linearised outputs: the Jacobian of the model at new points, times each draw. (Adding draws to the parameters themselves
-# is the other way; for a network this small the two differ where the posterior is wide.)
+# Linearised outputs: the Jacobian of the model at new points, times each draw. (Adding draws to the parameters
+# themselves is the other way; for a network this small the two differ where the posterior is wide.)
 
 new = torch.linspace(-6, 6, 200).unsqueeze(1)
 J = lw.jacobian(model, new)
@@ -46,7 +46,9 @@ spread = torch.stack([(J @ draw).squeeze(1) for draw in draws]).div(N**0.5).std(
 
 figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
 for width, shade in ((2, 0.15), (1, 0.25)):
-    axes.fill_between(new.squeeze(1), mean - width * spread, mean + width * spread, color="C0", alpha=shade, linewidth=0)
+    axes.fill_between(
+        new.squeeze(1), mean - width * spread, mean + width * spread, color="C0", alpha=shade, linewidth=0
+    )
 axes.plot(new, mean, color="C0")
 axes.plot(x, y, "k.", markersize=4)
 axes.set(xlabel="x", ylabel="y", ylim=(-4, 4), title="mean, and one and two standard deviations of the function")

@@ -6,6 +6,8 @@ One line of a training loop is exchanged, the rate stays. A network learns to re
 ``torch.optim.AdamW`` and with six members of ``lw.optim`` at the *same* rate and weight decay.
 """
 
+from functools import partial
+
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
@@ -22,10 +24,10 @@ x = x.flatten(1)
 # look at what layers see.
 
 
-def losses(make, steps=150, rate=3e-3):
+def losses(make, steps=150):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    opt = make(model, rate)
+    opt = make(model)
     found = []
     for step in range(steps):
         batch = torch.randint(len(x), (64,), generator=torch.Generator().manual_seed(step))
@@ -38,9 +40,10 @@ def losses(make, steps=150, rate=3e-3):
     return found
 
 
-curves = {"AdamW": losses(lambda model, lr: torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01))}
-for name in ("KFAC", "EKFAC", "FOOF", "Shampoo", "SOAP", "Muon"):
-    curves[name] = losses(lambda model, lr, kind=getattr(lw.optim, name): kind(model, lr=lr, weight_decay=0.01))
+options = {"lr": 3e-3, "weight_decay": 0.01}
+curves = {"AdamW": losses(lambda model: torch.optim.AdamW(model.parameters(), **options))}
+for kind in (lw.optim.KFAC, lw.optim.EKFAC, lw.optim.FOOF, lw.optim.Shampoo, lw.optim.SOAP, lw.optim.Muon):
+    curves[kind.__name__] = losses(partial(kind, **options))
 
 # %%
 # The loss of all training images, on a logarithmic scale.
@@ -53,7 +56,8 @@ axes.legend(frameon=False, ncols=2)
 plt.show()
 
 # %%
-# One seed, one small network: the table over eight tasks is in :doc:`decision 20 </decisions/0020-updates-of-adamws-size>`,
-# and each member has a :doc:`card </methods/index>`. ``print(opt)`` says what every parameter gets, and why:
+# One seed, one small network: the table over eight tasks is in :doc:`decision 20
+# </decisions/0020-updates-of-adamws-size>`, and each member has a :doc:`card </methods/index>`. ``print(opt)`` says
+# what every parameter gets, and why:
 
 print(lw.optim.KFAC(nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 10)), lr=3e-3))

@@ -2,9 +2,9 @@
 A layer of your own
 ===================
 
-A layer that the library does not know is not refused: its parameters get their exact block or diagonal, and AdamW's step
-from K-FAC. A *rule* of four methods says what its inputs and output gradients are, and curvature, optimizers and kernels
-treat it as a layer from then on.
+A layer that the library does not know is not refused: its parameters get their exact block or diagonal, and AdamW's
+step from K-FAC. A *rule* of four methods says what its inputs and output gradients are, and curvature, optimizers and
+kernels treat it as a layer from then on.
 """
 
 import warnings
@@ -60,7 +60,8 @@ print(without_rule)
 @lw.layer_rule(Quadratic)
 class QuadraticRule(lw.LayerRule[Quadratic]):
     def forms(self, module, parts):
-        return {"": Form(1, *module.weight.shape, parts["weight"], parts["bias"])}
+        weight = parts.get("weight")  # not there if it is frozen
+        return {"": Form(1, len(module.bias), module.weight.shape[1] if weight else 0, weight, parts.get("bias"))}
 
     def lead(self, module, site, x):
         return x.ndim - 1  # axes before the layer's own

@@ -3,8 +3,8 @@ An optimizer of your own
 ========================
 
 A member is mathematics: what is kept of a stack of layers ``[K, O, I]``, and a direction made of it. Momentum, decay,
-AdamW's size, schedules, checkpoints, mixed precision and the fallback are the engine's. This rule normalises the gradient
-of every neuron, a row of the weight, by a running mean of its square.
+AdamW's size, schedules, checkpoints, mixed precision and the fallback are the engine's. This rule normalises the
+gradient of every neuron, a row of the weight, by a running mean of its square.
 """
 
 import matplotlib.pyplot as plt
@@ -23,7 +23,10 @@ class PerNeuron(lw.optim.UpdateRule):
     formula = "∇L / √v, v a row's mean square"
 
     def init(self, shape, backend):
-        return {"v": torch.zeros(shape.groups, shape.outputs, 1), "steps": torch.zeros(())}
+        return {
+            "v": torch.zeros(shape.groups, shape.outputs, 1),
+            "steps": torch.zeros(shape.groups, 1, 1),
+        }  # by group, which is how it is saved
 
     def direction(self, state, grad, context):
         state["steps"] += 1

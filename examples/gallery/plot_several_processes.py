@@ -21,7 +21,7 @@ import matplotlib.pyplot as plt
 # The script that every process runs; on a cluster ``torchrun`` starts it. Two lines are about processes: the group, and
 # the wrapped model.
 
-SCRIPT = '''
+SCRIPT = """
 import json, os, sys
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ for step in range(40):
 if rank == 0:
     print(json.dumps(losses))
 dist.destroy_process_group()
-'''
+"""
 
 
 def run(processes):

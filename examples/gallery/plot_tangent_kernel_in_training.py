@@ -57,5 +57,5 @@ right.legend(frameon=False)
 plt.show()
 
 # %%
-# :doc:`Lazy or learning? </guides/lazy_or_learning>` has what follows from it: noisy labels, spurious features, the order
-# in which examples are learned.
+# :doc:`Lazy or learning? </guides/lazy_or_learning>` has what follows from it: noisy labels, spurious features, the
+# order in which examples are learned.

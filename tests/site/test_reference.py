@@ -84,7 +84,9 @@ def test_every_public_name_has_an_example(package):
         assert ">>>" in (found(dotted).__doc__ or "") or re.search(rf"\b{name}\b", code), dotted
 
 
-@pytest.mark.parametrize("path", [p for p in PAGES if "```python" in p.read_text(encoding="utf-8")], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", [p for p in PAGES if "```python" in p.read_text(encoding="utf-8")], ids=lambda p: p.stem
+)
 def test_examples_of_pages_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text, names = path.read_text(encoding="utf-8"), {"__name__": path.stem}
