@@ -25,6 +25,7 @@ extensions = [
     "mathml",
     "docstring_text",
     "experiment_pages",
+    "flowchart",
     "repository_links",
     "link_check",
 ]

@@ -9,7 +9,6 @@ import os
 import re
 from pathlib import Path
 
-from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
 
 DOCS = Path(__file__).parents[1]
@@ -59,5 +58,4 @@ def read(app: Sphinx, name: str, source: list[str]) -> None:
 def setup(app: Sphinx) -> dict[str, bool]:
     """Listen."""
     app.connect("source-read", read)
-    app.add_lexer("mermaid", TextLexer)  # GitHub draws it; here it is read
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -74,4 +74,4 @@ plt.show()
 
 # %%
 # A rule with factors asks the backend for them, so that it runs fast on a GPU too: the
-# :ref:`map of the code <architecture:an optimizer>` has one.
+# :doc:`map of the code </architecture>` has one.
