@@ -32,18 +32,21 @@ GRIDS: dict[str, tuple[float, ...]] = {
     "LocoProp": (1e-3, 1e-2, 1e-1),
     "NGD": (0.03, 0.1, 0.3),
 }
-OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "NGD": {"estimator": "empirical", "clip": None}}
+OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "NGD": {"clip": None}}
+LIKELIHOODS = {"autoencoder": "bernoulli", "digits": "categorical"}
+"""For NGD: with labels of the data no step lowers the loss by more than η, whatever the loss's unit."""
 MEMBERS = ("AdamW", "Adam", *ADAMW_SIZE, *GRIDS)
 DOCS = Path(__file__).parent.parent / "docs"
 Curve = list[tuple[int, float]]
 
 
-def optimizer(member: str, model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
+def optimizer(task: str, member: str, model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
     """Torch's AdamW, or a member as its card has it."""
     if member == "AdamW":
         return torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)
     decay = {"weight_decay": WEIGHT_DECAY} if member in (*ADAMW_SIZE, "Adam") else {}
-    return getattr(lw.optim, member)(model, lr=rate, **decay, **OPTIONS.get(member, {}))
+    likelihood = {"likelihood": LIKELIHOODS[task]} if member == "NGD" else {}
+    return getattr(lw.optim, member)(model, lr=rate, **decay, **likelihood, **OPTIONS.get(member, {}))
 
 
 def train(name: str, member: str, rate: float, seed: int, keep: Path | None) -> Curve:
@@ -52,7 +55,7 @@ def train(name: str, member: str, rate: float, seed: int, keep: Path | None) -> 
     torch.manual_seed(seed)
     model = task.model()
     curve = [(0, task.final(model))]
-    opt = optimizer(member, model, rate)
+    opt = optimizer(name, member, model, rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(opt, task.rate)
     generator = torch.Generator().manual_seed(1000 + seed)
     for step in range(1, task.steps + 1):
