@@ -82,6 +82,7 @@ sphinx_gallery_conf = {
 html_theme = "furo"
 html_title = f"layerwise {version}"
 html_static_path = ["_static"]
+html_favicon = "_static/favicon.svg"
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False

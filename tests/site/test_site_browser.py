@@ -54,6 +54,7 @@ PALE = """() => {
 
 def link_check():
     """The module of the build, as a module of its own."""
+    pytest.importorskip("sphinx", reason="type: make docs")
     spec = importlib.util.spec_from_file_location("link_check", EXTENSIONS / "link_check.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
