@@ -17,6 +17,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import torch
 from defaults_tasks import Data, make
 from matplotlib.figure import Figure
@@ -29,12 +30,16 @@ RATE, WEIGHT_DECAY, POINTS = 3e-3, 0.01, 15
 GRIDS: dict[str, tuple[float, ...]] = {
     "SGD": (1e-4, 1e-3, 1e-2, 1e-1),
     "Sign": (3e-4, 1e-3, 3e-3),
-    "LocoProp": (1e-3, 1e-2, 1e-1),
+    "LocoProp": (1e-3, 1e-2, 1e-1, 1.0),
     "NGD": (0.03, 0.1, 0.3),
 }
-OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "NGD": {"clip": None}}
-LIKELIHOODS = {"autoencoder": "bernoulli", "digits": "categorical"}
-"""For NGD: with labels of the data no step lowers the loss by more than η, whatever the loss's unit."""
+OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}}
+NGD: dict[str, dict[str, Any]] = {
+    "autoencoder": {"likelihood": "bernoulli", "clip": None},
+    "digits": {"likelihood": "categorical"},
+}
+"""Drawn labels, since with those of the data no step lowers the loss by more than η, whatever the loss's unit; and no
+clip where that unit is hundreds."""
 MEMBERS = ("AdamW", "Adam", *ADAMW_SIZE, *GRIDS)
 DOCS = Path(__file__).parent.parent / "docs"
 Curve = list[tuple[int, float]]
@@ -45,8 +50,8 @@ def optimizer(task: str, member: str, model: torch.nn.Module, rate: float) -> to
     if member == "AdamW":
         return torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=WEIGHT_DECAY)
     decay = {"weight_decay": WEIGHT_DECAY} if member in (*ADAMW_SIZE, "Adam") else {}
-    likelihood = {"likelihood": LIKELIHOODS[task]} if member == "NGD" else {}
-    return getattr(lw.optim, member)(model, lr=rate, **decay, **likelihood, **OPTIONS.get(member, {}))
+    own = NGD[task] if member == "NGD" else OPTIONS.get(member, {})
+    return getattr(lw.optim, member)(model, lr=rate, **decay, **own)
 
 
 def train(name: str, member: str, rate: float, seed: int, keep: Path | None) -> Curve:
@@ -153,6 +158,10 @@ def main() -> int:
     found = json.loads(stored.read_text(encoding="utf-8"))
     folder = DOCS / "figures" / "methods"
     folder.mkdir(parents=True, exist_ok=True)
+    matplotlib.rcParams |= {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "method_curves",
+    }  # text as text; the same bytes again
     for member in (m for m in MEMBERS if m != "AdamW"):
         draw(found, member).savefig(folder / f"{member}.svg", metadata={"Date": None})
     ends = {task: {m: one["curve"][-1][1] for m, one in members.items()} for task, members in found.items()}
