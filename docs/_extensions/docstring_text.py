@@ -5,9 +5,10 @@ as they are.
 """
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sphinx.application import Sphinx
+if TYPE_CHECKING:  # the tests use this module where Sphinx is not installed
+    from sphinx.application import Sphinx
 
 LITERAL = re.compile(r"(``.*?``|`[^`]*`)", re.DOTALL)
 MARKUP = re.compile(r"[|*_\\]")
@@ -40,7 +41,7 @@ def _outside(text: str) -> str:
     return MARKUP.sub(lambda found: "\\" + found.group(0), text)
 
 
-def process(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+def process(app: "Sphinx", what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Before napoleon reads it.
 
     Of an attribute napoleon takes what stands before the first colon for a type, unless a line comes first: here an
@@ -49,7 +50,7 @@ def process(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: li
     lines[:] = (["\\ "] if what in ("attribute", "property") else []) + escaped(lines)
 
 
-def setup(app: Sphinx) -> dict[str, bool]:
+def setup(app: "Sphinx") -> dict[str, bool]:
     """Listen, before napoleon does."""
     app.connect("autodoc-process-docstring", process, priority=100)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

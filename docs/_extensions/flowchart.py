@@ -9,10 +9,11 @@ import textwrap
 from collections import defaultdict
 from dataclasses import dataclass, field
 from html import escape
+from typing import TYPE_CHECKING
 
-from docutils import nodes
-from pygments.lexers.special import TextLexer
-from sphinx.application import Sphinx
+if TYPE_CHECKING:  # the tests use this module where Sphinx is not installed
+    from docutils import nodes
+    from sphinx.application import Sphinx
 
 NODE = r'(\w+)(?:\["([^"]*)"\])?'
 EDGE = re.compile(rf"^{NODE}\s*(-->|-\.->)\s*(?:\|[^|]*\|\s*)?{NODE}$")
@@ -131,8 +132,10 @@ def _arrow(start: tuple[float, ...], end: tuple[float, ...], solid: bool) -> str
     )
 
 
-def draw(app: Sphinx, doctree: nodes.document) -> None:
+def draw(app: "Sphinx", doctree: "nodes.document") -> None:
     """In place of the source, the chart and those inside it."""
+    from docutils import nodes
+
     for block in list(doctree.findall(nodes.literal_block)):
         if block.get("language") == "mermaid":
             chart = parse(block.astext())
@@ -142,8 +145,10 @@ def draw(app: Sphinx, doctree: nodes.document) -> None:
             block.replace_self(nodes.raw("", f'<div class="flowcharts">{"".join(pictures)}</div>', format="html"))
 
 
-def setup(app: Sphinx) -> dict[str, bool]:
+def setup(app: "Sphinx") -> dict[str, bool]:
     """Listen."""
+    from pygments.lexers.special import TextLexer
+
     app.add_lexer("mermaid", TextLexer)
     app.connect("doctree-read", draw)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -2,12 +2,11 @@
 
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
-from sphinx.application import Sphinx
-from sphinx.util import logging
-
-LOGGER = logging.getLogger(__name__)
+if TYPE_CHECKING:  # the tests use this module where Sphinx is not installed
+    from sphinx.application import Sphinx
 
 
 class Page(HTMLParser):
@@ -47,14 +46,17 @@ def broken_links(site: Path) -> list[str]:
     return found
 
 
-def check(app: Sphinx, error: Exception | None) -> None:
+def check(app: "Sphinx", error: Exception | None) -> None:
     """Say what is broken."""
+    from sphinx.util import logging
+
+    logger = logging.getLogger(__name__)
     if error is None and app.builder.format == "html":
         for one in broken_links(Path(app.outdir).resolve()):
-            LOGGER.warning("a link that leads nowhere: %s", one)
+            logger.warning("a link that leads nowhere: %s", one)
 
 
-def setup(app: Sphinx) -> dict[str, bool]:
+def setup(app: "Sphinx") -> dict[str, bool]:
     """Listen; late, when everything is written."""
     app.connect("build-finished", check, priority=900)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

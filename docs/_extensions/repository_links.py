@@ -8,8 +8,10 @@ are no pages at all: there the link becomes its text.
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sphinx.application import Sphinx
+if TYPE_CHECKING:  # the tests use this module where Sphinx is not installed
+    from sphinx.application import Sphinx
 
 DOCS = Path(__file__).parents[1]
 ROOT = DOCS.parent
@@ -43,7 +45,7 @@ def on_site(text: str, folder: Path, written_for: Path) -> str:
     return "".join(part if k % 2 else LINK.sub(rewritten, part) for k, part in enumerate(parts))
 
 
-def read(app: Sphinx, name: str, source: list[str]) -> None:
+def read(app: "Sphinx", name: str, source: list[str]) -> None:
     """Before a page is parsed: documents of the root are taken in whole, and links put right."""
     page = DOCS / f"{name}.md"
     outside = {place: document for document, place in PAGES.items() if document.suffix == ".md"}
@@ -55,7 +57,7 @@ def read(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] = on_site(source[0], page.parent, page.parent)
 
 
-def setup(app: Sphinx) -> dict[str, bool]:
+def setup(app: "Sphinx") -> dict[str, bool]:
     """Listen."""
     app.connect("source-read", read)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,6 +1,7 @@
 """The built site, served as it would be, and a browser to look with."""
 
 import functools
+import sys
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -9,7 +10,9 @@ import pytest
 
 from chromium import chromium
 
-SITE = Path(__file__).parents[2] / "docs" / "_build" / "html"
+DOCS = Path(__file__).parents[2] / "docs"
+SITE = DOCS / "_build" / "html"
+sys.path.append(str(DOCS / "_extensions"))  # tests import what the build uses
 
 
 class Quiet(SimpleHTTPRequestHandler):

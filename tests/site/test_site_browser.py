@@ -1,16 +1,13 @@
 """The built site in a real Chromium: a silent console, nothing asked of others, a search that finds, no dead links."""
 
-import importlib.util
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
+from link_check import broken_links
 
 from layerwise.experiments import catalog
 
 pytestmark = pytest.mark.slow
-EXTENSIONS = Path(__file__).parents[2] / "docs" / "_extensions"
 PAGES = [
     "index.html",
     "choose.html",
@@ -50,16 +47,6 @@ PALE = """() => {
   }
   return found;
 }"""
-
-
-def link_check():
-    """The module of the build, as a module of its own."""
-    pytest.importorskip("sphinx", reason="type: make docs")
-    spec = importlib.util.spec_from_file_location("link_check", EXTENSIONS / "link_check.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @contextmanager
@@ -134,13 +121,7 @@ def test_the_search_finds(browser, address, words, expected):
 
 
 def test_no_link_inside_the_site_is_broken(built):
-    assert link_check().broken_links(built.resolve()) == []
-
-
-def test_the_check_of_links_sees_what_is_broken(tmp_path):
-    (tmp_path / "a.html").write_text('<a href="b.html#there">1</a><a href="b.html#no">2</a><a href="c.html">3</a>')
-    (tmp_path / "b.html").write_text('<p id="there"></p><a href="a.html">4</a><img src="none.png">')
-    assert link_check().broken_links(tmp_path) == ["a.html: b.html#no", "a.html: c.html", "b.html: none.png"]
+    assert broken_links(built.resolve()) == []
 
 
 def test_every_experiment_and_every_example_has_a_page(built):
