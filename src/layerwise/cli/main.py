@@ -16,6 +16,7 @@ COMMANDS = {
     "run": ("layerwise.cli.run", "run"),
     "report": ("layerwise.cli.report", "report"),
     "check": ("layerwise.cli.check", "check"),
+    "completion": ("layerwise.cli.completion", "completion"),
 }
 """Where each command is: imported when it is called, so that `--version` and `--help` answer at once."""
 
@@ -29,6 +30,7 @@ commands:
   run       run an experiment, or go on where it stopped
   report    an HTML page for every experiment: figures, claims, how to reproduce
   check     judge every claim of every recorded run
+  completion   a script for your shell that completes all of this (bash, zsh, fish)
 
 examples:
   layerwise list
