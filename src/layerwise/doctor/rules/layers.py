@@ -1,0 +1,149 @@
+"""Single layers: which are trained, and how far gradient descent gets in each."""
+
+import math
+from collections.abc import Iterator
+
+from layerwise.doctor.findings import Finding
+from layerwise.doctor.measurements import Layer, Measurements, Side
+
+OUT_OF_REACH = 0.5
+"""Part of a layer's predicted decrease that gradient descent does not reach, from which it is said."""
+CONDITION = 1e4
+NOISE = 20.0
+"""Gradient noise scale over the examples seen, from which a batch of them is noise."""
+KRONECKER = 1.0
+
+
+def frozen(measured: Measurements) -> Iterator[Finding]:
+    """Parameters without `requires_grad`."""
+    layers = [layer for layer in measured.layers if not layer.trained]
+    if not measured.frozen:
+        return
+    reach = sum(layer.reach for layer in layers)
+    share = sum(layer.numel for layer in layers) / max(measured.parameters, 1)
+    yield Finding(
+        "frozen",
+        "severe",
+        reach,
+        f"{_list(layer.name for layer in layers) or _list(measured.frozen)} {'is' if len(layers) == 1 else 'are'} frozen: {100 * share:.2g} % of the parameters.",
+        f"`requires_grad` is False. Measured as if trained, these layers' own steps predict a decrease of {reach:.2g}.",
+        "Call `requires_grad_(True)` on them, unless that is meant.",
+        tuple(layer.name for layer in layers),
+        ("not-finite",),
+    )
+
+
+def unused(measured: Measurements) -> Iterator[Finding]:
+    """Parameters that no gradient reaches."""
+    blocked = [layer for layer in measured.layers if set(layer.parameters) & set(measured.unused) and layer.numel > 1]
+    blocked = [layer for layer in blocked if layer.trained]
+    if not blocked or measured.broken:
+        return
+    share = sum(layer.numel for layer in blocked) / max(measured.parameters, 1)
+    whole = share > 0.02
+    yield Finding(
+        "unused",
+        "severe" if whole else "moderate",
+        min(share / max(1 - share, 1e-3) * measured.best_step(), max(measured.loss, 0.0)),
+        f"No gradient reaches {_list(layer.name for layer in blocked)}: {100 * share:.2g} % of the parameters.",
+        f"Their gradient is zero on all {measured.examples} examples.",
+        "Look for a `detach()`, a `no_grad()` or a branch that is never taken; a gate or weight of zero has the same effect.",
+        tuple(layer.name for layer in blocked),
+        ("dead-units", "not-finite", "identical-units", "constant-features", "vanishing-gradients", "vanishing-activations"),
+    )
+
+
+def anisotropy(measured: Measurements) -> Iterator[Finding]:
+    """Layers in which gradient descent does not reach most of the predicted decrease."""
+    total = sum(layer.reach for layer in measured.layers) or 1.0
+    for layer in measured.layers:
+        if layer.inputs is None or layer.outgrads is None or layer.out_of_reach is None:
+            continue
+        if layer.out_of_reach < OUT_OF_REACH or layer.reach < 0.02 * total:
+            continue
+        inputs = layer.inputs.condition >= layer.outgrads.condition
+        side = layer.inputs if inputs else layer.outgrads
+        if side.condition < CONDITION:
+            continue
+        what = "Inputs" if inputs else "Output gradients"
+        cure = "FOOF and K-FAC" if inputs else "K-FAC and Shampoo"
+        yield Finding(
+            "anisotropic-inputs" if inputs else "anisotropic-gradients",
+            "moderate" if layer.out_of_reach >= 0.8 else "note",
+            layer.reach * layer.out_of_reach,
+            f"{what} of `{layer.name}` have condition {side.condition:.1g}: SGD needs about that many steps along the flat directions; {cure} would not.",
+            f"{_ranks(side)} {100 * layer.out_of_reach:.2g} % of the layer's predicted decrease, {layer.reach:.2g}, lies in directions that 1000 steps of gradient descent do not reach.",
+            f"Precondition this layer ({cure}), or normalise its inputs." if inputs else f"Precondition this layer ({cure}).",
+            (layer.name,),
+            (
+                "input-scale",
+                "input-offset",
+                "constant-features",
+                "exploding-activations",
+                "vanishing-activations",
+                "dead-units",
+                "saturated-units",
+                "identical-units",
+                "constant-representation",
+            ),
+        )
+
+
+def gradient_noise(measured: Measurements) -> Iterator[Finding]:
+    """Gradients that are mostly noise."""
+    noisy = [layer for layer in measured.layers if layer.noise_scale > NOISE * max(measured.examples, 1) and layer.trained]
+    if len(noisy) <= len(measured.layers) / 2:
+        return
+    finite = sorted(layer.noise_scale for layer in noisy if math.isfinite(layer.noise_scale))
+    scale = finite[len(finite) // 2] if finite else math.inf
+    yield Finding(
+        "gradient-noise",
+        "note",
+        0.0,
+        f"Gradients of {len(noisy)} of {len(measured.layers)} layers are noise: the noise scale is {scale:.1g} examples.",
+        f"Seen on {measured.examples} examples; at the noise scale, noise and gradient of a batch are equally large.",
+        "Larger batches, or a lower rate with more averaging; or the loss is as low as it gets.",
+        tuple(layer.name for layer in noisy),
+        ("unrelated-labels", "vanishing-gradients", "dead-units", "not-finite"),
+    )
+
+
+def kronecker_error(measured: Measurements) -> Iterator[Finding]:
+    """Layers whose Fisher matrix is far from its K-FAC."""
+    far = [
+        layer
+        for layer in measured.layers
+        if layer.kronecker_error is not None
+        and layer.kronecker_error - 2 * (layer.kronecker_error_se or 0.0) > KRONECKER
+        and layer.curvature_share > 0.02
+    ]
+    if not far:
+        return
+    worst = max(far, key=lambda layer: layer.curvature_share)
+    yield Finding(
+        "kronecker-error",
+        "note",
+        0.0,
+        f"K-FAC's curvature of `{worst.name}` is {100 * (worst.kronecker_error or 0.0):.2g} % off.",
+        f"‖F − G ⊗ A‖ / ‖F‖ = {worst.kronecker_error:.2g} ± {worst.kronecker_error_se:.1g}; the layer has {100 * worst.curvature_share:.2g} % of the curvature.",
+        "Prefer EKFAC, whose scalings are exact in K-FAC's basis, or more damping.",
+        tuple(layer.name for layer in far),
+    )
+
+
+def _ranks(side: Side) -> str:
+    few = f", of {side.rows} vectors" if side.rows < 4 * side.size else ""
+    return f"Their effective rank is {side.effective_rank:.3g} of {side.size}{few}; {100 * side.top_share:.2g} % of the trace is in one direction."
+
+
+def _list(names: object) -> str:
+    shown = list(dict.fromkeys(f"`{name}`" for name in names))  # type: ignore[attr-defined]
+    return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
+
+
+def by_share(measured: Measurements) -> list[Layer]:
+    """Layers by their part of the curvature, largest first."""
+    return sorted(measured.layers, key=lambda layer: -layer.curvature_share)
+
+
+LAYER_RULES = (frozen, unused, anisotropy, gradient_noise, kronecker_error)
