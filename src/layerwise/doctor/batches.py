@@ -90,6 +90,25 @@ def _shuffled(batch: Batch, n: int, axis: int, shared: Any, output_axis: int, se
     return Batch(x, picked(batch.y), picked(batch.mask), batch.number)
 
 
+def joined(batches: list[Batch], recorder: ModelRecorder, examples: int) -> Batch:
+    """The first batches as one, of about so many examples; of inputs that are one tensor, the first batch of others."""
+    first, found = batches[0], recorder.prepare(batches[0])
+    plain = found.output.merged is None and all(
+        isinstance(one.x, Tensor) and isinstance(one.y, Tensor) and one.mask is None for one in batches
+    )
+    if not plain:
+        return first
+    taken, count = list[Batch](), 0
+    for batch in batches:
+        if taken and (count >= examples or batch.x.shape[1:] != first.x.shape[1:]):
+            break
+        taken.append(batch)
+        count += recorder.examples(batch)
+    x = torch.cat([one.x for one in taken], found.example_axis)
+    y = torch.cat([one.y for one in taken], found.output.axis)  # type: ignore[misc]
+    return Batch(x, y, None, first.number)
+
+
 def halves(batches: list[Batch], recorder: ModelRecorder) -> tuple[list[Batch], list[Batch]]:
     """Batches to learn from, and batches to judge by; a single one is cut in two."""
     if len(batches) > 1:

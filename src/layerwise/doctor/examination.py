@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerwise.doctor.batches import Streamed, halves
+from layerwise.doctor.batches import Streamed, halves, joined
 from layerwise.doctor.clock import Clock
 from layerwise.doctor.conditions import calibrated, evaluating, trainable
 from layerwise.doctor.findings import ordered
@@ -296,12 +296,12 @@ class Examination:
         if not self.clock.has(KERNEL_SHARE):
             self.notes.append("No time for the tangent kernel's alignment.")
             return None
-        batch = kept[0]
+        outputs = self._outputs(recorder, kept[0])
+        batch = joined(list(kept), recorder, max(ROWS // outputs, 1))
         n = recorder.examples(batch)
         with undisturbed(self.model), torch.no_grad():
             recorder.seed_forward(batch)
             terms = recorder.terms(call(self.model, batch.x), batch, self.law, n)
-        outputs = math.prod(terms.f.shape[1:])
         # Functions cost a backward pass each: as many as the layers' pass, which made two, leaves time for.
         each = max(self.clock.spent.get("layers", 0.0) / 2, 1e-6) / max(1, len(kept))
         allowed = max(1, int((KERNEL_SHARE * self.clock.seconds - self.clock.elapsed()) / (2 * each)))
@@ -312,6 +312,12 @@ class Examination:
         elif found is not None and functions < outputs:
             self.notes.append(f"Kernels are of {functions} random signed sums of the {outputs} outputs, on {n} examples.")
         return found
+
+    def _outputs(self, recorder: ModelRecorder, batch: Batch) -> int:
+        """Numbers in the output of one example."""
+        with undisturbed(self.model), torch.no_grad():
+            terms = recorder.terms(call(self.model, batch.x), batch, self.law, recorder.examples(batch))
+        return math.prod(terms.f.shape[1:])
 
     def _steps(self, kept: list[Batch], members: tuple[str, ...], trained: Sequence[str]) -> tuple[tuple, Any]:
         if not trained:

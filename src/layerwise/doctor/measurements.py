@@ -73,7 +73,7 @@ class Site:
     dead: float
     """Part of the units whose derivative is zero on all data."""
     saturated: float
-    """Part of the units that are flat (derivative below a twentieth of its largest) on nine tenths of the data."""
+    """Part of the units that are flat (derivative below a twentieth of its largest) on three quarters of the data."""
     mean_derivative: float
 
 

@@ -20,7 +20,7 @@ from layerwise.foundations.types import Tree, leaves
 
 FLAT = 0.05
 """A unit is flat at an example where its derivative is below this part of the largest one possible."""
-MOSTLY = 0.9
+MOSTLY = 0.75
 """A unit that is flat on this part of the data is saturated."""
 COLLAPSED = 0.1
 """Entropy of attention, over that of uniform attention, below which a head is collapsed."""

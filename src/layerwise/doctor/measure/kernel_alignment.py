@@ -13,7 +13,7 @@ from layerwise.foundations.likelihoods import Terms
 from layerwise.foundations.random import stream
 from layerwise.foundations.types import Tree
 
-ROWS = 640
+ROWS = 1280
 """Rows of the kernel: examples × functions."""
 SHUFFLES = 200
 FEWEST = 64

@@ -7,6 +7,7 @@ that has only learned the noise of its own examples gets no credit for it.
 import copy
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -141,7 +142,10 @@ def measure_steps(
             break
         begun = time.perf_counter()
         try:
-            d = direction(line, training, name)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                d = direction(line, training, name)
+            notes += [f"{name}: {str(one.message).partition('.')[0]}." for one in said]
             step = _judged(line, name, d, start, gradient, theta, line.recorder.table)
         except (LayerwiseError, RuntimeError) as error:
             notes.append(f"The step of {name} was not measured: {error}")

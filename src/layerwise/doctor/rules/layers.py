@@ -12,6 +12,18 @@ CONDITION = 1e4
 NOISE = 20.0
 """Gradient noise scale over the examples seen, from which a batch of them is noise."""
 KRONECKER = 1.0
+CAUSES = (
+    "input-scale",
+    "input-offset",
+    "constant-features",
+    "exploding-activations",
+    "vanishing-activations",
+    "dead-units",
+    "saturated-units",
+    "identical-units",
+    "constant-representation",
+)
+"""What makes second moments anisotropic."""
 
 
 def frozen(measured: Measurements) -> Iterator[Finding]:
@@ -54,39 +66,43 @@ def unused(measured: Measurements) -> Iterator[Finding]:
 
 
 def anisotropy(measured: Measurements) -> Iterator[Finding]:
-    """Layers in which gradient descent does not reach most of the predicted decrease."""
+    """Layers in which gradient descent does not reach most of the predicted decrease; one finding for each side."""
     total = sum(layer.reach for layer in measured.layers) or 1.0
+    by_side: dict[bool, list[Layer]] = {True: [], False: []}
     for layer in measured.layers:
         if layer.inputs is None or layer.outgrads is None or layer.out_of_reach is None:
             continue
         if layer.out_of_reach < OUT_OF_REACH or layer.reach < 0.02 * total:
             continue
         inputs = layer.inputs.condition >= layer.outgrads.condition
-        side = layer.inputs if inputs else layer.outgrads
-        if side.condition < CONDITION:
-            continue
-        what = "Inputs" if inputs else "Output gradients"
-        cure = "FOOF and K-FAC" if inputs else "K-FAC and Shampoo"
-        yield Finding(
-            "anisotropic-inputs" if inputs else "anisotropic-gradients",
-            "moderate" if layer.out_of_reach >= 0.8 else "note",
-            layer.reach * layer.out_of_reach,
-            f"{what} of `{layer.name}` have condition {side.condition:.1g}: SGD needs about that many steps along the flat directions; {cure} would not.",
-            f"{_ranks(side)} {100 * layer.out_of_reach:.2g} % of the layer's predicted decrease, {layer.reach:.2g}, lies in directions that 1000 steps of gradient descent do not reach.",
-            f"Precondition this layer ({cure}), or normalise its inputs." if inputs else f"Precondition this layer ({cure}).",
-            (layer.name,),
-            (
-                "input-scale",
-                "input-offset",
-                "constant-features",
-                "exploding-activations",
-                "vanishing-activations",
-                "dead-units",
-                "saturated-units",
-                "identical-units",
-                "constant-representation",
-            ),
-        )
+        if (layer.inputs if inputs else layer.outgrads).condition >= CONDITION:
+            by_side[inputs].append(layer)
+    for inputs, layers in by_side.items():
+        if layers:
+            yield _anisotropic(layers, inputs)
+
+
+def _anisotropic(layers: list[Layer], inputs: bool) -> Finding:
+    layers = sorted(layers, key=lambda layer: -layer.reach * (layer.out_of_reach or 0.0))
+    worst, others = layers[0], layers[1:]
+    side = worst.inputs if inputs else worst.outgrads
+    assert side is not None
+    assert worst.out_of_reach is not None
+    what = "Inputs" if inputs else "Output gradients"
+    cure = "FOOF and K-FAC" if inputs else "K-FAC and Shampoo"
+    also = f" The same holds for {_list(layer.name for layer in others)}." if others else ""
+    return Finding(
+        "anisotropic-inputs" if inputs else "anisotropic-gradients",
+        "moderate" if worst.out_of_reach >= 0.8 else "note",
+        sum(layer.reach * (layer.out_of_reach or 0.0) for layer in layers),
+        f"{what} of `{worst.name}` have condition {side.condition:.1g}: SGD needs about that many steps along the flat "
+        f"directions; {cure} would not.",
+        f"{_ranks(side)} {100 * worst.out_of_reach:.2g} % of the layer's predicted decrease, {worst.reach:.2g}, lies in "
+        f"directions that 1000 steps of gradient descent do not reach.{also}",
+        f"Precondition these layers ({cure})" + (", or normalise their inputs." if inputs else "."),
+        tuple(layer.name for layer in layers),
+        CAUSES,
+    )
 
 
 def gradient_noise(measured: Measurements) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ GROWTH = 30.0
 DECAY = 1e-2
 BACK = 1e-3
 """Quotient of the first and the last layers' output gradients below which they vanish."""
+GROWTH_BACK = 200.0
 TWINS = 0.5
 VARIATION = 1e-3
 
@@ -64,7 +65,7 @@ def saturated_units(measured: Measurements) -> Iterator[Finding]:
         "severe" if worst.saturated >= SATURATED_SEVERE else "moderate",
         _lost(worst.saturated, measured),
         f"{_percent(worst.saturated)} of the {worst.units} units of `{_place(worst.module)}` ({worst.function}) are saturated.",
-        f"On nine examples of ten their derivative is below a twentieth of its largest; the mean is {worst.mean_derivative:.2g}. Seen in {_list(_place(site.module) for site in sites)}.",
+        f"On three examples of four their derivative is below a twentieth of its largest; the mean is {worst.mean_derivative:.2g}. Seen in {_list(_place(site.module) for site in sites)}.",
         "Make the weights before them smaller, or put a normalisation there.",
         tuple(_place(site.module) for site in sites),
         ("not-finite", "input-offset", "input-scale"),
@@ -193,9 +194,9 @@ def gradient_flow(measured: Measurements) -> Iterator[Finding]:
             f"Over {len(layers)} layers; {len(starved)} of them have output gradients below {10 * BACK:g} of the last one's, and hardly move under SGD.",
             "Use ReLU-like nonlinearities with a matching initialisation, residual connections, or a normalisation; K-FAC and Adam rescale, but noise as well.",
             tuple(layer.name for layer in starved),
-            ("not-finite", "saturated-units", "dead-units", "identical-units", "collapsed-attention", "exploding-activations"),
+            ("not-finite", "saturated-units", "dead-units", "identical-units", "collapsed-attention", "exploding-activations", "vanishing-activations"),
         )
-    elif ratio > 1 / BACK:
+    elif ratio > GROWTH_BACK:
         yield Finding(
             "exploding-gradients",
             "severe",
@@ -209,8 +210,9 @@ def gradient_flow(measured: Measurements) -> Iterator[Finding]:
 
 
 def _size(layer: Layer) -> float:
+    """Norm of the output gradient of one example, all positions together."""
     assert layer.outgrads is not None
-    return layer.outgrads.rms * math.sqrt(layer.outgrads.size)
+    return layer.outgrads.rms * math.sqrt(layer.outgrads.size * max(layer.outgrads.rows, 1))
 
 
 def _lost(part: float, measured: Measurements) -> float:
