@@ -1,9 +1,10 @@
 """Networks with a planted fault each, and healthy ones: what `lw.doctor` is tried on.
 
 A patient is made from a seed. Those with ``tuned=True`` were looked at while the doctor's thresholds were chosen (with
-seeds 0 to 2); the others were written down afterwards, and their results are what the doctor does on what it has not seen.
+seeds 0 to 2); the others were written down afterwards: their results are what the doctor does on what it has not seen.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,7 +40,9 @@ class Patient:
 ZOO: list[Patient] = []
 
 
-def patient(fault: str | None, architecture: str, tuned: bool = True) -> Callable[[Callable[[], Case]], Callable[[], Case]]:
+def patient(
+    fault: str | None, architecture: str, tuned: bool = True
+) -> Callable[[Callable[[], Case]], Callable[[], Case]]:
     def register(make: Callable[[], Case]) -> Callable[[], Case]:
         ZOO.append(Patient(make.__name__.replace("_", "-"), fault, architecture, make, tuned))
         return make
@@ -60,7 +63,7 @@ def made(one: Patient, seed: int) -> Case:
         return one.make()
 
 
-# --- data ----------------------------------------------------------------------------------------------------------
+# --- data -------------------------------------------------------------------------------------------------------------
 
 
 def vectors(n: int = 768, features: int = 20, classes: int = 5) -> tuple[Tensor, Tensor]:
@@ -101,7 +104,7 @@ def values(n: int = 768, features: int = 16, outputs: int = 3) -> tuple[Tensor, 
     return x, (f - f.mean(0)) / f.std(0) + 0.1 * torch.randn(n, outputs)
 
 
-# --- architectures ---------------------------------------------------------------------------------------------------
+# --- architectures ----------------------------------------------------------------------------------------------------
 
 
 def he(model: nn.Module, gain: float = 2.0) -> nn.Module:
@@ -123,20 +126,28 @@ def head_small(model: nn.Module, name: str) -> nn.Module:
 
 def mlp(widths: tuple[int, ...] = (20, 64, 64, 64, 5), nonlinearity: type[nn.Module] = nn.ReLU) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(widths, widths[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nonlinearity()]
     model = nn.Sequential(*layers[:-1])
     he(model, 2.0 if nonlinearity in (nn.ReLU, nn.GELU, nn.SiLU) else 1.0)
     return head_small(model, str(len(model) - 1))  # type: ignore[return-value]
 
 
-def cnn(channels: int = 16, classes: int = 4, nonlinearity: type[nn.Module] = nn.ReLU, norm: bool = False) -> nn.Sequential:
+def cnn(
+    channels: int = 16, classes: int = 4, nonlinearity: type[nn.Module] = nn.ReLU, norm: bool = False
+) -> nn.Sequential:
     def block(inputs: int) -> list[nn.Module]:
         between = [nn.BatchNorm2d(channels)] if norm else []
         return [nn.Conv2d(inputs, channels, 3, padding=1), *between, nonlinearity()]
 
     model = nn.Sequential(
-        *block(1), nn.AvgPool2d(2), *block(channels), nn.AvgPool2d(2), *block(channels), nn.Flatten(), nn.Linear(9 * channels, classes)
+        *block(1),
+        nn.AvgPool2d(2),
+        *block(channels),
+        nn.AvgPool2d(2),
+        *block(channels),
+        nn.Flatten(),
+        nn.Linear(9 * channels, classes),
     )
     he(model, 2.0 if nonlinearity is nn.ReLU else 1.0)
     return head_small(model, str(len(model) - 1))  # type: ignore[return-value]
@@ -224,7 +235,7 @@ def sgd(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
 
 
-# --- healthy -----------------------------------------------------------------------------------------------------------
+# --- healthy ----------------------------------------------------------------------------------------------------------
 
 
 @patient(None, "MLP")
@@ -273,7 +284,7 @@ def healthy_trained() -> Case:
     return Case(model, (x, y), opt)
 
 
-# --- data ---------------------------------------------------------------------------------------------------------------
+# --- data -------------------------------------------------------------------------------------------------------------
 
 
 @patient("input-scale", "MLP")
@@ -333,7 +344,7 @@ def prices_in_cents() -> Case:
     return Case(mlp((16, 48, 48, 3)), (x, 300 * y + 2000))
 
 
-# --- units and signals ----------------------------------------------------------------------------------------------------
+# --- units and signals ------------------------------------------------------------------------------------------------
 
 
 @patient("dead-units", "MLP")
@@ -449,7 +460,7 @@ def overflow() -> Case:
     return Case(model, vectors())
 
 
-# --- parameters and steps -----------------------------------------------------------------------------------------------------
+# --- parameters and steps ---------------------------------------------------------------------------------------------
 
 
 @patient("frozen", "MLP")

@@ -1,5 +1,6 @@
 """The data of an examination: cut into small batches, streamed while there is time, some of it kept."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +22,7 @@ KEPT = 1024
 
 @dataclass(eq=False)
 class Streamed(Source):
-    """Batches of at most `PIECE` examples, in a random order of examples where the data is one tensor."""
+    """Batches of few examples, in a random order of examples where the data is one tensor."""
 
     data: Any
     recorder: ModelRecorder
@@ -29,6 +30,8 @@ class Streamed(Source):
     """Whether another batch may begin."""
     seed: int = 0
     memory: int = 2**30
+    piece: int = PIECE
+    """Examples of a piece, at most."""
     kept: list[Batch] = field(default_factory=list)
     seen: int = 0
     """Examples."""
@@ -57,14 +60,14 @@ class Streamed(Source):
         findings = self.recorder.prepare(batch)
         axis, shared, output = findings.example_axis, findings.shared, findings.output
         n = example_count(batch.x, axis, shared)
-        if n <= PIECE:
+        if n <= self.piece:
             yield batch
             return
         if output.merged is None:
             batch = _shuffled(batch, n, axis, shared, output.axis, self.seed)
-        count = -(-n // PIECE)
+        count = -(-n // self.piece)
         bounds = [n * place // count for place in range(count + 1)]
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in itertools.pairwise(bounds):
 
             def some(t: object, start: int = start, stop: int = stop) -> object:
                 return output.narrow(t, start, stop, n) if isinstance(t, Tensor) else t

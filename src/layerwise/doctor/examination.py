@@ -1,23 +1,26 @@
 """`doctor`: the order of an examination."""
 
 import dataclasses
+import itertools
 import math
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from layerwise.doctor.batches import Streamed, halves, joined
+from layerwise.doctor.batches import PIECE, Streamed, halves, joined
 from layerwise.doctor.clock import Clock
 from layerwise.doctor.conditions import calibrated, evaluating, trainable
 from layerwise.doctor.findings import ordered
 from layerwise.doctor.measure.activations import ActivationWatch, first_broken, run_watched
 from layerwise.doctor.measure.kernel_alignment import ROWS, measure_alignment
-from layerwise.doctor.measure.layer_sums import LayerSums
+from layerwise.doctor.measure.layer_sums import LayerSums, affordable_spectrum
 from layerwise.doctor.measure.steps import MEMBERS, Line, measure_own_step, measure_steps
 from layerwise.doctor.measure.targets import TargetSums, measure_inputs
-from layerwise.doctor.measurements import Layer, Measurements
+from layerwise.doctor.measurements import Layer, Measurements, OwnStep, Signal, Step
 from layerwise.doctor.report import Report
 from layerwise.doctor.rules import all_findings
 from layerwise.foundations import likelihoods
@@ -26,15 +29,17 @@ from layerwise.foundations.device import budget
 from layerwise.foundations.errors import InputError, LayerwiseError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
-from layerwise.foundations.types import statistics_dtype, unwrap
+from layerwise.foundations.types import leaves, statistics_dtype, unwrap
 from layerwise.layers.capture.model_call import call, in_own_arithmetic, undisturbed
 from layerwise.layers.capture.recorder import Batch, ModelRecorder, RecordedBatch
-from layerwise.layers.capture.source import Source, Sweep
+from layerwise.layers.capture.source import Source, Sweep, Totals
 from layerwise.layers.io.layer_io import LayerIO
 from layerwise.layers.table import LayerSpec, LayerTable
 
-LAYERS_SHARE, KERNEL_SHARE, STEPS_SHARE = 0.35, 0.55, 0.95
-"""Parts of the time after which layers, kernels and steps end."""
+LAYERS_SHARE, SPECTRA_SHARE, KERNEL_SHARE, STEPS_SHARE = 0.35, 0.15, 0.6, 0.9
+"""Parts of the time after which layers, kernels and steps begin nothing new; of spectra, the part that they take."""
+LAYER_PASS = 40
+"""Forwards that the pass over layers takes, roughly, for the first batch."""
 WATCHED = 4
 """Batches whose activations are watched."""
 
@@ -83,10 +88,14 @@ def doctor(
     model = unwrap(model)
     unknown = [name for name in members if name not in MEMBERS]
     if unknown:
-        raise InputError(describe(f"members={list(members)}", f"some of {', '.join(MEMBERS)}", f"leave out {unknown[0]!r}"))
-    examination = Examination(model, data, likelihood, likelihood_options, optimizer, clock, memory, example_axis, seed_of(seed))
+        raise InputError(
+            describe(f"members={list(members)}", f"some of {', '.join(MEMBERS)}", f"leave out {unknown[0]!r}")
+        )
+    examination = Examination(
+        model, data, likelihood, likelihood_options, optimizer, clock, memory, example_axis, seed_of(seed)
+    )
     measured = examination.measured(tuple(members))
-    return Report(measured, ordered(all_findings(measured)), clock.elapsed(), float(seconds))
+    return Report(measured, list(ordered(all_findings(measured))), clock.elapsed(), float(seconds))
 
 
 class Examination:
@@ -125,57 +134,53 @@ class Examination:
         with calibrated(self.model, self._run_first) as norms, evaluating(self.model):
             if norms:
                 self.notes.append(f"{norms} batch norm layers were given the statistics of the data.")
-            watch = self._watched([self.first])
+            watch, forward = self._watched()
             signals = watch.measured_signals(self.model)
             broken = first_broken(signals)
             if broken:
                 return self._broken(watch, broken, trained)
             with trainable(self.model) as frozen:
-                table = LayerTable.from_model(self.model)
-                recorder = ModelRecorder(self.model, table, self.axis, seed=self.seed)
-                stream = Streamed(self.data, recorder, lambda: self.clock.has(LAYERS_SHARE), self.seed, self.memory)
-                sums, targets, losses, totals = self._layers(recorder, stream)
+                recorder = ModelRecorder(self.model, LayerTable.from_model(self.model), self.axis, seed=self.seed)
+                stream = Streamed(
+                    self.data, recorder, self._more, self.seed, self.memory, self._piece(recorder, forward)
+                )
+                seen = self._seen(recorder, stream)
                 self.clock.book("layers")
                 for batch in stream.kept[1:WATCHED]:
                     run_watched(self.model, watch, call, batch.x)
                 self.clock.book("activations")
             if stream.stopped:
                 self.notes.append(f"Time allowed for {stream.seen} examples of the data; the rest was not looked at.")
-            terms = max(float(totals), 1e-300)
+            layers = self._layers(recorder.table, seen, set(frozen), signals)
+            self.clock.book("spectra")
             aligned = self._alignment(recorder, stream.kept) if trained else None
             self.clock.book("kernel")
-            steps, own = self._steps(stream.kept, members, trained)
+            steps, own = self._steps(recorder, stream.kept, members, trained, bool(frozen))
             self.clock.book("steps")
-        layers = self._layer_measurements(recorder.table, sums, terms, set(frozen), aligned, signals)
-        self.clock.book("spectra")
-        per_term = torch.tensor(losses, dtype=torch.float64)
-        loss = float(per_term[:, 0].sum() / per_term[:, 1].sum().clamp_min(1e-300))
-        spread = (per_term[:, 0] - loss * per_term[:, 1]).std() if len(per_term) > 1 else torch.tensor(math.nan)
-        loss_se = float(spread) * len(per_term) ** 0.5 / float(per_term[:, 1].sum().clamp_min(1e-300))
-        reached = {name for layer in layers if layer.gradient_norm > 0 for name in layer.parameters}
-        unused = tuple(name for name, _ in self.model.named_parameters() if name not in reached)
-        measured_targets = targets.measured(self.law.name)
+        targets = seen.targets.measured(self.law.name)
         if aligned is not None:
-            measured_targets = dataclasses.replace(measured_targets, shuffled_z=aligned.shuffled_z)
+            targets = dataclasses.replace(targets, shuffled_z=aligned.shuffled_z)
+            layers = tuple(dataclasses.replace(layer, alignment=aligned.layers.get(layer.name)) for layer in layers)
+        reached = {name for layer in layers if layer.gradient_norm > 0 for name in layer.parameters}
         convolutional = any(signal.kind.startswith("Conv1d") and signal.place <= 1 for signal in signals)
-        x = [batch.x for batch in stream.kept]
+        loss, loss_se = seen.loss()
         return Measurements(
             loss=loss,
             loss_se=loss_se,
             likelihood=self.law.name,
             examples=stream.seen,
-            batches=len(losses),
+            batches=seen.totals.batches,
             parameters=sum(p.numel() for p in self.model.parameters()),
             layers=layers,
             sites=watch.measured_sites(),
             attention=watch.measured_attention(),
             signals=watch.measured_signals(self.model),
-            inputs=_inputs(x, convolutional),
-            targets=measured_targets,
+            inputs=_inputs([batch.x for batch in stream.kept], convolutional),
+            targets=targets,
             steps=steps,
             own_step=own,
             frozen=frozen,
-            unused=unused,
+            unused=tuple(name for name, _ in self.model.named_parameters() if name not in reached),
             notes=tuple(self.notes),
             seconds=dict(self.clock.spent),
         )
@@ -186,12 +191,27 @@ class Examination:
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             call(self.model, self.first.x)
 
-    def _watched(self, batches: Sequence[Batch]) -> ActivationWatch:
+    def _watched(self) -> tuple[ActivationWatch, float]:
+        """The first batch, or the beginning of it, under the watch; and the seconds of one example's forward."""
         watch = ActivationWatch()
+        n = max(1, next((len(t) for t in leaves(self.first.x) if t.ndim), 1))
         with undisturbed(self.model):
-            for batch in batches:
-                run_watched(self.model, watch, call, batch.x)
-        return watch
+            start = time.perf_counter()
+            run_watched(self.model, watch, call, self.first.x)
+            each = (time.perf_counter() - start) / n
+        self.clock.book("activations")
+        return watch, each
+
+    def _more(self) -> bool:
+        """Whether another batch may begin."""
+        return self.clock.has(LAYERS_SHARE)
+
+    def _piece(self, recorder: ModelRecorder, forward: float) -> int:
+        """Examples that the pass over layers can take at once in its part of the time, 4 at least."""
+        with recorder.session():
+            recorder.prepare(self.first)
+        left = LAYERS_SHARE * self.clock.seconds - self.clock.elapsed()
+        return max(4, min(PIECE, int(left / (LAYER_PASS * max(forward, 1e-9)))))
 
     def _broken(self, watch: ActivationWatch, broken: tuple[str, ...], trained: Sequence[str]) -> Measurements:
         """What can be said where the output is not finite."""
@@ -213,27 +233,24 @@ class Examination:
             seconds=dict(self.clock.spent),
         )
 
-    def _layers(
-        self, recorder: ModelRecorder, stream: Streamed
-    ) -> tuple[dict[str, LayerSums], TargetSums, list[tuple[float, float]], float]:
+    def _seen(self, recorder: ModelRecorder, stream: Streamed) -> "Seen":
+        """The pass over the data: two backward passes a batch, with the data's labels and with drawn ones."""
         sums: dict[str, LayerSums] = {}
         targets, losses = TargetSums(), list[tuple[float, float]]()
         drawn, given = SampledLabels(self.law, 1, self.seed), LossGradient(self.law)
-        order = iter(range(10**9))
 
         def of(spec: LayerSpec) -> LayerSums:
             known = sums.get(spec.name)
             if known is None or known.spec.form != spec.form:  # a later batch has shown that the layer falls back
-                sums[spec.name] = known = LayerSums(spec, self.device, self.dtype, place=next(order))
+                sums[spec.name] = known = LayerSums(spec, self.device, self.dtype, place=len(sums))
             return known
 
         def visit(recorded: RecordedBatch) -> None:
             number = recorded.batch.number
             targets.add(recorded.terms)
             per_example = self.law.loss(recorded.terms).detach().sum(1)
-            weights = recorded.terms.weight.sum(1)
-            losses.extend(zip(per_example.tolist(), weights.tolist(), strict=True))
-            pairs = self.clock.has(LAYERS_SHARE)
+            losses.extend(zip(per_example.tolist(), recorded.terms.weight.sum(1).tolist(), strict=True))
+            pairs = self._more()
 
             def gradient(spec: LayerSpec, io: LayerIO) -> None:
                 of(spec).add_gradient(io, number)
@@ -244,13 +261,19 @@ class Examination:
             recorded.each_layer(given.slice(recorded.terms, 0, 1, number).detach(), gradient, False)
             recorded.each_layer(drawn.slice(recorded.terms, 0, 1, number).detach(), curvature, True)
 
-        sweep = Sweep(recorder, stream, self.law, given, self.memory, "terms")
-        totals = sweep.visit(visit, "doctor")
-        return sums, targets, losses, float(totals.terms)
+        totals = Sweep(recorder, stream, self.law, given, self.memory, "terms").visit(visit, "doctor")
+        return Seen(sums, targets, tuple(losses), totals)
 
-    def _layer_measurements(
-        self, table: LayerTable, sums: dict[str, LayerSums], terms: float, frozen: set[str], aligned: Any, signals: Any
+    def _layers(
+        self, table: LayerTable, seen: "Seen", frozen: set[str], signals: Sequence[Signal]
     ) -> tuple[Layer, ...]:
+        """What the sums say of each layer."""
+        sums, terms, (loss, _) = seen.sums, max(float(seen.totals.terms), 1e-300), seen.loss()
+        factored = [one.spec for one in sums.values() if one.kronecker]
+        allowed = max(SPECTRA_SHARE * self.clock.seconds, 0.5)
+        largest = affordable_spectrum(factored, allowed, self.device)
+        if largest < max((max(spec.form.shape[1:]) for spec in factored if not spec.form.one_hot), default=0):
+            self.notes.append(f"Spectra of layers with more features are those of {largest} of them.")
         called = {signal.module: signal.place for signal in signals}
         curvature = sum(one.fisher_trace for one in sums.values()) or 1.0
         params = dict(self.model.named_parameters())
@@ -262,9 +285,11 @@ class Examination:
             one = sums.get(spec.name)
             if one is None:
                 one = LayerSums(spec, self.device, self.dtype)
+            one.largest_spectrum = largest
             inputs, outgrads = one.sides()
             error, error_se = one.kronecker_error()
             reach, left = one.reach(terms)
+            reach = min(reach, loss) if loss > 0 else reach
             grad = one.gradient(terms)
             weights = torch.cat([params[name].detach().reshape(-1) for name in spec.parameters])
             found.append(
@@ -287,7 +312,6 @@ class Examination:
                     error_se,
                     reach,
                     left,
-                    None if aligned is None else aligned.layers.get(spec.name),
                 )
             )
         return tuple(found)
@@ -304,13 +328,15 @@ class Examination:
             terms = recorder.terms(call(self.model, batch.x), batch, self.law, n)
         # Functions cost a backward pass each: as many as the layers' pass, which made two, leaves time for.
         each = max(self.clock.spent.get("layers", 0.0) / 2, 1e-6) / max(1, len(kept))
-        allowed = max(1, int((KERNEL_SHARE * self.clock.seconds - self.clock.elapsed()) / (2 * each)))
+        allowed = max(1, int((KERNEL_SHARE * self.clock.seconds - self.clock.elapsed()) / (4 * each)))
         functions = max(1, min(outputs, allowed, max(ROWS // n, 4)))
         found = measure_alignment(self.model, batch.x, terms, n, functions, self.seed, self.memory)
         if found is not None and found.note:
             self.notes.append(found.note)
         elif found is not None and functions < outputs:
-            self.notes.append(f"Kernels are of {functions} random signed sums of the {outputs} outputs, on {n} examples.")
+            self.notes.append(
+                f"Kernels are of {functions} random signed sums of the {outputs} outputs, on {n} examples."
+            )
         return found
 
     def _outputs(self, recorder: ModelRecorder, batch: Batch) -> int:
@@ -319,16 +345,17 @@ class Examination:
             terms = recorder.terms(call(self.model, batch.x), batch, self.law, recorder.examples(batch))
         return math.prod(terms.f.shape[1:])
 
-    def _steps(self, kept: list[Batch], members: tuple[str, ...], trained: Sequence[str]) -> tuple[tuple, Any]:
+    def _steps(
+        self, recorder: ModelRecorder, kept: list[Batch], members: tuple[str, ...], trained: Sequence[str], frozen: bool
+    ) -> tuple[tuple[Step, ...], OwnStep | None]:
         if not trained:
             return (), None
-        table = LayerTable.from_model(self.model)
-        recorder = ModelRecorder(self.model, table, self.axis, seed=self.seed)
-        with recorder.session():
-            for batch in kept:
-                recorder.prepare(batch)
+        if frozen:  # steps move what is trained alone
+            recorder = ModelRecorder(self.model, LayerTable.from_model(self.model), self.axis, seed=self.seed)
+            with recorder.session():
+                recorder.prepare(kept[0])
         training, judging = halves(kept, recorder)
-        line = Line(self.model, recorder, self.law, judging, self.memory)
+        line = Line(self.model, recorder, self.law, judging)
         own = None
         if self.optimizer is not None:
             try:
@@ -340,6 +367,26 @@ class Examination:
         return steps, own
 
 
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What the pass over the data leaves."""
+
+    sums: dict[str, LayerSums]
+    targets: TargetSums
+    losses: tuple[tuple[float, float], ...]
+    """Of every example: loss summed over its terms, and their weight."""
+    totals: Totals
+
+    def loss(self) -> tuple[float, float]:
+        """The mean over terms, and its standard error over examples."""
+        total, weight = torch.tensor(self.losses, dtype=torch.float64).reshape(-1, 2).unbind(1)
+        mean = float(total.sum() / weight.sum().clamp_min(1e-300))
+        if len(total) < 2:
+            return mean, math.nan
+        spread = float((total - mean * weight).std()) * len(total) ** 0.5
+        return mean, spread / float(weight.sum().clamp_min(1e-300))
+
+
 def _module(spec: LayerSpec) -> str:
     """The module that a block of parameters belongs to."""
     return spec.sites[0].module_name if spec.sites else spec.parameters[0].rpartition(".")[0]
@@ -347,8 +394,6 @@ def _module(spec: LayerSpec) -> str:
 
 def _peeked(data: Any, model: nn.Module) -> tuple[Batch, Any]:
     """The first batch of a generator, and all of its batches."""
-    import itertools
-
     rest = iter(data)
     items = list(itertools.islice(rest, 1))
     first = next(Source(items, False, model).batches("first look"))

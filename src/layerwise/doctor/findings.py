@@ -1,5 +1,6 @@
 """`Finding`: one sentence on what is wrong, the evidence for it, and what would help."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,9 +13,9 @@ ORDER: Mapping[str, int] = {"severe": 0, "moderate": 1, "note": 2}
 class Finding:
     """What was found in one or several layers.
 
-    >>> found = Finding("frozen", "moderate", 0.1, "`0` is not trained.", "requires_grad is False.", "Unfreeze it.", ("0",))
+    >>> found = Finding("frozen", "moderate", 0.1, "`0` is frozen.", "requires_grad is False.", "Unfreeze it.", ("0",))
     >>> print(found)
-    [moderate] `0` is not trained. requires_grad is False. Unfreeze it. Predicted gain: 0.1.
+    [moderate] `0` is frozen. requires_grad is False. Unfreeze it. Predicted gain: 0.1.
     """
 
     kind: str
@@ -30,7 +31,9 @@ class Finding:
     """Kinds of findings that explain this one."""
 
     def __str__(self) -> str:
-        return f"[{self.severity}] {self.statement} {self.evidence} {self.remedy} Predicted gain: {self.gain:.2g}."
+        return (
+            f"[{self.severity}] {self.statement} {self.evidence} {self.remedy} Predicted gain: {number(self.gain, 2)}."
+        )
 
 
 def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -51,3 +54,16 @@ def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     ]
     places = sorted(range(len(found)), key=lambda place: keys[id(found[place])])
     return tuple(shown[place] for place in places)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number in few characters.
+
+    >>> number(412345.0, 1), number(None), number(0.25), number(float("inf"))
+    ('4e5', '–', '0.25', '∞')
+    """
+    if value is None or math.isnan(value):
+        return "–"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    return f"{value:.{digits}g}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")

@@ -54,7 +54,8 @@ class Layer:
     kronecker_error_se: float | None
     """Standard error of the former."""
     reach: float
-    """Decrease of the loss that the layer's damped (K-)FAC step predicts, noise of the gradient subtracted."""
+    """Decrease of the loss that the layer's own damped K-FAC step predicts, noise of the gradient subtracted; at most
+    the loss."""
     out_of_reach: float | None
     """Part of `reach` that lies in directions which 1000 steps of gradient descent do not reach."""
     alignment: float | None = None
@@ -149,7 +150,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Step:
-    """What an optimizer's next step would do, in the quadratic model ``L − η ∇Lᵀd + ½ η² dᵀF d`` along its direction."""
+    """What an optimizer's next step would do, by the quadratic model ``L − η ∇Lᵀd + ½ η² dᵀF d`` along its direction d."""
 
     name: str
     rate: float

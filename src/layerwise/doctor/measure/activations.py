@@ -123,7 +123,12 @@ class ActivationWatch(TorchFunctionMode):
         elif name == "scaled_dot_product_attention" and len(args) >= 2:
             self._attention(_probabilities(args, kwargs))
         result = func(*args, **kwargs)
-        if name == "softmax" and isinstance(result, Tensor) and result.ndim >= 3 and result.shape[-2] == result.shape[-1]:
+        if (
+            name == "softmax"
+            and isinstance(result, Tensor)
+            and result.ndim >= 3
+            and result.shape[-2] == result.shape[-1]
+        ):
             self._attention(result[:2])
         return result
 

@@ -1,10 +1,12 @@
 """Sums over the data for one layer, in two independent halves, and what they say.
 
 Examples are divided into two halves. A product of a sum over one half and the same sum over the other has the right
-mean: squares of a noisy estimate would have the noise in it, which for flat directions of the curvature is all there is.
+mean: the square of a noisy estimate has the noise in it, which in flat directions of the curvature is all there is.
 """
 
 import math
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -63,6 +65,8 @@ class LayerSums:
     """For single examples n: mean over others of ``⟨r_n, r_m⟩²``, and ``r_nᵀ (G ⊗ A) r_n``."""
     factor_norms: list[float] = field(default_factory=list)
     """``⟨G₁, G₂⟩ ⟨A₁, A₂⟩``, batch by batch."""
+    largest_spectrum: int = LARGEST_SPECTRUM
+    """Features up to which a spectrum is of all of them; fewer where there is no time."""
 
     @property
     def kronecker(self) -> bool:
@@ -116,11 +120,13 @@ class LayerSums:
         standards = [_some(io, allowed).standard() for io, _ in (first, second)]
         factors = [moments.factors(io.examples) for io, moments in (first, second)]
         matrices = [(A.values, G) for A, G in factors]
-        self.factor_norms.append(float((matrices[0][0] * matrices[1][0]).sum((1, 2)).mul((matrices[0][1] * matrices[1][1]).sum((1, 2))).sum()))
+        self.factor_norms.append(
+            float(
+                (matrices[0][0] * matrices[1][0]).sum((1, 2)).mul((matrices[0][1] * matrices[1][1]).sum((1, 2))).sum()
+            )
+        )
         inner = _inner(standards[0], standards[1]).square().double()
-        quads = [
-            _quadratic(standard, *matrices[1 - place]).double() for place, standard in enumerate(standards)
-        ]
+        quads = [_quadratic(standard, *matrices[1 - place]).double() for place, standard in enumerate(standards)]
         for rows, quad in zip((inner.mean(1), inner.mean(0)), quads, strict=True):
             self.pairs += list(zip(rows.tolist(), quad.tolist(), strict=True))
 
@@ -158,7 +164,7 @@ class LayerSums:
         A = sum((part._sum("A") for part in parts[1:]), parts[0]._sum("A"))
         G = sum((part._sum("G") for part in parts[1:]), parts[0]._sum("G"))
         rows = sum(part.rows for part in parts)
-        return _Factor.of(A / max(rows, 1), rows), _Factor.of(G, rows)
+        return _Factor.of(A / max(rows, 1), rows, self.largest_spectrum), _Factor.of(G, rows, self.largest_spectrum)
 
     def sides(self) -> tuple[Side | None, Side | None]:
         """Anisotropy of inputs and of output gradients (these at labels drawn from the model)."""
@@ -225,6 +231,24 @@ class LayerSums:
         return float((top / traces.clamp_min(1e-300)).max().clamp(0, 1))
 
 
+def affordable_spectrum(specs: Iterable[LayerSpec], seconds: float, device: torch.device) -> int:
+    """The features up to which all spectra of these layers can be computed in so many seconds.
+
+    A small decomposition is timed; the others take as many times longer as their sizes, cubed, say.
+    """
+    sizes = [size for spec in specs for size in spec.form.shape[1:] if not spec.form.one_hot]
+    test = 192
+    matrix = torch.eye(test, device=device) + torch.ones(test, test, device=device)
+    torch.linalg.eigh(matrix)
+    start = time.perf_counter()
+    torch.linalg.eigh(matrix)
+    each = max(time.perf_counter() - start, 1e-6) / test**3
+    largest = LARGEST_SPECTRUM
+    while largest > 64 and sum(each * min(size, largest) ** 3 for size in sizes) > seconds:
+        largest = int(largest / 1.25)
+    return largest
+
+
 @dataclass(frozen=True, eq=False)
 class _Factor:
     """Eigenvalues and eigenvectors of a second moment; of one-hot inputs, counts and no vectors."""
@@ -241,12 +265,12 @@ class _Factor:
         return self.values.shape[-1] == self.size
 
     @classmethod
-    def of(cls, moment: Tensor, rows: int) -> "_Factor":
+    def of(cls, moment: Tensor, rows: int, largest: int) -> "_Factor":
         if moment.ndim == 2:  # one-hot: a diagonal
             return cls(moment, None, moment.shape[-1], rows, float(moment.sum()))
         size, trace = moment.shape[-1], float(moment.diagonal(dim1=-2, dim2=-1).sum())
-        if size > LARGEST_SPECTRUM:  # a principal part: its eigenvalues lie between those of the whole
-            kept = torch.linspace(0, size - 1, LARGEST_SPECTRUM, device=moment.device).long()
+        if size > largest:  # a principal part: its eigenvalues lie between those of the whole
+            kept = torch.linspace(0, size - 1, largest, device=moment.device).long()
             moment = moment[:, kept][:, :, kept]
         values, vectors = guarded_eigh(moment, name="second moment")
         return cls(values, vectors, size, rows, trace)
@@ -288,7 +312,12 @@ def _some(io: RecordedIO, count: int) -> RecordedIO:
 
 def _inner(first: Standard, second: Standard) -> Float[Tensor, "N M"]:
     """``⟨r_n, r_m⟩`` of per-example gradients."""
-    if not isinstance(first.a, OneHot) and not isinstance(second.a, OneHot) and first.a.shape[1] == 1 and second.a.shape[1] == 1:
+    if (
+        not isinstance(first.a, OneHot)
+        and not isinstance(second.a, OneHot)
+        and first.a.shape[1] == 1
+        and second.a.shape[1] == 1
+    ):
         a = torch.einsum("nki,mki->knm", first.a[:, 0], second.a[:, 0])
         g = torch.einsum("nko,mko->knm", first.g[0, :, 0], second.g[0, :, 0])
         return (a * g).sum(0)

@@ -1,16 +1,16 @@
 """What the next step of each optimizer would do, in the quadratic model of the loss, and what the loss does there.
 
-Statistics and direction d come from one half of the examples, gradient and curvature along d from the other: a direction
-that has only learned the noise of its own examples gets no credit for it.
+Statistics and direction d come from one half of the examples, gradient and curvature along d from the other: a
+direction that has only learned the noise of its own examples gets no credit for it.
 """
 
 import copy
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,13 +19,12 @@ from torch import Tensor, nn
 import layerwise as lw
 from layerwise.doctor.clock import Clock
 from layerwise.doctor.measurements import OwnStep, Step
-from layerwise.foundations.cotangents import HessianRoot
 from layerwise.foundations.errors import LayerwiseError
-from layerwise.foundations.likelihoods import Likelihood
+from layerwise.foundations.likelihoods import Likelihood, Terms
 from layerwise.foundations.vectors import ParamVector
+from layerwise.layers.capture.linearize import Linearization
 from layerwise.layers.capture.model_call import call, undisturbed
 from layerwise.layers.capture.recorder import Batch, ModelRecorder
-from layerwise.layers.capture.source import Source, Sweep
 from layerwise.layers.table import LayerTable
 
 MEMBERS = ("SGD", "Adam", "Sign", "Muon", "FOOF", "KFAC", "EKFAC", "SOAP", "Shampoo")
@@ -45,7 +44,7 @@ class Line:
     recorder: ModelRecorder
     likelihood: Likelihood
     batches: Sequence[Batch]
-    memory: int
+    _linearization: list[Linearization] = field(default_factory=list, repr=False)
 
     def loss(self) -> float:
         """At the parameters as they are, a mean over terms."""
@@ -75,18 +74,26 @@ class Line:
         return ParamVector({name: grad / max(weight, 1e-300) for name, grad in total.items()})
 
     def curvature(self, d: ParamVector) -> float:
-        """``dᵀ F d`` with the exact Fisher matrix, all layers together."""
-        sweep = Sweep(
-            self.recorder,
-            _Given(self.batches),
-            self.likelihood,
-            HessianRoot(self.likelihood),
-            self.memory,
-            "terms",
-        )
-        from layerwise.curvature.implicit import Implicit
+        """``dᵀ F d = 1/Σw Σ (J d)ᵀ H (J d)`` with the exact Fisher matrix, all layers together."""
+        if not self._linearization:
+            self._linearization.append(Linearization(self.model, list(self.recorder.table.shapes)))
+        linear, total, weight = self._linearization[0], 0.0, 0.0
+        columns = {name: direction.unsqueeze(0) for name, direction in d.items()}
+        with undisturbed(self.model):
+            for batch in self.batches:
+                n = self.recorder.examples(batch)
 
-        return float(Implicit(sweep).quad(d))
+                def standard(out: Tensor, batch: Batch = batch, n: int = n) -> Terms:
+                    return self.recorder.terms(out, batch, self.likelihood, n)
+
+                self.recorder.seed_forward(batch)
+                with torch.enable_grad():
+                    terms = standard(linear.run(batch.x))
+                self.recorder.seed_forward(batch)
+                pushed = linear.push(batch.x, terms.f, columns, lambda out, standard=standard: standard(out).f)
+                total += float((self.likelihood.hessian_product(terms, pushed) * pushed).sum())
+                weight += float(terms.weight.sum())
+        return total / max(weight, 1e-300)
 
     def loss_after(self, d: ParamVector, rate: float) -> float:
         """``L(θ − η d)``."""
@@ -102,18 +109,6 @@ class Line:
         self.recorder.seed_forward(batch)
         terms = self.recorder.terms(call(self.model, batch.x), batch, self.likelihood, n)
         return self.likelihood.loss(terms).sum(), terms.weight.sum()
-
-
-class _Given(Source):
-    """Batches that have been read already."""
-
-    def __init__(self, batches: Sequence[Batch]) -> None:
-        super().__init__(list(batches))
-        self._batches = batches
-
-    def batches(self, description: str) -> Iterator[Batch]:
-        """As they are."""
-        yield from self._batches
 
 
 @contextmanager
@@ -165,28 +160,28 @@ def direction(line: Line, training: Sequence[Batch], name: str) -> ParamVector:
     model.training = True  # optimizers take statistics of training forwards; the modules inside stay in eval mode
     kind = getattr(lw.optim, name)
     needs = {"likelihood": line.likelihood} if name in ("KFAC", "EKFAC") else {}
-    decay = {} if name in ("SGD", "Adam", "Sign") else {"refresh_every": 1} if name != "Muon" else {}
-    opt = kind(model, lr=0.0, weight_decay=0.0, **needs, **decay)
-    recorder = ModelRecorder(model, LayerTable.from_model(model), line.recorder.given_axis, seed=line.recorder.seed, check="never")
+    refresh = {"refresh_every": WARM_UP} if name in ("FOOF", "KFAC", "EKFAC", "SOAP", "Shampoo") else {}
+    opt = kind(model, lr=0.0, weight_decay=0.0, **needs, **refresh)
     before = {key: p.detach().clone() for key, p in model.named_parameters() if p.requires_grad}
-    warm = [training[place % len(training)] for place in range(WARM_UP if len(training) > 1 else 1)]
+    warm = [training[place % len(training)] for place in range(WARM_UP if len(training) > 1 else 0)]
     for place, batch in enumerate([*warm, training[-1]]):
         if place == len(warm):
             for group in opt.param_groups:
                 group["lr"] = RATE
-        _backward(model, recorder, line.likelihood, batch, opt)
+        _backward(line, model, batch, opt)
         opt.step()
     after = dict(model.named_parameters())
     return ParamVector({key: (value - after[key].detach()) / RATE for key, value in before.items()})
 
 
-def _backward(model: nn.Module, recorder: ModelRecorder, likelihood: Likelihood, batch: Batch, opt: Any) -> None:
+def _backward(line: Line, model: nn.Module, batch: Batch, opt: Any) -> None:
+    """Gradients of a copy of the model; where its examples are, is known from the model itself."""
     opt.zero_grad()
-    n = recorder.examples(batch)
+    n = line.recorder.examples(batch)
     with torch.enable_grad(), torch.random.fork_rng(devices=_devices(model)):
-        recorder.seed_forward(batch)
-        terms = recorder.terms(call(model, batch.x), batch, likelihood, n)
-        (likelihood.loss(terms).sum() / terms.weight.sum()).backward()
+        line.recorder.seed_forward(batch)
+        terms = line.recorder.terms(call(model, batch.x), batch, line.likelihood, n)
+        (line.likelihood.loss(terms).sum() / terms.weight.sum()).backward()
 
 
 def _devices(model: nn.Module) -> list[int]:
@@ -206,6 +201,8 @@ def _judged(
     if not (math.isfinite(slope) and math.isfinite(bend)) or slope <= 0 or bend <= 0:
         return None
     rate = slope / bend
+    if start > 0:  # a loss that cannot be negative: its tangent says nothing beyond where it meets zero
+        rate = min(rate, start / slope)
     after = line.loss_after(d, rate)
     layers = {}
     blocks, weights = table.to_blocks(d.dict()), table.to_blocks(theta.dict())
@@ -213,7 +210,14 @@ def _judged(
         size = float(weights[spec.name].norm())
         layers[spec.name] = rate * float(blocks[spec.name].norm()) / size if size > 0 else math.inf
     norm = float(theta.norm())
-    return Step(name, rate, 0.5 * slope * rate, start - after, rate * float(d.norm()) / max(norm, 1e-300), layers)
+    return Step(
+        name,
+        rate,
+        rate * (slope - 0.5 * rate * bend),
+        start - after,
+        rate * float(d.norm()) / max(norm, 1e-300),
+        layers,
+    )
 
 
 def measure_own_step(
@@ -225,11 +229,9 @@ def measure_own_step(
     names = {id(p): name for name, p in model.named_parameters()}
     held = {names[id(p)] for group in opt.param_groups for p in group["params"] if id(p) in names}
     missing = tuple(name for name in trained if name not in held)
-    recorder = ModelRecorder(model, LayerTable.from_model(model), line.recorder.given_axis, seed=line.recorder.seed, check="never")
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
-    slopes = bends = predicted = measured = 0.0
     start, gradient = line.loss(), line.gradient()
-    _backward(model, recorder, line.likelihood, training[-1], opt)
+    _backward(line, model, training[-1], opt)
     opt.step()
     after = dict(model.named_parameters())
     d = ParamVector({key: before[key] - after[key].detach() for key in gradient.dict()})
@@ -240,6 +242,3 @@ def measure_own_step(
     rates = [float(group["lr"]) for group in opt.param_groups if "lr" in group]
     best = 0.5 * slopes * multiple if bends > 0 and slopes > 0 else 0.0
     return OwnStep(type(optimizer).__name__, max(rates, default=math.nan), multiple, predicted, best, measured, missing)
-
-
-Members = Callable[[], Sequence[str]]

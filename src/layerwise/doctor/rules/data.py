@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from layerwise.doctor.findings import Finding
+from layerwise.doctor.findings import Finding, number
 from layerwise.doctor.measurements import Layer, Measurements
 
 LARGE, SMALL = 20.0, 0.02
@@ -29,10 +29,20 @@ def input_scale(measured: Measurements) -> Iterator[Finding]:
     first = _first(measured)
     names = (first.name,) if first is not None else ()
     gain = _gain(first, measured)
-    condition = "" if first is None or first.inputs is None else f" Inputs of `{first.name}` have condition {_kappa(first.inputs.condition)}."
+    condition = (
+        ""
+        if first is None or first.inputs is None
+        else f" Inputs of `{first.name}` have condition {_kappa(first.inputs.condition)}."
+    )
     if x.constant >= 1.0:
         yield Finding(
-            "constant-features", "severe", gain, "No input feature ever changes.", "All examples are equal.", "Check how the data is loaded.", names
+            "constant-features",
+            "severe",
+            gain,
+            "No input feature ever changes.",
+            "All examples are equal.",
+            "Check how the data is loaded.",
+            names,
         )
         return
     if x.offset > OFFSET:
@@ -40,8 +50,9 @@ def input_scale(measured: Measurements) -> Iterator[Finding]:
             "input-offset",
             "severe",
             gain,
-            f"Input features are far from zero: their mean is {x.offset:.3g} standard deviations away.",
-            f"Median over {x.features} features; a single direction then has most of the input's second moment.{condition}",
+            f"Input features are far from zero: their mean is {number(x.offset, 3)} standard deviations away.",
+            f"Median over {x.features} features; a single direction then has most of the input's second "
+            f"moment.{condition}",
             "Subtract each feature's mean over the training data, and divide by its standard deviation.",
             names,
         )
@@ -50,8 +61,10 @@ def input_scale(measured: Measurements) -> Iterator[Finding]:
             "input-scale",
             "severe",
             gain,
-            f"Input features have very different sizes: the largest standard deviation is {x.spread:.3g} times the median one.",
-            f"Standard deviations lie between {x.smallest_std:.3g} and {x.largest_std:.3g}.{condition} Gradient descent needs about that many steps along the flat directions; FOOF and K-FAC would not.",
+            f"Input features have very different sizes: the largest standard deviation is {number(x.spread, 3)} times "
+            "the median one.",
+            f"Standard deviations lie between {number(x.smallest_std, 3)} and {number(x.largest_std, 3)}.{condition} "
+            "Gradient descent needs about that many steps along the flat directions; FOOF and K-FAC would not.",
             "Divide each feature by its standard deviation.",
             names,
         )
@@ -61,7 +74,7 @@ def input_scale(measured: Measurements) -> Iterator[Finding]:
             "input-scale",
             "severe",
             gain,
-            f"Inputs are very {how}: their root mean square is {x.rms:.3g}.",
+            f"Inputs are very {how}: their root mean square is {number(x.rms, 3)}.",
             f"Initialisations expect about 1; curvature of the first layer grows with its square.{condition}",
             "Subtract the mean of the training data and divide by its standard deviation.",
             names,
@@ -73,7 +86,8 @@ def input_scale(measured: Measurements) -> Iterator[Finding]:
             "severe" if severe else "note",
             gain * x.constant,
             f"{_percent(x.constant)} of the {x.features} input features never change.",
-            "Their standard deviation is zero over the examples seen: their weights learn nothing that a bias would not.",
+            "Their standard deviation is zero over the examples seen: their weights learn nothing that a bias would "
+            "not.",
             "Leave them out, or check the preprocessing.",
             names,
         )
@@ -99,8 +113,10 @@ def class_imbalance(measured: Measurements) -> Iterator[Finding]:
         "class-imbalance",
         "severe" if lopsided else "moderate",
         max(free, 0.0),
-        f"Classes are uneven: one has {_percent(y.largest_class)} of the labels, the rarest {_percent(y.smallest_class)}.",
-        f"{y.terms} labels, {y.classes} classes.{missing} Their frequencies alone are worth {free:.3g} nats, which hides how little is learned beyond them.",
+        f"Classes are uneven: one has {_percent(y.largest_class)} of the labels, the rarest "
+        f"{_percent(y.smallest_class)}.",
+        f"{y.terms} labels, {y.classes} classes.{missing} Their frequencies alone are worth {number(free, 3)} nats, "
+        "which hides how little is learned beyond them.",
         "Weight the classes (`weight=`), or sample them evenly; watch the loss of each class.",
     )
 
@@ -115,7 +131,8 @@ def unrelated_labels(measured: Measurements) -> Iterator[Finding]:
         "severe",
         max(y.constant_loss or 0.0, 0.0),
         "Targets look unrelated to the inputs, as far as this network can see.",
-        f"The tangent kernel's alignment with them is {y.shuffled_z:.2g} standard deviations above that with shuffled targets; related ones have 5 and more.",
+        f"The tangent kernel's alignment with them is {number(y.shuffled_z, 2)} standard deviations above that with "
+        "shuffled targets; related ones have 5 and more.",
         "Check that inputs and targets are paired (a shuffle of one of them alone?), and how many labels are wrong.",
         follows_from=(
             "constant-features",
@@ -149,8 +166,9 @@ def target_scale(measured: Measurements) -> Iterator[Finding]:
         "target-scale",
         "severe",
         abs(measured.loss - 0.5) if y.rms > TARGET_LARGE else 0.5 * y.rms**2,
-        f"Targets are very {how}: their root mean square is {y.rms:.3g}, their mean {y.mean:.3g}.",
-        f"The loss is {measured.loss:.3g}, that of the best constant {y.constant_loss or math.nan:.3g}; outputs begin near zero and have the size of one.",
+        f"Targets are very {how}: their root mean square is {number(y.rms, 3)}, their mean {number(y.mean, 3)}.",
+        f"The loss is {number(measured.loss, 3)}, that of the best constant {number(y.constant_loss or math.nan, 3)}; "
+        "outputs begin near zero and have the size of one.",
         "Subtract the targets' mean and divide by their standard deviation.",
     )
 
@@ -167,10 +185,20 @@ def output_scale(measured: Measurements) -> Iterator[Finding]:
         "output-scale",
         "severe",
         measured.loss - y.constant_loss,
-        f"The loss, {measured.loss:.3g}, is far above that of even probabilities, {chance:.3g}: outputs are large and wrong.",
-        f"A constant prediction has {y.constant_loss:.3g}. {_percent(1 - y.constant_loss / measured.loss)} of the loss is there because of the size of the outputs.",
+        f"The loss, {number(measured.loss, 3)}, is far above that of even probabilities, {number(chance, 3)}: outputs "
+        "are large and wrong.",
+        f"A constant prediction has {number(y.constant_loss, 3)}. {_percent(1 - y.constant_loss / measured.loss)} of "
+        "the loss is there because of the size of the outputs.",
         "Make the last layer's initial weights smaller (or zero), or restart from before the loss rose.",
-        follows_from=("input-scale", "input-offset", "exploding-activations", "not-finite", "rate-too-high", "identical-units", "saturated-units"),
+        follows_from=(
+            "input-scale",
+            "input-offset",
+            "exploding-activations",
+            "not-finite",
+            "rate-too-high",
+            "identical-units",
+            "saturated-units",
+        ),
     )
 
 
@@ -187,11 +215,11 @@ def _gain(layer: Layer | None, measured: Measurements) -> float:
 
 
 def _kappa(value: float) -> str:
-    return "infinite" if math.isinf(value) else f"{value:.1g}"
+    return "infinite" if math.isinf(value) else f"{number(value, 1)}"
 
 
 def _percent(value: float) -> str:
-    return f"{100 * value:.3g} %"
+    return f"{number(100 * value, 3)} %"
 
 
 DATA_RULES = (input_scale, class_imbalance, unrelated_labels, target_scale, output_scale)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from layerwise.doctor.findings import Finding
+from layerwise.doctor.findings import Finding, number
 from layerwise.doctor.measurements import Layer, Measurements, Side
 
 OUT_OF_REACH = 0.5
@@ -37,8 +37,10 @@ def frozen(measured: Measurements) -> Iterator[Finding]:
         "frozen",
         "severe",
         reach,
-        f"{_list(layer.name for layer in layers) or _list(measured.frozen)} {'is' if len(layers) == 1 else 'are'} frozen: {100 * share:.2g} % of the parameters.",
-        f"`requires_grad` is False. Measured as if trained, these layers' own steps predict a decrease of {reach:.2g}.",
+        f"{_list(layer.name for layer in layers) or _list(measured.frozen)} {'is' if len(layers) == 1 else 'are'} "
+        f"frozen: {number(100 * share, 2)} % of the parameters.",
+        "`requires_grad` is False. Measured as if trained, these layers' own steps predict a decrease of "
+        f"{number(reach, 2)}.",
         "Call `requires_grad_(True)` on them, unless that is meant.",
         tuple(layer.name for layer in layers),
         ("not-finite",),
@@ -57,11 +59,19 @@ def unused(measured: Measurements) -> Iterator[Finding]:
         "unused",
         "severe" if whole else "moderate",
         min(share / max(1 - share, 1e-3) * measured.best_step(), max(measured.loss, 0.0)),
-        f"No gradient reaches {_list(layer.name for layer in blocked)}: {100 * share:.2g} % of the parameters.",
+        f"No gradient reaches {_list(layer.name for layer in blocked)}: {number(100 * share, 2)} % of the parameters.",
         f"Their gradient is zero on all {measured.examples} examples.",
-        "Look for a `detach()`, a `no_grad()` or a branch that is never taken; a gate or weight of zero has the same effect.",
+        "Look for a `detach()`, a `no_grad()` or a branch that is never taken; a gate or weight of zero has the same "
+        "effect.",
         tuple(layer.name for layer in blocked),
-        ("dead-units", "not-finite", "identical-units", "constant-features", "vanishing-gradients", "vanishing-activations"),
+        (
+            "dead-units",
+            "not-finite",
+            "identical-units",
+            "constant-features",
+            "vanishing-gradients",
+            "vanishing-activations",
+        ),
     )
 
 
@@ -95,9 +105,11 @@ def _anisotropic(layers: list[Layer], inputs: bool) -> Finding:
         "anisotropic-inputs" if inputs else "anisotropic-gradients",
         "moderate" if worst.out_of_reach >= 0.8 else "note",
         sum(layer.reach * (layer.out_of_reach or 0.0) for layer in layers),
-        f"{what} of `{worst.name}` have condition {side.condition:.1g}: SGD needs about that many steps along the flat "
+        f"{what} of `{worst.name}` have condition {number(side.condition, 1)}: SGD needs about that many steps along "
+        "the flat "
         f"directions; {cure} would not.",
-        f"{_ranks(side)} {100 * worst.out_of_reach:.2g} % of the layer's predicted decrease, {worst.reach:.2g}, lies in "
+        f"{_ranks(side)} {number(100 * worst.out_of_reach, 2)} % of the layer's predicted decrease, "
+        f"{number(worst.reach, 2)}, lies in "
         f"directions that 1000 steps of gradient descent do not reach.{also}",
         f"Precondition these layers ({cure})" + (", or normalise their inputs." if inputs else "."),
         tuple(layer.name for layer in layers),
@@ -107,7 +119,9 @@ def _anisotropic(layers: list[Layer], inputs: bool) -> Finding:
 
 def gradient_noise(measured: Measurements) -> Iterator[Finding]:
     """Gradients that are mostly noise."""
-    noisy = [layer for layer in measured.layers if layer.noise_scale > NOISE * max(measured.examples, 1) and layer.trained]
+    noisy = [
+        layer for layer in measured.layers if layer.noise_scale > NOISE * max(measured.examples, 1) and layer.trained
+    ]
     if len(noisy) <= len(measured.layers) / 2:
         return
     finite = sorted(layer.noise_scale for layer in noisy if math.isfinite(layer.noise_scale))
@@ -116,7 +130,8 @@ def gradient_noise(measured: Measurements) -> Iterator[Finding]:
         "gradient-noise",
         "note",
         0.0,
-        f"Gradients of {len(noisy)} of {len(measured.layers)} layers are noise: the noise scale is {scale:.1g} examples.",
+        f"Gradients of {len(noisy)} of {len(measured.layers)} layers are noise: the noise scale is {number(scale, 1)} "
+        "examples.",
         f"Seen on {measured.examples} examples; at the noise scale, noise and gradient of a batch are equally large.",
         "Larger batches, or a lower rate with more averaging; or the loss is as low as it gets.",
         tuple(layer.name for layer in noisy),
@@ -140,8 +155,9 @@ def kronecker_error(measured: Measurements) -> Iterator[Finding]:
         "kronecker-error",
         "note",
         0.0,
-        f"K-FAC's curvature of `{worst.name}` is {100 * (worst.kronecker_error or 0.0):.2g} % off.",
-        f"‖F − G ⊗ A‖ / ‖F‖ = {worst.kronecker_error:.2g} ± {worst.kronecker_error_se:.1g}; the layer has {100 * worst.curvature_share:.2g} % of the curvature.",
+        f"K-FAC's curvature of `{worst.name}` is {number(100 * (worst.kronecker_error or 0.0), 2)} % off.",
+        f"‖F − G ⊗ A‖ / ‖F‖ = {number(worst.kronecker_error, 2)} ± {number(worst.kronecker_error_se, 1)}; the layer "
+        f"has {number(100 * worst.curvature_share, 2)} % of the curvature.",
         "Prefer EKFAC, whose scalings are exact in K-FAC's basis, or more damping.",
         tuple(layer.name for layer in far),
     )
@@ -149,7 +165,8 @@ def kronecker_error(measured: Measurements) -> Iterator[Finding]:
 
 def _ranks(side: Side) -> str:
     few = f", of {side.rows} vectors" if side.rows < 4 * side.size else ""
-    return f"Their effective rank is {side.effective_rank:.3g} of {side.size}{few}; {100 * side.top_share:.2g} % of the trace is in one direction."
+    one = f"{number(100 * side.top_share, 2)} % of the trace is in one direction"
+    return f"Their effective rank is {number(side.effective_rank, 3)} of {side.size}{few}; {one}."
 
 
 def _list(names: object) -> str:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from layerwise.doctor.findings import Finding
+from layerwise.doctor.findings import Finding, number
 from layerwise.doctor.measurements import Layer, Measurements, Signal
 
 DEAD_SEVERE, DEAD_MODERATE = 0.4, 0.1
@@ -47,7 +47,8 @@ def dead_units(measured: Measurements) -> Iterator[Finding]:
         "severe" if worst.dead >= DEAD_SEVERE else "moderate",
         _lost(worst.dead, measured),
         f"{_percent(worst.dead)} of the {worst.units} units of `{_place(worst.module)}` ({worst.function}) are dead.",
-        f"Their derivative is zero on all {measured.examples} examples, so their weights get no gradient; {units:.0f} of {of} units in all, in {_list(_place(site.module) for site in sites)}.",
+        f"Their derivative is zero on all {measured.examples} examples, so their weights get no gradient; {units:.0f} "
+        f"of {of} units in all, in {_list(_place(site.module) for site in sites)}.",
         "Initialise their biases at zero, use a leaky nonlinearity, or lower the rate that killed them.",
         tuple(_place(site.module) for site in sites),
         ("not-finite", "input-offset", "input-scale"),
@@ -64,8 +65,10 @@ def saturated_units(measured: Measurements) -> Iterator[Finding]:
         "saturated-units",
         "severe" if worst.saturated >= SATURATED_SEVERE else "moderate",
         _lost(worst.saturated, measured),
-        f"{_percent(worst.saturated)} of the {worst.units} units of `{_place(worst.module)}` ({worst.function}) are saturated.",
-        f"On three examples of four their derivative is below a twentieth of its largest; the mean is {worst.mean_derivative:.2g}. Seen in {_list(_place(site.module) for site in sites)}.",
+        f"{_percent(worst.saturated)} of the {worst.units} units of `{_place(worst.module)}` ({worst.function}) are "
+        "saturated.",
+        "On three examples of four their derivative is below a twentieth of its largest; the mean is "
+        f"{number(worst.mean_derivative, 2)}. Seen in {_list(_place(site.module) for site in sites)}.",
         "Make the weights before them smaller, or put a normalisation there.",
         tuple(_place(site.module) for site in sites),
         ("not-finite", "input-offset", "input-scale"),
@@ -83,7 +86,9 @@ def collapsed_attention(measured: Measurements) -> Iterator[Finding]:
         "severe",
         _lost(worst.collapsed, measured),
         f"{_percent(worst.collapsed)} of the heads of `{_place(worst.module)}` attend to a single position.",
-        f"The entropy of their attention is {worst.entropy:.2g} of that of even attention: the softmax is saturated and passes hardly any gradient to queries and keys. Seen in {_list(_place(one.module) for one in bad)}.",
+        f"The entropy of their attention is {number(worst.entropy, 2)} of that of even attention: the softmax is "
+        "saturated and passes hardly any gradient to queries and keys. Seen in "
+        f"{_list(_place(one.module) for one in bad)}.",
         "Divide scores by √d, normalise queries and keys, or make their initial weights smaller.",
         tuple(_place(one.module) for one in bad),
         ("not-finite", "exploding-activations"),
@@ -102,7 +107,8 @@ def identical_units(measured: Measurements) -> Iterator[Finding]:
         "severe",
         _lost(worst.twins, measured),
         f"{_percent(worst.twins)} of the units of `{worst.module}` have the same weights as another unit.",
-        f"Units with equal weights in and out get equal gradients and never differ. Seen in {_list(signal.module for signal in bad)}.",
+        "Units with equal weights in and out get equal gradients and never differ. Seen in "
+        f"{_list(signal.module for signal in bad)}.",
         "Initialise weights at random; zeros are for biases and for the last layer of a residual branch.",
         tuple(signal.module for signal in bad),
         ("not-finite",),
@@ -111,7 +117,9 @@ def identical_units(measured: Measurements) -> Iterator[Finding]:
 
 def signal_size(measured: Measurements) -> Iterator[Finding]:
     """Signals that grow or shrink on their way through the network."""
-    signals = [signal for signal in measured.signals if signal.module and signal.rms_out > 0 and signal.kind != "Embedding"]
+    signals = [
+        signal for signal in measured.signals if signal.module and signal.rms_out > 0 and signal.kind != "Embedding"
+    ]
     if len(signals) < 3:
         return
     start, rest = signals[0], signals[1:]
@@ -123,9 +131,11 @@ def signal_size(measured: Measurements) -> Iterator[Finding]:
             "exploding-activations",
             "severe",
             max(measured.loss - _constant(measured), 0.0) + measured.best_step(),
-            f"Signals grow {size / base:.2g} times between `{start.module}` and `{largest.module}`.",
-            f"Their root mean square goes from {base:.2g} to {size:.2g}, over {len(rest)} layers; later layers outweigh earlier ones by as much.",
-            "Normalise the residual stream (LayerNorm before each branch, and before the output), or scale each branch by 1/√depth.",
+            f"Signals grow {number(size / base, 2)} times between `{start.module}` and `{largest.module}`.",
+            f"Their root mean square goes from {number(base, 2)} to {number(size, 2)}, over {len(rest)} layers; later "
+            "layers outweigh earlier ones by as much.",
+            "Normalise the residual stream (LayerNorm before each branch, and before the output), or scale each "
+            "branch by 1/√depth.",
             (largest.module,),
             ("not-finite",),
         )
@@ -136,8 +146,9 @@ def signal_size(measured: Measurements) -> Iterator[Finding]:
             "vanishing-activations",
             "severe",
             measured.best_step(),
-            f"Signals shrink to {smallest.rms_in / base:.2g} of their size between `{start.module}` and `{smallest.module}`.",
-            f"Their root mean square goes from {base:.2g} to {smallest.rms_in:.2g}.",
+            f"Signals shrink to {number(smallest.rms_in / base, 2)} of their size between `{start.module}` and "
+            f"`{smallest.module}`.",
+            f"Their root mean square goes from {number(base, 2)} to {number(smallest.rms_in, 2)}.",
             "Use an initialisation that keeps variances (He for ReLU), or a normalisation.",
             (smallest.module,),
             ("not-finite", "dead-units", "identical-units"),
@@ -159,7 +170,8 @@ def constant_representation(measured: Measurements) -> Iterator[Finding]:
         "severe",
         max(_constant(measured), measured.best_step()),
         f"All examples look the same to `{worst.module}`.",
-        f"{_percent(worst.variation)} of the mean square of its inputs differs between examples. Seen in {_list(signal.module for signal in bad)}.",
+        f"{_percent(worst.variation)} of the mean square of its inputs differs between examples. Seen in "
+        f"{_list(signal.module for signal in bad)}.",
         "Centre what is constant away (a normalisation over the batch), or make the weights before it larger.",
         tuple(signal.module for signal in bad),
         (
@@ -178,8 +190,14 @@ def constant_representation(measured: Measurements) -> Iterator[Finding]:
 
 def gradient_flow(measured: Measurements) -> Iterator[Finding]:
     """Output gradients of the first layers against those of the last."""
-    layers = [layer for layer in measured.layers if layer.outgrads is not None and layer.place >= 0 and layer.kind != "Embedding"]
-    layers = sorted((layer for layer in layers if layer.outgrads and layer.outgrads.rms > 0), key=lambda layer: layer.place)
+    layers = [
+        layer
+        for layer in measured.layers
+        if layer.outgrads is not None and layer.place >= 0 and layer.kind != "Embedding"
+    ]
+    layers = sorted(
+        (layer for layer in layers if layer.outgrads and layer.outgrads.rms > 0), key=lambda layer: layer.place
+    )
     if len(layers) < 3:
         return
     first, last = layers[0], layers[-1]
@@ -190,18 +208,29 @@ def gradient_flow(measured: Measurements) -> Iterator[Finding]:
             "vanishing-gradients",
             "severe",
             max(sum(layer.reach for layer in starved), measured.best_step() * len(starved) / len(layers)),
-            f"Gradients shrink to {ratio:.2g} of their size on the way from `{last.name}` back to `{first.name}`.",
-            f"Over {len(layers)} layers; {len(starved)} of them have output gradients below {10 * BACK:g} of the last one's, and hardly move under SGD.",
-            "Use ReLU-like nonlinearities with a matching initialisation, residual connections, or a normalisation; K-FAC and Adam rescale, but noise as well.",
+            f"Gradients shrink to {number(ratio, 2)} of their size on the way from `{last.name}` back to "
+            f"`{first.name}`.",
+            f"Over {len(layers)} layers; {len(starved)} of them have output gradients below {10 * BACK:g} of the last "
+            "one's, and hardly move under SGD.",
+            "Use ReLU-like nonlinearities with a matching initialisation, residual connections, or a normalisation; "
+            "K-FAC and Adam rescale, but noise as well.",
             tuple(layer.name for layer in starved),
-            ("not-finite", "saturated-units", "dead-units", "identical-units", "collapsed-attention", "exploding-activations", "vanishing-activations"),
+            (
+                "not-finite",
+                "saturated-units",
+                "dead-units",
+                "identical-units",
+                "collapsed-attention",
+                "exploding-activations",
+                "vanishing-activations",
+            ),
         )
     elif ratio > GROWTH_BACK:
         yield Finding(
             "exploding-gradients",
             "severe",
             measured.best_step(),
-            f"Gradients grow {ratio:.2g} times on the way from `{last.name}` back to `{first.name}`.",
+            f"Gradients grow {number(ratio, 2)} times on the way from `{last.name}` back to `{first.name}`.",
             f"Over {len(layers)} layers: the first ones limit the rate of all others.",
             "Make initial weights smaller, add a normalisation, or clip gradients.",
             (first.name,),
@@ -239,7 +268,7 @@ def _list(names: object) -> str:
 
 
 def _percent(value: float) -> str:
-    return f"{100 * value:.3g} %"
+    return f"{number(100 * value, 3)} %"
 
 
 SIGNAL_RULES = (

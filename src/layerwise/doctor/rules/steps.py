@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from layerwise.doctor.findings import Finding
+from layerwise.doctor.findings import Finding, number
 from layerwise.doctor.measurements import Measurements
 
 TOO_HIGH = 0.5
@@ -26,8 +26,10 @@ def own_rate(measured: Measurements) -> Iterator[Finding]:
             "not-in-optimizer",
             "severe",
             reach,
-            f"{own.name} does not have {_list(own.missing)}: {100 * share:.2g} % of the parameters are never updated.",
-            f"They require gradients, and no parameter group has them. Their own steps predict a decrease of {reach:.2g}.",
+            f"{own.name} does not have {_list(own.missing)}: {number(100 * share, 2)} % of the parameters are never "
+            "updated.",
+            "They require gradients, and no parameter group has them. Their own steps predict a decrease of "
+            f"{number(reach, 2)}.",
             "Give the optimizer `model.parameters()`, and make it after the model is complete.",
             tuple(layer.name for layer in layers),
         )
@@ -36,17 +38,22 @@ def own_rate(measured: Measurements) -> Iterator[Finding]:
             "rate-too-high",
             "severe",
             own.best - max(own.measured, own.predicted),
-            f"The rate of {own.name}, {own.rate:.2g}, is {1 / max(own.best_multiple, 1e-12):.2g} times the best one for its next step.",
-            f"That step makes the loss larger by {-own.measured:.2g} (quadratic model: {-own.predicted:.2g}); at {own.rate * own.best_multiple:.1g} it would fall by {own.best:.2g}.",
-            f"Lower the rate to {own.rate * own.best_multiple:.1g} or less, or warm it up.",
+            f"The rate of {own.name}, {number(own.rate, 2)}, is {number(1 / max(own.best_multiple, 1e-12), 2)} times "
+            "the best one for its next step.",
+            f"That step makes the loss larger by {number(-own.measured, 2)} (quadratic model: "
+            f"{number(-own.predicted, 2)}); at {number(own.rate * own.best_multiple, 1)} it would fall by "
+            f"{number(own.best, 2)}.",
+            f"Lower the rate to {number(own.rate * own.best_multiple, 1)} or less, or warm it up.",
         )
     elif own.best_multiple > TOO_LOW and math.isfinite(own.best_multiple):
         yield Finding(
             "rate-too-low",
             "moderate",
             own.best - own.predicted,
-            f"The rate of {own.name}, {own.rate:.2g}, is a {own.best_multiple:.1g}th of the best one for its next step.",
-            f"That step lowers the loss by {own.predicted:.1g}; at {own.rate * own.best_multiple:.1g} it would fall by {own.best:.2g}.",
+            f"The rate of {own.name}, {number(own.rate, 2)}, is a {number(own.best_multiple, 1)}th of the best one for "
+            "its next step.",
+            f"That step lowers the loss by {number(own.predicted, 1)}; at {number(own.rate * own.best_multiple, 1)} it "
+            f"would fall by {number(own.best, 2)}.",
             "Raise the rate; tenfold at a time is safe here.",
         )
 
@@ -55,21 +62,26 @@ def optimizer(measured: Measurements) -> Iterator[Finding]:
     """Whether another optimizer would make more of a step."""
     by_name = {step.name: step for step in measured.steps}
     plain = max((by_name[name].predicted for name in ("SGD", "Adam") if name in by_name), default=0.0)
+    seen = max((by_name[name].measured or 0.0 for name in ("SGD", "Adam") if name in by_name), default=0.0)
     best = max(measured.steps, key=lambda step: step.predicted, default=None)
+    if best is not None and (best.measured is None or best.measured <= seen):
+        return  # a step that is larger than the quadratic model is good for recommends nothing
     if best is None or plain <= 0 or best.name in ("SGD", "Adam") or best.predicted < BETTER * plain:
         return
     yield Finding(
         "optimizer",
         "note",
         best.predicted - plain,
-        f"A step of {best.name} is predicted to lower the loss {best.predicted / plain:.2g} times as much as one of SGD or Adam.",
-        f"{best.predicted:.2g} against {plain:.2g}, each at its best rate; measured at that rate: {_measured(best.measured)}.",
+        f"A step of {best.name} is predicted to lower the loss {number(best.predicted / plain, 2)} times as much as "
+        "one of SGD or Adam.",
+        f"{number(best.predicted, 2)} against {number(plain, 2)}, each at its best rate; measured at that rate: "
+        f"{_measured(best.measured)}.",
         f"Try `lw.optim.{best.name}`.",
     )
 
 
 def _measured(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.2g}"
+    return "not measured" if value is None else f"{number(value, 2)}"
 
 
 def _list(names: object) -> str:
