@@ -519,3 +519,224 @@ def gru_too_fast() -> Case:
 def gru_with_raw_inputs() -> Case:
     x, y = sequences()
     return Case(Recurrent(), (200 * x, y))
+
+
+# --- not looked at while thresholds were chosen ------------------------------------------------------------------
+
+
+class Mixer(nn.Module):
+    """Tokens of an image mixed by one perceptron, channels by another."""
+
+    def __init__(self, tokens: int = 9, width: int = 32, depth: int = 2, classes: int = 4) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, width, 4, stride=4)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * depth))
+        self.across = nn.ModuleList(
+            nn.Sequential(nn.Linear(tokens, 24), nn.GELU(), nn.Linear(24, tokens)) for _ in range(depth)
+        )
+        self.along = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width)) for _ in range(depth)
+        )
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.patches(x).flatten(2).mT
+        for place, (across, along) in enumerate(zip(self.across, self.along, strict=True)):
+            h = h + across(self.norms[2 * place](h).mT).mT
+            h = h + along(self.norms[2 * place + 1](h))
+        return self.head(self.norm(h).mean(1))
+
+
+class Encoder(nn.Module):
+    """Torch's own transformer encoder on series, classified by the mean."""
+
+    def __init__(self, features: int = 6, width: int = 32, classes: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Linear(features, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 64, dropout=0.1, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(x)).mean(1))
+
+
+def conv1d(nonlinearity: type[nn.Module] = nn.ReLU) -> nn.Sequential:
+    model = nn.Sequential(
+        nn.Conv1d(6, 24, 3, padding=1),
+        nonlinearity(),
+        nn.Conv1d(24, 24, 3, padding=1),
+        nonlinearity(),
+        nn.AdaptiveAvgPool1d(1),
+        nn.Flatten(),
+        nn.Linear(24, 3),
+    )
+    return he(model)  # type: ignore[return-value]
+
+
+def channels(x: Tensor) -> Tensor:
+    return x.mT.contiguous()
+
+
+@patient(None, "CNN with batch norm", tuned=False)
+def fresh_batch_norm() -> Case:
+    model = cnn(norm=True)
+    return Case(model, images(), torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+
+
+@patient(None, "MLP-mixer", tuned=False)
+def fresh_mixer() -> Case:
+    return Case(Mixer(), images())
+
+
+@patient(None, "torch's transformer encoder", tuned=False)
+def fresh_encoder() -> Case:
+    model = Encoder()
+    return Case(model, sequences(), torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+@patient(None, "1-d CNN", tuned=False)
+def fresh_conv1d() -> Case:
+    x, y = sequences()
+    return Case(conv1d(), (channels(x), y))
+
+
+@patient(None, "wide GELU MLP", tuned=False)
+def fresh_gelu() -> Case:
+    model = mlp((20, 160, 160, 5), nn.GELU)
+    return Case(model, vectors(), torch.optim.Adam(model.parameters(), lr=1e-3))
+
+
+@patient(None, "LSTM", tuned=False)
+def fresh_lstm() -> Case:
+    return Case(Recurrent(nn.LSTM), sequences())
+
+
+@patient("input-offset", "MLP-mixer", tuned=False)
+def mixer_on_bright_images() -> Case:
+    x, y = images()
+    return Case(Mixer(), (x + 60, y))
+
+
+@patient("input-scale", "1-d CNN", tuned=False)
+def one_loud_channel() -> Case:
+    x, y = sequences()
+    x[..., 2] *= 500
+    return Case(conv1d(), (channels(x), y))
+
+
+@patient("dead-units", "1-d CNN", tuned=False)
+def dead_1d_channels() -> Case:
+    x, y = sequences()
+    model = conv1d()
+    with torch.no_grad():
+        model[2].bias[torch.rand(24) < 0.75] -= 15
+    return Case(model, (channels(x), y))
+
+
+@patient("frozen", "torch's transformer encoder", tuned=False)
+def frozen_encoder_layer() -> Case:
+    model = Encoder()
+    model.encoder.layers[0].requires_grad_(False)
+    return Case(model, sequences())
+
+
+@patient("saturated-units", "RNN", tuned=False)
+def saturated_rnn() -> Case:
+    model = Recurrent(nn.RNN)
+    with torch.no_grad():
+        for p in model.rnn.parameters():
+            p.mul_(12)
+    return Case(model, sequences())
+
+
+@patient("class-imbalance", "MLP-mixer", tuned=False)
+def rare_patches() -> Case:
+    x, y = images(n=1500)
+    keep = (y == 1) | (torch.rand(len(y)) < 0.06)
+    return Case(Mixer(), (x[keep], y[keep]))
+
+
+@patient("rate-too-high", "CNN with batch norm", tuned=False)
+def momentum_too_fast() -> Case:
+    model = cnn(norm=True)
+    return Case(model, images(), torch.optim.SGD(model.parameters(), lr=30.0, momentum=0.9))
+
+
+@patient("collapsed-attention", "torch's transformer encoder", tuned=False)
+def sharp_encoder() -> Case:
+    model = Encoder()
+    with torch.no_grad():
+        for layer in model.encoder.layers:
+            layer.self_attn.in_proj_weight[:64].mul_(15)
+    return Case(model, sequences())
+
+
+@patient("output-scale", "wide GELU MLP", tuned=False)
+def gelu_with_large_head() -> Case:
+    model = mlp((20, 160, 160, 5), nn.GELU)
+    with torch.no_grad():
+        model[-1].weight.mul_(50)
+    return Case(model, vectors())
+
+
+@patient("vanishing-gradients", "deep CNN", tuned=False)
+def deep_sigmoid_cnn() -> Case:
+    layers: list[nn.Module] = [nn.Conv2d(1, 12, 3, padding=1), nn.Sigmoid()]
+    for _ in range(7):
+        layers += [nn.Conv2d(12, 12, 3, padding=1), nn.Sigmoid()]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(108, 4))
+    return Case(he(model, 1.0), images())
+
+
+@patient("exploding-activations", "deep MLP", tuned=False)
+def large_weights() -> Case:
+    model = mlp((20, *[64] * 5, 5))
+    with torch.no_grad():
+        for layer in model[2:-1:2]:
+            layer.weight.mul_(4)
+    return Case(model, vectors())
+
+
+@patient("unrelated-labels", "CNN", tuned=False)
+def misaligned_images() -> Case:
+    x, y = images()
+    return Case(cnn(), (x, y.roll(1)))
+
+
+@patient("target-scale", "GRU", tuned=False)
+def gru_far_targets() -> Case:
+    x, _ = sequences()
+    return Case(Recurrent(classes=1), (x, 500 + 40 * x.mean((1, 2)).unsqueeze(1)))
+
+
+@patient("not-in-optimizer", "LSTM", tuned=False)
+def lstm_left_out() -> Case:
+    model = Recurrent(nn.LSTM)
+    return Case(model, sequences(), torch.optim.Adam(model.head.parameters(), lr=1e-3))
+
+
+@patient("identical-units", "1-d CNN", tuned=False)
+def zero_kernels() -> Case:
+    x, y = sequences()
+    model = conv1d()
+    nn.init.zeros_(model[2].weight)
+    return Case(model, (channels(x), y))
+
+
+@patient("constant-features", "wide GELU MLP", tuned=False)
+def padded_features() -> Case:
+    x, y = vectors(features=10)
+    return Case(mlp((40, 160, 160, 5), nn.GELU), (torch.cat([x, torch.zeros(len(x), 30)], 1), y))
+
+
+@patient("unused", "residual MLP", tuned=False)
+def closed_gates() -> Case:
+    class Gated(ResidualMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.stem(x)
+            for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
+                h = h + 0.0 * down(F.relu(up(norm(h))))
+            return self.head(self.norm(h))
+
+    return Case(Gated(20, 48, 4, 5), vectors())

@@ -55,7 +55,7 @@ class Layer:
     """Standard error of the former."""
     reach: float
     """Decrease of the loss that the layer's own damped K-FAC step predicts, noise of the gradient subtracted; at most
-    the loss."""
+    the loss. Where spectra are of some features (`Side.of`), of those."""
     out_of_reach: float | None
     """Part of `reach` that lies in directions which 1000 steps of gradient descent do not reach."""
     alignment: float | None = None
@@ -150,7 +150,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Step:
-    """What an optimizer's next step would do, by the quadratic model ``L − η ∇Lᵀd + ½ η² dᵀF d`` along its direction d."""
+    """What an optimizer's next step would do, by the quadratic model ``L − η ∇Lᵀd + ½ η² dᵀF d`` along its d."""
 
     name: str
     rate: float

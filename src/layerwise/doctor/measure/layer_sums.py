@@ -187,8 +187,6 @@ class LayerSums:
         C2 = second.gradient * (self.examples / second.examples) / terms
         if self._eigen is not None:
             inputs, outgrads = self._eigen
-            if not inputs.complete or not outgrads.complete:
-                return 0.0, None
             C1, C2 = (outgrads.rotate_left(inputs.rotate_right(C)) for C in (C1, C2))
             values = outgrads.values.unsqueeze(-1) / terms * inputs.values.unsqueeze(-2)
         elif self.diagonal is not None:
@@ -258,11 +256,8 @@ class _Factor:
     size: int
     rows: int
     trace: float
-
-    @property
-    def complete(self) -> bool:
-        """Whether the spectrum is that of all features."""
-        return self.values.shape[-1] == self.size
+    kept: Tensor | None = None
+    """The features that the spectrum is of; None: all."""
 
     @classmethod
     def of(cls, moment: Tensor, rows: int, largest: int) -> "_Factor":
@@ -272,13 +267,17 @@ class _Factor:
         if size > largest:  # a principal part: its eigenvalues lie between those of the whole
             kept = torch.linspace(0, size - 1, largest, device=moment.device).long()
             moment = moment[:, kept][:, :, kept]
+        else:
+            kept = None
         values, vectors = guarded_eigh(moment, name="second moment")
-        return cls(values, vectors, size, rows, trace)
+        return cls(values, vectors, size, rows, trace, kept)
 
     def rotate_right(self, C: Tensor) -> Tensor:
+        C = C if self.kept is None else C[..., self.kept]
         return C if self.vectors is None else C @ self.vectors
 
     def rotate_left(self, C: Tensor) -> Tensor:
+        C = C if self.kept is None else C[..., self.kept, :]
         return C if self.vectors is None else self.vectors.mT @ C
 
     def side(self, scale: float = 1.0) -> Side:
