@@ -212,4 +212,4 @@ class Measurements:
 
     def best_step(self) -> float:
         """The largest predicted decrease of a step."""
-        return max((step.predicted for step in self.steps), default=sum(layer.reach for layer in self.layers))
+        return max((step.predicted for step in self.steps), default=float(sum(layer.reach for layer in self.layers)))

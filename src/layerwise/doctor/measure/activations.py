@@ -24,6 +24,8 @@ MOSTLY = 0.75
 """A unit that is flat on this part of the data is saturated."""
 COLLAPSED = 0.1
 """Entropy of attention, over that of uniform attention, below which a head is collapsed."""
+MASKED = -1e30
+"""Scores below this are masked."""
 FEW_KEYS = 8
 """Positions that see fewer keys say nothing of collapse."""
 
@@ -120,16 +122,13 @@ class ActivationWatch(TorchFunctionMode):
         if name in _NAMES and args and isinstance(args[0], Tensor) and args[0].is_floating_point():
             if name != "clamp_min" or _is_zero(args[1:], kwargs):
                 self._nonlinearity(name.rstrip("_"), func, args, kwargs)
-        elif name == "scaled_dot_product_attention" and len(args) >= 2:
-            self._attention(_probabilities(args, kwargs))
+        elif name in SCORES and len(args) >= 2:
+            scores = SCORES[name](args, kwargs)
+            if scores is not None:
+                self._attention(scores)
         result = func(*args, **kwargs)
-        if (
-            name == "softmax"
-            and isinstance(result, Tensor)
-            and result.ndim >= 3
-            and result.shape[-2] == result.shape[-1]
-        ):
-            self._attention(result[:2])
+        if name == "softmax" and args and isinstance(args[0], Tensor) and _square_scores(args[0]):
+            self._attention(args[0][:2].detach().float())
         return result
 
     def _nonlinearity(self, name: str, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
@@ -157,18 +156,16 @@ class ActivationWatch(TorchFunctionMode):
         site.total += units.sum(0)
         site.count += units.shape[0]
 
-    def _attention(self, probabilities: Tensor | None) -> None:
-        """``[..., heads, queries, keys]``."""
-        if probabilities is None or probabilities.ndim < 3:
-            return
-        p = probabilities.detach().float()
-        seen = (p > 0).sum(-1)
+    def _attention(self, scores: Tensor) -> None:
+        """Entropy of the softmax of ``[..., heads, queries, keys]``, of queries that see several keys."""
+        seen = (scores > MASKED).sum(-1)
         wide = seen >= FEW_KEYS
         if not bool(wide.any()):
             return
+        p = F.softmax(scores, -1)
         entropy = -(p.clamp_min(1e-30).log() * p).sum(-1) / seen.clamp_min(2).float().log()
         kept = torch.where(wide, entropy, torch.nan)
-        heads = kept.movedim(-2, 0).reshape(p.shape[-3], -1) if p.ndim > 3 else kept.reshape(1, -1)
+        heads = kept.movedim(-2, 0).reshape(scores.shape[-3], -1) if scores.ndim > 3 else kept.reshape(1, -1)
         module = self._stack[-1] if self._stack else ""
         self.heads.setdefault(module, []).append(heads.nanmean(-1))
 
@@ -287,8 +284,8 @@ def _is_zero(rest: tuple, kwargs: dict[str, Any]) -> bool:
     return not isinstance(bound, Tensor) and bound == 0
 
 
-def _probabilities(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-    """Attention of the first two examples, as `scaled_dot_product_attention` would compute it."""
+def _scores(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """What `scaled_dot_product_attention` takes the softmax of, for the first two examples; masked: −∞."""
     q, k = (t[:2].detach().float() for t in args[:2])
     if q.ndim < 3 or k.shape[-3] != q.shape[-3]:  # grouped queries
         return None
@@ -300,7 +297,35 @@ def _probabilities(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
     elif isinstance(mask, Tensor):
         mask = mask[:2] if mask.ndim == scores.ndim and mask.shape[0] > 1 else mask
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    return F.softmax(scores, -1).nan_to_num(0.0)
+    return scores
+
+
+def _packed_scores(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """The same for `multi_head_attention_forward`, whose own calls a mode does not see; None for separate projections."""
+    query, key, width, heads, weight = args[0], args[1], args[3], args[4], args[5]
+    if weight is None or query.ndim != 3 or query.shape[-1] != width:
+        return None
+    bias = args[6] if args[6] is not None else weight.new_zeros(3 * width)
+    q = F.linear(query[:, :2].detach(), weight[:width], bias[:width])
+    k = F.linear(key[:, :2].detach(), weight[width : 2 * width], bias[width : 2 * width])
+    q, k = (t.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3).float() for t in (q, k))  # N H L d
+    mask = kwargs.get("attn_mask")
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        scores = scores.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return scores
+
+
+SCORES: dict[str, Callable[[tuple, dict[str, Any]], Tensor | None]] = {
+    "scaled_dot_product_attention": _scores,
+    "multi_head_attention_forward": _packed_scores,
+}
+"""Functions that attend, and how to get what they take the softmax of."""
+
+
+def _square_scores(scores: Tensor) -> bool:
+    """Whether a softmax is one over positions: as many keys as queries."""
+    return scores.is_floating_point() and scores.ndim >= 3 and scores.shape[-2] == scores.shape[-1]
 
 
 def _broken(t: Tensor) -> bool:

@@ -27,7 +27,7 @@ from layerwise.layers.table import LayerSpec
 
 LARGEST_SPECTRUM = 2048
 """Features up to which a spectrum is computed of all of them."""
-DAMPING = 1e-3
+DAMPING = 1e-4
 """Of the predicted decrease, relative to the mean eigenvalue."""
 STEPS = 1000
 """Of gradient descent, after which what is left is called out of reach."""
@@ -118,7 +118,7 @@ class LayerSums:
         _, o, i = self.spec.form.shape
         allowed = int(max(2, min(48, PAIR_OPERATIONS / (2 * o * i * (o + i) + 1))))
         standards = [_some(io, allowed).standard() for io, _ in (first, second)]
-        factors = [moments.factors(io.examples) for io, moments in (first, second)]
+        factors = [moments.factors(float(io.examples)) for io, moments in (first, second)]
         matrices = [(A.values, G) for A, G in factors]
         self.factor_norms.append(
             float(
@@ -176,8 +176,8 @@ class LayerSums:
     def reach(self, terms: float) -> tuple[float, float | None]:
         """Predicted decrease of a damped step with the layer's curvature, and the part that gradient descent leaves.
 
-        ``½ Σ_ij c_ij² / (λ_ij + δ)`` with c the gradient in the eigenbasis of ``G ⊗ A``, λ its eigenvalues and δ a
-        thousandth of their mean. c² is the product of both halves' c. Without factors, the diagonal is taken.
+        ``½ Σ_ij c_ij² / (λ_ij + δ)`` with c the gradient in the eigenbasis of ``G ⊗ A``, λ its eigenvalues and δ
+        1e-4 of their mean. c² is the product of both halves' c. Without factors, the diagonal is taken.
         """
         first, second = self.halves
         if first.gradient is None or second.gradient is None:

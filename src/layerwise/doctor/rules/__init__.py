@@ -1,6 +1,7 @@
 """Rules: functions from measurements to findings, a file for each part of training. `KINDS` lists what can be found."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from layerwise.doctor.findings import Finding
 from layerwise.doctor.measurements import Measurements
@@ -43,8 +44,13 @@ KINDS = {
     "optimizer": "another optimizer is predicted to make more of a step",
 }
 """All kinds of findings."""
+UNBOUNDED = ("rate-too-high", "not-finite")
+"""Kinds whose gain is what is prevented, and may be more than the loss."""
 
 
 def all_findings(measured: Measurements) -> list[Finding]:
-    """What every rule finds."""
-    return [finding for rule in RULES for finding in rule(measured)]
+    """What every rule finds. No gain is larger than the loss, but for that of a step which would make it larger."""
+    found = [finding for rule in RULES for finding in rule(measured)]
+    if not measured.loss > 0:
+        return found
+    return [replace(one, gain=min(one.gain, measured.loss)) if one.kind not in UNBOUNDED else one for one in found]

@@ -51,7 +51,7 @@ def dead_units(measured: Measurements) -> Iterator[Finding]:
         f"of {of} units in all, in {_list(_place(site.module) for site in sites)}.",
         "Initialise their biases at zero, use a leaky nonlinearity, or lower the rate that killed them.",
         tuple(_place(site.module) for site in sites),
-        ("not-finite", "input-offset", "input-scale"),
+        ("not-finite", "input-offset", "input-scale", "identical-units"),
     )
 
 
