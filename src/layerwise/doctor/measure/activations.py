@@ -301,7 +301,7 @@ def _scores(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
 
 
 def _packed_scores(args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-    """The same for `multi_head_attention_forward`, whose own calls a mode does not see; None for separate projections."""
+    """The same for `multi_head_attention_forward`, whose own calls a mode does not see; None: projections apart."""
     query, key, width, heads, weight = args[0], args[1], args[3], args[4], args[5]
     if weight is None or query.ndim != 3 or query.shape[-1] != width:
         return None
