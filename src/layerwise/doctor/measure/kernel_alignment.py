@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-import layerwise as lw
 from layerwise.foundations.errors import LayerwiseError
 from layerwise.foundations.likelihoods import Terms
 from layerwise.foundations.random import stream
 from layerwise.foundations.types import Tree
+from layerwise.kernel.alignment import cka
+from layerwise.kernel.ntk import ntk
 
 ROWS = 1280
 """Rows of the kernel: examples × functions."""
@@ -56,12 +57,12 @@ def measure_alignment(
         signs = torch.where(drawn, 1.0, -1.0).to(terms.f.device)
         target = target.to(signs.dtype) @ signs
     try:
-        K = lw.ntk(model, x, outputs="all" if signs is None else _Sums(signs), seed=seed, memory=memory, progress=False)
+        K = ntk(model, x, outputs="all" if signs is None else _Sums(signs), seed=seed, memory=memory, progress=False)
         kernels = K.per_layer()
     except LayerwiseError as error:
         return Aligned({}, None, examples, functions, f"The tangent kernel was not measured: {error}")
     target = target.to(next(iter(kernels.values())).dtype)
-    found = {name: float(lw.cka(kernel, target)) for name, kernel in kernels.items()}
+    found = {name: float(cka(kernel, target)) for name, kernel in kernels.items()}
     z = None
     if examples >= FEWEST and terms.f.shape[1] == 1:
         whole = sum((kernel.matrix().double() for kernel in kernels.values()), torch.zeros((), dtype=torch.float64))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import layerwise as lw
+from layerwise import optim
 from layerwise.doctor.clock import Clock
 from layerwise.doctor.measurements import OwnStep, Step
 from layerwise.foundations.errors import LayerwiseError
@@ -158,7 +158,7 @@ def direction(line: Line, training: Sequence[Batch], name: str) -> ParamVector:
     for p in model.parameters():
         p.grad = None
     model.training = True  # optimizers take statistics of training forwards; the modules inside stay in eval mode
-    kind = getattr(lw.optim, name)
+    kind = getattr(optim, name)
     needs = {"likelihood": line.likelihood} if name in ("KFAC", "EKFAC") else {}
     refresh = {"refresh_every": WARM_UP} if name in ("FOOF", "KFAC", "EKFAC", "SOAP", "Shampoo") else {}
     opt = kind(model, lr=0.0, weight_decay=0.0, **needs, **refresh)
