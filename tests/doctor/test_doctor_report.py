@@ -116,6 +116,8 @@ def test_page_needs_nothing_else(report, tmp_path):
     assert "url(" not in text
     assert "<script" not in text
     assert "&lt;b&gt;&amp;" in text
+    assert "<code>&lt;b&gt;&amp;</code>" in text
+    assert "`" not in text
     assert "<b>&" not in text
     assert "prefers-color-scheme: dark" in text
     for finding in report.findings:

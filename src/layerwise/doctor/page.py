@@ -45,6 +45,7 @@ def render(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    made.filters["coded"] = _coded
     made.globals["hues"] = {css_name(hue): pair for hue, pair in HUES.items() if hue != "ink"}
     made.globals["ink"], made.globals["paper"] = HUES["ink"], PAPER
     m = report.measured
@@ -137,24 +138,24 @@ Series = Sequence[tuple[str, str, Sequence[float]]]
 
 
 def _bars(names: Sequence[str], series: Series, unit: float = 1.0) -> str:
-    """Horizontal bars, shares of the width."""
-    room = WIDTH - LABEL - 70
+    """Two horizontal bars for each name, shares of the width; what they are beside them."""
+    room = WIDTH - LABEL - 120
     largest = max((value for _, _, values in series for value in values), default=1.0) or 1.0
     parts = []
     for row, name in enumerate(names):
-        y = row * ROW
+        y, shown, end = row * ROW, [], 0.0
         parts.append(_label(name, y))
         for place, (label, hue, values) in enumerate(series):
-            value = values[row]
-            length = max(room * value / largest, 0.0)
-            shown = number(value * unit, 2) if unit != 1.0 else f"{100 * value:.1f} %"
+            length = max(room * values[row] / largest, 0.0)
+            words = number(values[row] * unit, 2) if unit != 1.0 else f"{100 * values[row]:.1f} %"
             parts.append(
                 f'<rect x="{LABEL}" y="{y + 3 + 8 * place}" width="{length:.1f}" height="7" '
-                f'style="fill:var({css_name(hue)})"><title>{_escaped(name)}, {label}: {shown}</title></rect>'
+                f'style="fill:var({css_name(hue)})"><title>{_escaped(name)}, {label}: {words}</title></rect>'
             )
-            if place == 0:
-                parts.append(f'<text x="{LABEL + length + 6:.1f}" y="{y + 14}" class="tick">{shown}</text>')
-    return _svg(parts, len(names) * ROW, "bars by layer")
+            shown.append(words)
+            end = max(end, length)
+        parts.append(f'<text x="{LABEL + end + 6:.1f}" y="{y + 14}" class="tick">{" · ".join(shown)}</text>')
+    return _svg(parts, len(names) * ROW, "bars: " + " and ".join(label for label, _, _ in series))
 
 
 def _dots(names: Sequence[str], series: Series, axis: str) -> str:
@@ -210,6 +211,13 @@ def _label(name: str, y: int) -> str:
 
 def _escaped(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+
+
+def _coded(text: str) -> Any:
+    """Text with names between backticks as code."""
+    markup = require("markupsafe", "jinja2", "the doctor's page", extra="report")
+    parts = (str(markup.escape(part)) for part in text.split("`"))
+    return markup.Markup("".join(f"<code>{part}</code>" if place % 2 else part for place, part in enumerate(parts)))
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:
