@@ -25,14 +25,14 @@ def network(*widths: int, nonlinearity: type[nn.Module] = nn.Tanh) -> nn.Sequent
     return nn.Sequential(*layers[:-1])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def task():
     torch.manual_seed(0)
     x = torch.randn(600, 6)
     return network(6, 10, 3), x, (x[:, :3] + 0.5 * x[:, 3:]).argmax(1)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def layers(task):
     model, x, y = task
     return {layer.name: layer for layer in lw.doctor(model, (x, y), members=()).measured.layers}
