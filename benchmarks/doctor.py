@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 import layerwise as lw
 
-RANKED = ("healthy-mlp", "healthy-cnn", "healthy-residual", "healthy-regression", "healthy-trained", "fresh-gelu")
+RANKED = ("healthy-mlp", "healthy-regression", "healthy-trained", "fresh-gelu", "fresh-conv1d", "healthy-cnn")
 """Networks on which optimizers are compared."""
 STEPS = (10, 40)
 """Lengths of the runs."""
@@ -92,8 +92,9 @@ def ranking(seeds: Sequence[int], names: Sequence[str] = RANKED) -> dict:
             predicted = {step.name: step.predicted for step in report.measured.steps}
             one_step = {step.name: step.measured or 0.0 for step in report.measured.steps}
             row = {"network": name, "seed": seed, "members": len(predicted)}
+            runs = {member: best_runs(case, member) for member in predicted}
             for steps in STEPS:
-                ends = {member: best_run(case, member, steps) for member in predicted}
+                ends = {member: run[steps] for member, run in runs.items()}
                 decreases = {member: report.measured.loss - end for member, end in ends.items()}
                 row[f"predicted_{steps}"] = spearman(predicted, decreases)
                 row[f"measured_step_{steps}"] = spearman(one_step, decreases)
@@ -115,15 +116,18 @@ def ranking(seeds: Sequence[int], names: Sequence[str] = RANKED) -> dict:
     return {"summary": summary, "runs": found}
 
 
-def best_run(case: doctor_zoo.Case, member: str, steps: int) -> float:
-    """The loss after so many steps, at the best of the rates."""
-    return min(run(case, member, rate, steps) for rate in RATES.get(member, OTHER_RATES))
+def best_runs(case: doctor_zoo.Case, member: str) -> dict[int, float]:
+    """The loss after so many steps, each at the best of the rates."""
+    runs = [run(case, member, rate) for rate in RATES.get(member, OTHER_RATES)]
+    return {steps: min(one[steps] for one in runs) for steps in STEPS}
 
 
-def run(case: doctor_zoo.Case, member: str, rate: float, steps: int) -> float:
+def run(case: doctor_zoo.Case, member: str, rate: float) -> dict[int, float]:
+    """The loss on all data after some steps on batches; infinite where it is not finite."""
     model, (x, y) = copy.deepcopy(case.model).train(), case.data
     values = y.is_floating_point()
     law = {"likelihood": "gaussian" if values else "categorical"} if member in ("KFAC", "EKFAC") else {}
+    found = dict.fromkeys(STEPS, math.inf)
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
         f = model(x)
@@ -133,17 +137,19 @@ def run(case: doctor_zoo.Case, member: str, rate: float, steps: int) -> float:
         warnings.simplefilter("ignore")
         opt = getattr(lw.optim, member)(model, lr=rate, weight_decay=0.0, **law)
         order = torch.Generator().manual_seed(0)
-        for _ in range(steps):
+        for step in range(1, max(STEPS) + 1):
             rows = torch.randint(len(x), (BATCH,), generator=order)
             opt.zero_grad()
             value = loss(x[rows], y[rows])
             if not math.isfinite(value.item()):
-                return math.inf
+                break
             value.backward()
             opt.step()
-    with torch.no_grad():
-        end = loss(x, y).item()
-    return end if math.isfinite(end) else math.inf
+            if step in STEPS:
+                with torch.no_grad():
+                    end = loss(x, y).item()
+                found[step] = end if math.isfinite(end) else math.inf
+    return found
 
 
 def spearman(first: dict[str, float], second: dict[str, float]) -> float:

@@ -15,6 +15,8 @@ OFFSET = 10.0
 CONSTANT = 0.5
 RARE = 0.1
 """A class with less than this part of its even share is rare."""
+UNEVEN = 0.1
+"""Entropy that labels lack, as a part of that of even ones, from which rare classes are a fault."""
 LARGEST_SHARE = 0.7
 SHUFFLED = 3.0
 """Standard deviations above shuffled labels, below which labels count as unrelated."""
@@ -105,7 +107,9 @@ def class_imbalance(measured: Measurements) -> Iterator[Finding]:
     rare = y.smallest_class * y.classes
     free = math.log(y.classes) - y.entropy
     absent = y.classes - y.present
-    lopsided = y.largest_class >= max(LARGEST_SHARE, 2 / y.classes) or (rare < RARE and y.largest_class * y.classes > 2)
+    lopsided = y.largest_class >= max(LARGEST_SHARE, 2 / y.classes) or (
+        rare < RARE and free > UNEVEN * math.log(y.classes)
+    )
     if not lopsided and not (absent and y.terms >= 20 * y.classes):
         return
     missing = f" {absent} of {y.classes} classes do not occur." if absent else ""

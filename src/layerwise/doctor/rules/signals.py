@@ -151,7 +151,7 @@ def signal_size(measured: Measurements) -> Iterator[Finding]:
             f"Their root mean square goes from {number(base, 2)} to {number(smallest.rms_in, 2)}.",
             "Use an initialisation that keeps variances (He for ReLU), or a normalisation.",
             (smallest.module,),
-            ("not-finite", "dead-units", "identical-units"),
+            ("not-finite", "dead-units", "identical-units", "input-offset", "input-scale"),
         )
 
 
