@@ -356,6 +356,12 @@ class Examination:
                 recorder.prepare(kept[0])
         training, judging = halves(kept, recorder)
         line = Line(self.model, recorder, self.law, judging)
+        if float(line.gradient() @ dataclasses.replace(line, batches=training).gradient()) <= 0:
+            self.notes.append(
+                "The gradients of two halves of the examples point apart, as they do where a model has nearly fitted "
+                "them: steps are judged on the examples that they come from."
+            )
+            line, training = dataclasses.replace(line, batches=kept), kept
         own = None
         if self.optimizer is not None:
             try:
