@@ -356,21 +356,25 @@ class Examination:
                 recorder.prepare(kept[0])
         training, judging = halves(kept, recorder)
         line = Line(self.model, recorder, self.law, judging)
-        if float(line.gradient() @ dataclasses.replace(line, batches=training).gradient()) <= 0:
-            self.notes.append(
-                "The gradients of two halves of the examples point apart, as they do where a model has nearly fitted "
-                "them: steps are judged on the examples that they come from."
-            )
-            line, training = dataclasses.replace(line, batches=kept), kept
-        own = None
-        if self.optimizer is not None:
-            try:
-                own = measure_own_step(line, training, self.optimizer, trained)
-            except (LayerwiseError, RuntimeError, TypeError) as error:
-                self.notes.append(f"The step of the given optimizer was not measured: {error}")
+        own = None if self.optimizer is None else self._own_step(line, training, trained)
         steps, notes = measure_steps(line, training, self.clock, STEPS_SHARE, members)
+        if members and not steps and not notes:
+            self.notes.append(
+                "No step that is made of one half of the examples lowers the loss of the other half, as it is where a "
+                "model has nearly fitted them: steps are judged on the examples that they come from."
+            )
+            line = dataclasses.replace(line, batches=kept)
+            steps, notes = measure_steps(line, kept, self.clock, STEPS_SHARE, members)
         self.notes += notes
         return steps, own
+
+    def _own_step(self, line: Line, training: list[Batch], trained: Sequence[str]) -> OwnStep | None:
+        assert self.optimizer is not None
+        try:
+            return measure_own_step(line, training, self.optimizer, trained)
+        except (LayerwiseError, RuntimeError, TypeError) as error:
+            self.notes.append(f"The step of the given optimizer was not measured: {error}")
+            return None
 
 
 @dataclass(frozen=True, eq=False)
