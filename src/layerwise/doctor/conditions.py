@@ -43,7 +43,6 @@ def calibrated(model: nn.Module, run: Callable[[], None]) -> Iterator[int]:
     `run` calls the model on data. Layers in eval mode are left alone: their statistics are those the user wants.
     """
     layers = [module for module in model.modules() if isinstance(module, BatchNorm) and module.training]
-    missing = [module for module in layers if module.running_mean is None]
     held = [(module, dict(module._buffers), module.momentum, module.track_running_stats) for module in layers]
     try:
         for module in layers:
@@ -65,7 +64,6 @@ def calibrated(model: nn.Module, run: Callable[[], None]) -> Iterator[int]:
                 module.training = True
         yield len(layers)
     finally:
-        del missing
         for module, buffers, momentum, track in held:
             module._buffers.clear()
             module._buffers.update(buffers)

@@ -29,7 +29,7 @@ from layerwise.foundations.device import budget
 from layerwise.foundations.errors import InputError, LayerwiseError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
-from layerwise.foundations.types import leaves, statistics_dtype, unwrap
+from layerwise.foundations.types import Tree, leaves, statistics_dtype, unwrap
 from layerwise.layers.capture.model_call import call, in_own_arithmetic, undisturbed
 from layerwise.layers.capture.recorder import Batch, ModelRecorder, RecordedBatch
 from layerwise.layers.capture.source import Source, Sweep, Totals
@@ -40,6 +40,8 @@ LAYERS_SHARE, SPECTRA_SHARE, KERNEL_SHARE, STEPS_SHARE = 0.35, 0.15, 0.6, 0.9
 """Parts of the time after which layers, kernels and steps begin nothing new; of spectra, the part that they take."""
 LAYER_PASS = 40
 """Forwards that the pass over layers takes, roughly, for the first batch."""
+GLANCE = 512
+"""Examples that are run before anything else."""
 WATCHED = 4
 """Batches whose activations are watched."""
 
@@ -124,6 +126,8 @@ class Examination:
             self.first, self.data = _peeked(source.data, model)
         else:
             self.first, self.data = next(Source(data, False, model).batches("first look")), data
+        self.glance = _spread(self.first.x, example_axis)
+        """What is run before anything is known of the model: the first batch, or some of its examples."""
         self.law, self.likelihood_note = _likelihood(likelihood, self.first.y, options)
         self.notes: list[str] = [self.likelihood_note] if self.likelihood_note else []
 
@@ -146,8 +150,9 @@ class Examination:
                 )
                 seen = self._seen(recorder, stream)
                 self.clock.book("layers")
-                for batch in stream.kept[1:WATCHED]:
-                    run_watched(self.model, watch, call, batch.x)
+                with undisturbed(self.model):
+                    for batch in stream.kept[1:WATCHED]:
+                        run_watched(self.model, watch, call, batch.x)
                 self.clock.book("activations")
             if stream.stopped:
                 self.notes.append(f"Time allowed for {stream.seen} examples of the data; the rest was not looked at.")
@@ -189,15 +194,15 @@ class Examination:
 
     def _run_first(self) -> None:
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            call(self.model, self.first.x)
+            call(self.model, self.glance)
 
     def _watched(self) -> tuple[ActivationWatch, float]:
         """The first batch, or the beginning of it, under the watch; and the seconds of one example's forward."""
         watch = ActivationWatch()
-        n = max(1, next((len(t) for t in leaves(self.first.x) if t.ndim), 1))
+        n = max(1, next((len(t) for t in leaves(self.glance) if t.ndim), 1))
         with undisturbed(self.model):
             start = time.perf_counter()
-            run_watched(self.model, watch, call, self.first.x)
+            run_watched(self.model, watch, call, self.glance)
             each = (time.perf_counter() - start) / n
         self.clock.book("activations")
         return watch, each
@@ -395,6 +400,13 @@ class Seen:
             return mean, math.nan
         spread = float((total - mean * weight).std()) * len(total) ** 0.5
         return mean, spread / float(weight.sum().clamp_min(1e-300))
+
+
+def _spread(x: Tree, axis: int | None) -> Tree:
+    """Some examples from all over a batch that is a large tensor, other batches as they are."""
+    if not isinstance(x, Tensor) or axis not in (None, 0) or x.ndim < 2 or len(x) <= GLANCE:
+        return x
+    return x[torch.linspace(0, len(x) - 1, GLANCE, device=x.device).long()]
 
 
 def _module(spec: LayerSpec) -> str:
