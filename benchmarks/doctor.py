@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 import layerwise as lw
 
-RANKED = ("healthy-mlp", "healthy-regression", "healthy-trained", "fresh-gelu", "fresh-conv1d", "healthy-cnn")
+RANKED = ("healthy-mlp", "healthy-regression", "healthy-trained", "fresh-gelu", "fresh-conv1d")
 """Networks on which optimizers are compared."""
 STEPS = (10, 40)
 """Lengths of the runs."""
