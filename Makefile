@@ -1,16 +1,17 @@
-# `make demo` and `make test` do everything from a fresh clone: environment, pinned dependencies, run.
+# `make demo`, `make docs` and `make test` do everything from a fresh clone: environment, pinned dependencies, run.
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ZOO := $(VENV)/.zoo
+SITE := $(VENV)/.site
 PYTEST := $(BIN)/python -m pytest
 # Two processes of one thread each; the tests of a file stay together, since many share what the first one made. What one
 # run compiles (300 files of tests, and the library with its checks) the next one reads, whatever the environment says.
 PARALLEL := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PYTEST) -n 2 --dist loadfile
 
 .PHONY: demo demo-fisher mutants fuzz test test-slow test-gpu test-interpreted test-variants test-variants-short lint types
-.PHONY: test-zoo test-distributed imports check bench clean
+.PHONY: test-zoo test-distributed imports check bench clean docs docs-again clean-docs test-site
 
 # The main result of the first study: run, claims, and pages to look at. A second call runs only what is missing.
 demo: $(READY)
@@ -19,6 +20,18 @@ demo: $(READY)
 
 demo-fisher: $(READY)
 	$(BIN)/python examples/fisher_structures.py
+
+# The site, docs/_build/html/index.html. A warning is an error, and so is a link inside it that leads nowhere. Examples of
+# the gallery run once and again when they change; `make docs-again` runs all of them, as after a change of the library.
+docs: $(SITE)
+	OMP_NUM_THREADS=1 $(BIN)/layerwise run head-to-head --preset laptop --out docs/_build/runs
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m sphinx -W --keep-going -q -b html -d docs/_build/doctrees docs docs/_build/html
+
+docs-again: clean-docs docs
+
+# The built site in a real browser: no word on the console, the search finds, nothing is asked of the network.
+test-site: docs
+	$(PYTEST) tests/site -m "slow or not slow" -rs
 
 test: $(READY)
 	$(PARALLEL) tests -m "not slow and not gpu"
@@ -82,5 +95,12 @@ $(ZOO): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[zoo]"
 	touch $(ZOO)
 
-clean:
+$(SITE): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	touch $(SITE)
+
+clean-docs:
+	rm -rf docs/_build docs/gallery docs/experiments docs/sg_execution_times.rst
+
+clean: clean-docs
 	rm -rf $(VENV) .pytest_cache .ruff_cache

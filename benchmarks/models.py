@@ -115,21 +115,34 @@ class ResNet(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm causal attention and a GELU perceptron of four times the width."""
+    """Pre-norm causal attention and a GELU perceptron of four times the width.
 
-    def __init__(self, width: int, heads: int) -> None:
+    Queries, keys and values come of one matrix, or of three (`split`).
+    """
+
+    def __init__(self, width: int, heads: int, split: bool = False) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.split = heads, split
         self.norm1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
+        if split:
+            self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        else:
+            self.qkv = nn.Linear(width, 3 * width)
         self.projection = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
 
+    def _attention_inputs(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values, [N, heads, T, D / heads]."""
+        N, T, D = x.shape
+        if self.split:
+            return tuple(m(x).view(N, T, self.heads, D // self.heads).transpose(1, 2) for m in (self.q, self.k, self.v))
+        return self.qkv(x).view(N, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+
     def forward(self, x: Tensor) -> Tensor:
         N, T, D = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(N, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = self._attention_inputs(self.norm1(x))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.projection(attended.transpose(1, 2).reshape(N, T, D))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -138,11 +151,11 @@ class TransformerBlock(nn.Module):
 class GPT(nn.Module):
     """Decoder with learned positions and an untied head; outputs [N, T, vocabulary]."""
 
-    def __init__(self, depth: int, width: int, heads: int, vocabulary: int, length: int) -> None:
+    def __init__(self, depth: int, width: int, heads: int, vocabulary: int, length: int, split: bool = False) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads, split) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
 

@@ -81,7 +81,7 @@ def test_the_layer_has_factors(page):
     torch.testing.assert_close(fisher.operators["0"].A.values[0], features.mT @ features / len(features))
 
 
-@pytest.mark.parametrize(("solver", "backend"), [("auto", Reference), ("newton", CudaBackend)])
+@pytest.mark.parametrize(("solver", "backend"), [("auto", Reference), ("products", CudaBackend)])
 def test_the_member_is_its_formula_on_both_backends(page, solver: str, backend: type[Backend]):
     torch.manual_seed(1)
     x, y = torch.randn(32, 3, dtype=torch.float64), torch.randint(2, (32,))

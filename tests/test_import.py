@@ -56,6 +56,7 @@ assert not loaded, loaded
 """
 
 PUBLIC = {
+    "doctor",
     "fisher",
     "ggn",
     "hessian",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from layerwise.curvature.build import hessian as hessian
     from layerwise.curvature.matrix import ParamMatrix as ParamMatrix
     from layerwise.curvature.storage import load as load
+    from layerwise.doctor.examination import doctor as doctor
     from layerwise.foundations import likelihoods as likelihoods
     from layerwise.foundations.errors import LayerwiseError as LayerwiseError
     from layerwise.foundations.vectors import ParamVector as ParamVector

@@ -20,16 +20,10 @@ pytestmark = [
         reason="needs triton and a GPU of capability 8.0; run `make test-gpu` on one",
     ),
 ]
-SHAPES = [(12, 768, 769, 768, 784), (3, 770, 131, 784, 144), (40, 33, 18, 33, 19), (1, 1, 1, 1, 2)]
-"""K, o, i, and the O and I of a stack with room for a bias."""
 
 
 def mask_of(state: str) -> Tensor | None:
     return None if state == "none" else torch.full((), state == "open", device="cuda")
-
-
-def layers(K: int, o: int, i: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    return [randn(o, i, seed=k).to(dtype) for k in range(K)], [randn(o, seed=99 + k).to(dtype) for k in range(K)]
 
 
 def both(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> tuple[Any, Any]:
@@ -51,56 +45,9 @@ def close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None
 
 
 STEPS, DTYPES = ("none", "open", "shut"), (torch.float32, torch.bfloat16, torch.float16)
-KINDS = ("plain", "momentum", "nesterov")
 STACKS = [(12, 768, 784), (3, 33, 31), (40, 1, 1)]
-# Triton compiles a kernel for every number of layers, type, mask and kind: below, any two of these meet once or more.
-GATHERED = [(shape, DTYPES[a], STEPS[(a + b) % 3]) for b, shape in enumerate(SHAPES) for a in range(3)]
-FINISHED = [(SHAPES[(a + 2 * b) % 3], KINDS[a], DTYPES[(a + b) % 3], STEPS[b]) for a in range(3) for b in range(3)]
-FINISHED += [(SHAPES[3], KINDS[a], DTYPES[a], STEPS[a]) for a in range(3)]
+# Triton compiles a kernel for every mask and kind: any two of these meet once or more.
 STACKED = [(shape, bool((a + b) % 2), STEPS[a]) for b, shape in enumerate(STACKS) for a in range(3)]
-
-
-@pytest.mark.parametrize(("shape", "dtype", "all_finite"), GATHERED)
-def test_gather(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype, all_finite: str):
-    K, o, i, O, I = shape
-    weights, biases = layers(K, o, i, dtype)
-    if all_finite == "shut":
-        weights[0][0, 0] = torch.nan
-
-    def call() -> list[Tensor]:
-        stacks = [torch.full((2 * K, O, I), torch.nan, device="cuda")[::2] for _ in range(2)]
-        return [
-            elementwise.gather_(s, weights, b, 0.5, mask_of(all_finite))
-            for s, b in zip(stacks, (biases, None), strict=True)
-        ]
-
-    found, expected = both(monkeypatch, call)
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-    assert all(torch.isfinite(x).all() for x in found)
-
-
-@pytest.mark.parametrize(("shape", "kind", "dtype", "all_finite"), FINISHED)
-def test_finish(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], kind: str, dtype: torch.dtype, all_finite: str
-):
-    K, o, i, O, I = shape
-    options = {"lr": 0.1, "decay": 0.3, "mu": 0.9, "nesterov": kind == "nesterov", "all_finite": mask_of(all_finite)}
-
-    def call() -> list[Tensor]:
-        all_changed = []
-        for biased, factor in ((True, 0.5), (False, randn())):
-            weights, biases = layers(K, o, i, dtype)
-            D = randn(2 * K, O, I, seed=5).to(torch.float32 if biased else torch.bfloat16)[::2]
-            D = D * torch.nan if all_finite == "shut" else D
-            D = D if biased else D.mT.contiguous().mT
-            M = None if kind == "plain" else randn(2 * K, O, I, seed=6)[::2]
-            elementwise.finish_(weights, biases if biased else None, D, M, factor=factor, **options)
-            all_changed += [*weights, *biases, *([] if M is None else [M])]
-        return all_changed
-
-    found, expected = both(monkeypatch, call)
-    close(found, expected, 1e-6)
-    assert all(torch.isfinite(x).all() for x in found)
 
 
 @pytest.mark.parametrize("sizes", [(784, 769), (784, 784), (37, 5), (1, 1)])
@@ -163,12 +110,31 @@ def test_adam(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], rotated: 
     assert all(torch.isfinite(x).all() for x in found)
 
 
+@pytest.mark.parametrize("all_finite", STEPS)
+@pytest.mark.parametrize("shape", STACKS)
+def test_norms_of_adam(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], all_finite: str):
+    K = shape[0]
+    t = torch.arange(1.0, K + 1, device="cuda")
+    numbers = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "correction1": 1 - 0.9**t, "correction2": 1 - 0.95**t}
+
+    def call() -> list[Tensor]:
+        m, v, g = randn(2 * K, *shape[1:])[::2], randn(*shape, seed=1).square(), randn(*shape, seed=2)
+        g = g * torch.nan if all_finite == "shut" else g
+        return [m, v, elementwise.adam_norms_(m, v, g, **numbers, all_finite=mask_of(all_finite))]
+
+    found, expected = both(monkeypatch, call)
+    close(found, expected, 1e-5)
+    assert all(torch.isfinite(x).all() for x in found)
+    assert bool((found[2] > 0).all()) == (all_finite != "shut")
+    assert torch.equal(call()[2], found[2])  # added in an order that does not change
+
+
 @pytest.mark.parametrize(("shape", "nesterov", "all_finite"), STACKED)
-def test_momentum_half(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], nesterov: bool, all_finite: str):
+def test_momentum_update(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], nesterov: bool, all_finite: str):
     def call() -> list[Tensor]:
         M, G = randn(2 * shape[0], *shape[1:])[::2], randn(*shape, seed=1)
         G = G * torch.nan if all_finite == "shut" else G
-        return [M, *elementwise.momentum_half_(M, G, 0.95, nesterov, mask_of(all_finite))]
+        return [M, *elementwise.momentum_update_(M, G, 0.95, nesterov, mask_of(all_finite))]
 
     found, expected = both(monkeypatch, call)
     close(found, expected, 1e-5)
@@ -187,18 +153,17 @@ def test_dot():
 def compiled() -> int:
     """How many variants of the kernels exist."""
     kernels = triton_elementwise.kernels()
-    jitted = [getattr(kernels, name) for name in ("gather_kernel", "finish_kernel", "adam_kernel", "ema_kernel")]
+    jitted = [getattr(kernels, name) for name in ("adam_kernel", "adam_norm_kernel", "ema_kernel")]
     return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in jitted)
 
 
 def all_of(lr: float, weights: list[Tensor], stack: Tensor, all_finite: Tensor) -> None:
     ones = torch.ones(2, device="cuda")
-    elementwise.gather_(stack, weights, None, lr, all_finite)
-    elementwise.finish_(weights, None, stack, stack.clone(), lr=lr, decay=lr, mu=lr, factor=lr, all_finite=all_finite)
     moments = {"beta1": lr, "beta2": lr, "eps": lr, "correction1": ones, "correction2": ones}
     elementwise.adam_(stack.clone(), stack.square(), stack, **moments, all_finite=all_finite)
+    elementwise.adam_norms_(stack.clone(), stack.square(), stack, **moments, all_finite=all_finite)
     elementwise.ema_(stack, stack.clone(), ones, lr)
-    elementwise.momentum_half_(stack.clone(), stack, lr, all_finite=all_finite)
+    elementwise.momentum_update_(stack.clone(), stack, lr, all_finite=all_finite)
     elementwise.finite_diagonals(stack)
     elementwise.are_finite(weights)
     elementwise.dot(stack, stack)
@@ -211,7 +176,7 @@ def test_numbers_do_not_compile_again_and_nothing_waits():
         mask_of("open"),
     )
     assert all_finite is not None
-    assert elementwise.way_of(stack, layers=(weights,)) is triton_elementwise
+    assert elementwise.way_of(stack) is triton_elementwise
     assert elementwise.way_of(stack.double()) is elementwise_torch
     all_of(0.5, weights, stack, all_finite)
     before = compiled()

@@ -1,17 +1,17 @@
-"""Splits, rough products, sweeps of a basis and refined inverses by Triton's kernels on a GPU, against float64."""
+"""Splits, rough products and sweeps of a basis by Triton's kernels on a GPU, against float64."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from layerwise.optim.cuda.linalg import split_fp16
+from layerwise.optim.cuda.linalg.block_inverse import block_inverse
+from layerwise.optim.cuda.linalg.first_basis import first_basis
 from layerwise.optim.cuda.linalg.jacobi import coupling, rotation, second_order, tracked_basis
-from layerwise.optim.cuda.linalg.newton_inverse import accepted, refined_inverse, series_inverse
 from layerwise.optim.cuda.linalg.products import HALF_PAIRS
 from layerwise.optim.cuda.linalg.split_fp16 import HalfPair
 from layerwise.optim.cuda.triton import jacobi as triton_sweeps
 from layerwise.optim.cuda.triton import products as triton_products
-from layerwise.optim.cuda.triton import remainders as triton_remainders
 from random_tensors import cuda_randn as randn
 
 pytestmark = [
@@ -145,62 +145,22 @@ def test_tracked_basis_of_bad_matrices():
     assert values[1:3].isnan().all()
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_refined_inverse(n: int):
-    """By one step and by a series, at a condition of 1.4e4, where 22 bits are enough, but sums may not be.
-
-    Of 3088 random terms of ``X M`` they grow to 20 and end at 0 or 1, and tensor cores cut each of them off beneath its
-    24th bit, 3n/16 times. In a model of that the residual of n = 3088 is 9e-3 with three products in one sum as they
-    come (1.2e-2 on an H200), and 4.5e-3 with the two small ones before the large one, as cuBLAS is called. Of guesses
-    like this one Newton's step itself leaves 2e-3.
-    """
-    M, _ = drifted(n, weight=0.0)
-    shift = 1e-3 * M.diagonal(dim1=-2, dim2=-1).mean() * torch.eye(n, device="cuda")
-    guess = torch.linalg.inv((0.95 * M + shift).double()).float()
-    guess = (guess + guess.mT) / 2
-    for given in (guess, split_fp16.split(guess)):
-        for X, residual, radius, *_ in (
-            refined_inverse(M + shift, given, 1, HALF_PAIRS),
-            series_inverse(M + shift, given, 3, HALF_PAIRS),
-        ):
-            assert accepted(residual, radius).all(), (residual, radius)
-            assert torch.equal(X, X.mT)
-            assert relative(X, torch.linalg.inv((M + shift).double())) < 1e-2
-
-
-@pytest.mark.parametrize("n", [784, 1040])
-def test_remainders_by_cublas_and_by_the_fused_kernel(n: int, monkeypatch: pytest.MonkeyPatch):
-    """The same, and what float16 cannot hold stays visible."""
-    M, _ = drifted(n)
-    M = M + M.diagonal(dim1=-2, dim2=-1).mean() * torch.eye(n, device="cuda")
-    X = torch.linalg.inv(1.1 * M).contiguous()
-    X[1] *= 1e5
-    found = []
-    for large in (n, n + 1):
-        monkeypatch.setattr(triton_remainders, "LARGE", large)
-        found.append(triton_remainders.remainder(split_fp16.split(X), split_fp16.split(M)))
-    expected = torch.eye(n, device="cuda", dtype=torch.float64) - X.double() @ M.double()
-    for R in found:
-        assert relative(R.hi[0].double() / R.scale[0], expected[0]) < 1e-3
-        assert not torch.isfinite(R.hi[1]).all()
-        assert not torch.isfinite(refined_inverse(M, X, 1, HALF_PAIRS)[2][1])
-
-
 @pytest.mark.usefixtures("no_synchronisation")
 def test_nothing_waits():
     M, U = torch.eye(128, device="cuda").expand(2, 128, 128), torch.eye(128, device="cuda").repeat(2, 1, 1)
     tracked_basis(M, U, 2, HALF_PAIRS)
-    refined_inverse(M, U, 1, HALF_PAIRS)
+    block_inverse(M.clone(), HALF_PAIRS)
+    first_basis(M, HALF_PAIRS)
     split_fp16.rough_product(M, U)
 
 
-def test_launches_of_a_sweep_and_of_a_refinement():
+def test_launches_of_a_sweep_and_of_an_inverse():
     """Counted by the profiler: kernels, copies and fills."""
     M, U = drifted(784)
-    M, X = M + torch.eye(784, device="cuda"), torch.eye(784, device="cuda").repeat(2, 1, 1)
+    damped = M + torch.eye(784, device="cuda")
     for name, call, most in (
         ("sweep", lambda: tracked_basis(M, U, 1, HALF_PAIRS), 40),
-        ("refinement", lambda: refined_inverse(M, X, 1, HALF_PAIRS), 64),
+        ("inverse", lambda: block_inverse(damped.clone(), HALF_PAIRS), 120),
     ):
         call()
         torch.cuda.synchronize()

@@ -124,7 +124,7 @@ def test_launches_do_not_grow_with_the_outputs(name: str):
 def test_optimizers_take_the_same_steps_as_on_the_cpu(name: str):
     options: dict[str, Any] = {}
     if name == "Muon":
-        options = {"orthogonalize": "polar"}  # Newton–Schulz in bfloat16 rounds differently
+        options = {"orthogonalize": "polar"}  # Newton–Schulz in fp16 rounds differently
     if name in ("KFAC", "EKFAC", "NGD"):
         options = {"likelihood": "categorical", "estimator": "exact"}
     if name in ("KFAC", "EKFAC", "FOOF", "Shampoo", "SOAP"):

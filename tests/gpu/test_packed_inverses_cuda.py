@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.optim.cuda import factor
-from layerwise.optim.cuda.inverse import RefinedRoots
+from layerwise.optim.cuda.inverse import DeviceRoots
 from layerwise.optim.cuda.linalg import packed_fp16, split_fp16
 from layerwise.optim.cuda.linalg.fp16 import HalfPair
 from layerwise.optim.cuda.linalg.two_sided_product import long_between
@@ -130,7 +130,7 @@ def net() -> nn.Module:
 
 def roots(opt: lw.optim.Layerwise) -> list[Tensor]:
     """As they are stored."""
-    entries = [entry for s in opt._stacks or [] for entry in s.state.values() if isinstance(entry, RefinedRoots)]
+    entries = [entry for s in opt._stacks or [] for entry in s.state.values() if isinstance(entry, DeviceRoots)]
     return [X for entry in entries for name, X in entry.tensors().items() if name in ("P_root", "Q_root")]
 
 

@@ -1,4 +1,4 @@
-"""Passes that save others, on a GPU: kernels against torch, and the optimizer's steps by lists and bounds."""
+"""Passes that save others, on a GPU: kernels against torch, and the optimizer's steps by tables and bounds."""
 
 import copy
 from typing import Any
@@ -11,6 +11,7 @@ import layerwise as lw
 from layerwise.optim.cuda import elementwise, elementwise_torch, executor
 from layerwise.optim.cuda.adam_corrections import corrections_
 from layerwise.optim.cuda.linalg import split_fp16
+from layerwise.optim.cuda.pieces import StackPieces
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton import elementwise as triton_elementwise
 from layerwise.optim.cuda.triton import splits as triton_splits
@@ -18,6 +19,7 @@ from layerwise.optim.cuda.triton.products import available
 from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.engine import Layerwise
 from random_tensors import cuda_randn as randn
+from stacked_layers import Passes, stack_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,19 +56,22 @@ def test_what_is_not_finite_makes_its_matrix_nan(value: float):
     assert torch.isnan(triton_splits.split(X).scale).tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("momentum", [False, True])
-def test_a_scaled_direction(momentum: bool):
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_scaled_direction(momentum: float):
     K, o, i = 12, 768, 768
     scales = (powers(*range(-6, 6)), powers(*[20] * K))
     D = randn(K, o, i + 16)
     C = D * (scales[0] * scales[1]).view(-1, 1, 1)
-    found, expected = ([randn(o, i, seed=k) for k in range(K)] for _ in range(2))
-    m, n = (torch.zeros_like(D) if momentum else None for _ in range(2))
-    factor = torch.tensor(0.5, device="cuda")
-    assert elementwise.way_of(C, layers=(found,)) is triton_elementwise
-    elementwise.finish_(found, None, Scaled(C, scales), m, lr=0.1, mu=0.9, factor=factor)
-    elementwise.finish_(expected, None, D, n, lr=0.1, mu=0.9, factor=factor)
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    factor, taken = torch.tensor(0.5, device="cuda"), torch.ones((), dtype=torch.bool, device="cuda")
+    ends = []
+    for direction in (Scaled(C, scales), D):
+        weights = [randn(o, i, seed=k) for k in range(K)]
+        passes = Passes(stack_of(weights, padding=(0, 16), momentum=momentum))
+        assert passes.tables.pieces
+        for _ in range(2):
+            passes.finish_(direction, taken, factor)
+        ends.append(weights)
+    assert all(torch.equal(x, y) for x, y in zip(*ends, strict=True))
     Y = randn(K, o, i + 16, seed=3)
     torch.testing.assert_close(elementwise.dot(Scaled(C, scales), Y), elementwise.dot(D, Y), rtol=1e-3, atol=1e-1)
     assert torch.equal(unscaled(Scaled(C, scales)), D)
@@ -178,14 +183,14 @@ def trained(name: str, model: nn.Module, steps: int) -> Layerwise:
 
 @pytest.mark.parametrize("name", MEMBERS)
 def test_steps_with_and_without_what_is_known(name: str, monkeypatch: pytest.MonkeyPatch):
-    """Bounds of gradients, directions divided late, lists: none of them changes a step by more than rounding."""
+    """Bounds of gradients, directions divided late, tables: none of them changes a step by more than rounding."""
     torch.manual_seed(0)
     model = Words().cuda()
     other, start = copy.deepcopy(model), copy.deepcopy(model)
     opt = trained(name, model, 8)
     assert opt.health().skipped_steps == 1
     monkeypatch.setattr(executor, "bounds", lambda *given: {})
-    monkeypatch.setattr(executor, "param_lists", lambda stack: None)
+    monkeypatch.setattr(StackPieces, "of", lambda *given: None)
     lazily = type(opt.rule).direction
     monkeypatch.setattr(type(opt.rule), "direction", lambda *given: unscaled(lazily(*given)))
     trained(name, other, 8)

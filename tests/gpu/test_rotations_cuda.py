@@ -14,6 +14,7 @@ from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton.products import available
 from layerwise.optim.cuda.unscaled import unscaled
 from random_tensors import cuda_randn as randn
+from stacked_layers import Passes, stack_of
 from waiting import nothing_waits
 
 pytestmark = [
@@ -119,12 +120,14 @@ def test_a_step_is_captured_without_synchronization():
     K, O, I = 2, 96, 64
     P, Q, G = basis_pair(basis(K, O, 1)), basis_pair(basis(K, I, 2)), randn(K, O, I)
     s, one, W = torch.ones_like(G), torch.ones(K, device="cuda"), [torch.zeros(O, I, device="cuda") for _ in range(K)]
+    passes, taken = Passes(stack_of(W, lr=1.0)), torch.ones((), dtype=torch.bool, device="cuda")
+    assert passes.tables.pieces
 
     def step() -> None:
         R = between(P.mT, split_fp16.split(G), Q)
         largest = torch.zeros(K, device="cuda")
         Y = damped_quotient(R, s, None, None, None, None, one, out=R.C, largest=largest)
-        elementwise.finish_(W, None, rough_between(P, with_room(Y, largest), Q.mT), lr=1.0)
+        passes.finish_(rough_between(P, with_room(Y, largest), Q.mT), taken)
 
     step()
     torch.cuda.synchronize()

@@ -41,9 +41,9 @@ class LeftWhitened(UpdateRule):
         return lambda mean_P, mean_Q: (context.damping * mean_P, None)
 
 
-@pytest.mark.parametrize(("solver", "error"), [("auto", 1e-6), ("newton", 1e-2)], ids=["auto", "newton"])
+@pytest.mark.parametrize(("solver", "error"), [("auto", 1e-6), ("products", 1e-2)], ids=["auto", "products"])
 def test_a_member_that_uses_P_only(solver: str, error: float):
-    """Against the formula; a basis that is followed by sweeps may err by a hundredth of a step (`basis_monitor`)."""
+    """Against the formula; a basis that is followed by sweeps may err by a hundredth of a step."""
     torch.manual_seed(0)
     model = nn.Linear(5, 3, bias=False).double()
     opt = lw.optim.Layerwise(model, rule=LeftWhitened(), lr=0.1, damping=0.1, factor_decay=0.5, solver=solver)

@@ -30,7 +30,7 @@ def test_one_layer_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(symmetric, "packs", lambda shape, size: True)
     model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(LAYERS)))
     make = partial(getattr(lw.optim, name), scale="formula")
-    opt = make(model, lr=0.01, solver="newton")
+    opt = make(model, lr=0.01, solver="products")
     step(opt, model, 0)
     (treated,) = [s for s in opt._stacks if "Q" in s.state]
     assert treated.groups == LAYERS
@@ -55,7 +55,7 @@ def test_one_layer_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch):
     assert {*taken} == {1}
     assert len(taken) >= LAYERS * 4  # both factors, and a root or basis of each
     taken.clear()
-    other = make(model, lr=0.01, solver="newton")
+    other = make(model, lr=0.01, solver="products")
     other.load_state_dict(copy.deepcopy(saved))
     step(other, model, 1)
     assert {*taken} == {1}

@@ -35,7 +35,7 @@ for name in MEMBERS:
 assert not any(name.startswith("layerwise.optim.cuda") for name in sys.modules)
 """
 FORMULAS = sorted(HERE.glob("test_*formulas.py"))
-WORDS = ("optim.cuda", '"newton"', "host_may_sync", "cuda_blocked")
+WORDS = ("optim.cuda", '"products"', "host_may_sync", "cuda_blocked")
 """Of tests that ask for the GPU's part: refinement by products, or steps as on a GPU."""
 OTHERS = sorted(
     path for path in {*HERE.glob("test_*.py")} - {*FORMULAS} if not any(word in path.read_text() for word in WORDS)

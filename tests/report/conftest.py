@@ -1,20 +1,16 @@
 """A site to look at, made once, and a browser to look with."""
 
 import math
-import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from report_samples import ODD, Config, experiment, record
 
+from chromium import chromium
 from layerwise.experiments.experiment import Cell, Row
 from layerwise.experiments.figures import Curve, Figure, Panel
 from layerwise.report import write
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-TO_TYPE = "apt-get install -y chromium && pip install playwright"
 
 
 def _odd_figures(config, records):
@@ -74,20 +70,5 @@ def site(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def browser():
     """A headless Chromium that reaches no network."""
-    names = [os.environ.get("LAYERWISE_CHROMIUM", ""), *BROWSERS]
-    path = next((found for name in names if name and (found := shutil.which(name))), None)
-    if path is None:
-        pytest.skip(f"no Chromium here; type: {TO_TYPE}")
-    playwright = pytest.importorskip("playwright.sync_api", reason=f"type: {TO_TYPE}")
-    with playwright.sync_playwright() as driver:
-        opened = driver.chromium.launch(
-            executable_path=path,
-            args=[
-                "--no-sandbox",
-                "--disable-background-networking",
-                "--disable-component-update",
-                "--host-resolver-rules=MAP * ~NOTFOUND",
-            ],
-        )
+    with chromium() as opened:
         yield opened
-        opened.close()

@@ -16,6 +16,8 @@ COMMANDS = {
     "run": ("layerwise.cli.run", "run"),
     "report": ("layerwise.cli.report", "report"),
     "check": ("layerwise.cli.check", "check"),
+    "doctor": ("layerwise.cli.doctor", "doctor"),
+    "completion": ("layerwise.cli.completion", "completion"),
 }
 """Where each command is: imported when it is called, so that `--version` and `--help` answer at once."""
 
@@ -29,6 +31,8 @@ commands:
   run       run an experiment, or go on where it stopped
   report    an HTML page for every experiment: figures, claims, how to reproduce
   check     judge every claim of every recorded run
+  doctor    what holds the training of a model of yours back, layer by layer
+  completion   a script for your shell that completes all of this (bash, zsh, fish)
 
 examples:
   layerwise list
@@ -39,6 +43,7 @@ examples:
   layerwise run all --preset paper                 every experiment, one after the other
   layerwise report                                 then open the page whose path is printed
   layerwise check --json | python -m json.tool     for machines
+  layerwise doctor my_package.train:make           a function that returns (model, data)
   layerwise run my_package.mean:EXPERIMENT         one of your own; also after check, report and list
 
 options:

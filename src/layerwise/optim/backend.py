@@ -28,6 +28,11 @@ Shifts = Callable[[Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | 
 """What damping adds to P and Q, one number a group, from the mean eigenvalues of both (None: it is missing)."""
 
 
+def norms(X: Float[Tensor, "K O I"]) -> Float[Tensor, "K"]:
+    """Of each matrix, in no less than float32."""
+    return torch.linalg.vector_norm(X.flatten(1), dim=1, dtype=torch.promote_types(X.dtype, torch.float32))
+
+
 class Kept(ABC):
     """A part of a stack's state that owns its tensors."""
 
@@ -221,6 +226,12 @@ class Backend(ABC):
         self, state: State, grad: Float[Tensor, "K O I"], betas: tuple[float, float], eps: float, context: Context
     ) -> Tensor:
         """``m̂/(√v̂ + ε)``, both moments moved towards the gradient and its square before."""
+
+    def adam_norms_(
+        self, state: State, grad: Float[Tensor, "K O I"], betas: tuple[float, float], eps: float, context: Context
+    ) -> Float[Tensor, "K"]:
+        """The norm of that step, matrix by matrix, moments moved as there; the step itself is not wanted."""
+        return norms(self.adam_(state, grad, betas, eps, context))
 
     @abstractmethod
     def adam_in_basis_(

@@ -10,6 +10,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -77,6 +78,8 @@ if TYPE_CHECKING:
 
 OWN_MOMENTUM = {"momentum", "nesterov", "betas"}
 """Options of the optimizer's own rule, which a fallback that averages by itself does not take."""
+
+REQUIRES_GRAD = attrgetter("requires_grad")
 
 MOST = 0.5
 """Share of the matrix parameters above which falling back is said."""
@@ -222,6 +225,7 @@ class Layerwise(Checkpointed):
         self.table = self._read_table()
         self._stacks: list[Stack] | None = None
         self._sharding: Sharding | None = None
+        self._precision: str | None = None
         self._loaded: dict[str, dict[str, Tensor]] = {}
         self._shared: frozenset[str] | None = None
         defaults = {
@@ -279,11 +283,22 @@ class Layerwise(Checkpointed):
     def _make_backend(self, device: torch.device) -> Backend:
         """The reference on a CPU; that of `cuda` on a GPU, or where factors are to be refined by products."""
         _, refresh, execution = self._how
-        if self.host_may_sync and device.type == "cpu" and refresh.solver != "newton":
+        if self.host_may_sync and device.type == "cpu" and refresh.solver != "products":
             return Reference(refresh.solver)
         from layerwise.optim.cuda.backend import CudaBackend  # the GPU's code is not read where there is none
 
-        return CudaBackend(refresh.solver, execution.precision)
+        return CudaBackend(refresh.solver, self._precision or execution.precision)
+
+    def _choose_precision(self, params: Collection[nn.Parameter]) -> str | None:
+        """Of products on a GPU, where nothing was asked for: by the first gradients."""
+        if self.host_may_sync or self._how[2].precision != "auto":
+            return None
+        grads = [p.grad for p in params if p.grad is not None]
+        if not grads:
+            return None
+        from layerwise.optim.cuda.precision import are_half
+
+        return "half" if are_half(grads) else "high"
 
     def _make_accumulator(self) -> Accumulator:
         found, known = Accumulator(self.requires, self._how[0].sharing, self.processes), dict[str, Moments | None]()
@@ -403,8 +418,14 @@ class Layerwise(Checkpointed):
         if factor is None:
             energy = torch.zeros(()) if counts.energy is None else counts.energy
             known = torch.stack([energy, torch.full_like(energy, counts.tokens)]).double()
-            energy, tokens = self.processes.add_up([known])[0].tolist()
-            factor = (energy / max(tokens, 1)) ** 0.5
+            energy, tokens = self.processes.add_up([known])[0]
+            if not self.host_may_sync and not self.requires.examples:
+                squared = tokens.clamp(min=1) / energy
+                squared = torch.where((squared > 0) & (squared < math.inf), squared, 1.0)
+                for sums in seen.values():
+                    sums.rescale_by(squared)
+                return
+            factor = (float(energy) / max(float(tokens), 1)) ** 0.5
         if 0 < factor < math.inf:
             for sums in seen.values():
                 sums.rescale(1 / factor)
@@ -419,6 +440,9 @@ class Layerwise(Checkpointed):
         params = named_parameters(self.model)
         buckets = self._buckets(params, group_of)
         sharding = self._sharding = self._make_sharding(params, buckets, group_of)
+        if self._precision is None and sharding is None:  # ranks with shards would have to agree: they have "high"
+            own = [spec for bucket in buckets if bucket.rule is self.rule for spec in bucket.specs]
+            self._precision = self._choose_precision([params[name] for spec in own for name in spec.parameters])
         loaded = self._loaded
         if sharding is not None:
             from layerwise.optim.sharding.state import StateExchange
@@ -731,14 +755,11 @@ class Layerwise(Checkpointed):
         self._seen_model = self._model_now()
 
     def _model_now(self) -> tuple[list[Any], list[bool]]:
-        ids, trained = list[Any](), list[bool]()
         instead = {key: id(p) for key, p in successors(self.model).items()}  # FSDP swaps them in every forward
-        for held in self._children:
-            found = map(id, held.values())
-            ids.append(tuple(instead.get(key, key) for key in found) if instead else tuple(found))
-        for p in self._own:
-            trained.append(p.requires_grad)
-        return ids, trained
+        ids = [tuple(map(id, held.values())) for held in self._children]
+        if instead:
+            ids = [tuple(instead.get(key, key) for key in found) for found in ids]
+        return ids, list(map(REQUIRES_GRAD, self._own))
 
     def _model_changed(self) -> bool:
         """Since the last call; asked before every forward, and therefore without the names of anything."""

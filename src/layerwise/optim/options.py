@@ -17,7 +17,7 @@ from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.elementwise import AdamRule, GradientDescent
 from layerwise.optim.parameters import BareParameters
 from layerwise.optim.rule import UpdateRule
-from layerwise.optim.solver import SOLVERS
+from layerwise.optim.solver import EARLIER, SOLVERS
 
 GROUP_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "damping", "factor_decay", "betas", "update")
 """What a parameter group may have of its own; the first two also a part of a layer."""
@@ -72,9 +72,13 @@ class Refresh:
     """How inverses, roots and bases are found; see `layerwise.optim.solver`."""
 
     solver: str = "auto"
-    """ "auto", "eigh", "cholesky" or "newton" (products alone, warm-started and tested)."""
+    """ "auto", "eigh", "cholesky" or "products" (nothing waits for the device)."""
 
     def __post_init__(self) -> None:
+        if self.solver in EARLIER:
+            now = EARLIER[self.solver]
+            warnings.warn(f"solver={self.solver!r} is called {now!r} now", DeprecationWarning, stacklevel=5)
+            object.__setattr__(self, "solver", now)
         known("solver", self.solver, SOLVERS)
 
 
@@ -82,15 +86,16 @@ class Refresh:
 class Execution:
     """How steps run on a GPU."""
 
-    precision: str = "high"
-    """Of products where factors are refined by "newton": "high" (split fp16, 22 bits), or "half" (fp16, 11 bits, a
-    third of the work and half the state: enough where gradients are computed in bfloat16 and carry 8)."""
+    precision: str = "auto"
+    """Of products: "high" (split fp16, 22 bits), "half" (fp16, 11 bits: a third of the work and half the state), or
+    "auto": half where the first gradients are of half precision, as under autocast, and so carry 8 or 11 bits
+    themselves; high elsewhere."""
     cuda_graphs: bool | None = None
-    """Whether steps are captured as CUDA graphs and replayed; None: for models of up to 2²⁵ parameters, whose steps are
-    launches rather than work. See `layerwise.optim.cuda.captured_step`."""
+    """Whether steps are captured as CUDA graphs and replayed; None: wherever they can be. What a step computes on its
+    way then keeps its memory. See `layerwise.optim.cuda.captured_step`."""
 
     def __post_init__(self) -> None:
-        known("precision", self.precision, ("high", "half"))
+        known("precision", self.precision, ("auto", "high", "half"))
         switch("cuda_graphs", self.cuda_graphs)
 
 

@@ -223,9 +223,9 @@ class Health:
     fallbacks: int = 0
     """Decompositions that failed and kept the last good one."""
     refusals: int = 0
-    """Refinements by products that failed their test; a further one, or the exact solution, came two steps later."""
+    """0: of earlier versions, whose inverses and bases were refined and tested."""
     restarts: int = 0
-    """Bases that were decomposed anew, because they could not be followed; see `layerwise.optim.cuda.basis_monitor`."""
+    """0: of earlier versions, whose bases were decomposed anew where they could not be followed."""
     condition: dict[str, float] = field(default_factory=dict)
     """Largest condition number of each layer's damped factors, at the last refresh."""
     damping: dict[str, float] = field(default_factory=dict)

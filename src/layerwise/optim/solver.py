@@ -4,39 +4,41 @@
 |---|---|---|
 | "eigh" | through the eigenbasis | `torch.linalg.eigh` |
 | "cholesky" | by Cholesky | an error |
-| "newton" | the last inverse, refined by products | the last basis, refined by products |
-| "auto" | "newton" in float32 on a GPU, else "cholesky" | "newton" in float32 on a GPU, else "eigh" (SOAP: QR) |
+| "products" | by products of blocks, exactly | the last basis, one sweep of products nearer |
+| "auto" | "products" in float32 on a GPU, else "cholesky" | "products" in float32 on a GPU, else "eigh" (SOAP: QR) |
 
-"newton" begins with an exact solution. A refined inverse is tested on the device. One that does not converge is left as
-it was, and solved exactly at its next turn: by then the host has heard of it, without waiting.
+With "products" nothing waits for the device, and every refresh takes the same launches (`layerwise.optim.cuda`). It was
+called "newton" when inverses were refined from the last ones.
 """
 
 import torch
 
 from layerwise.foundations.errors import InputError, describe
 
-SOLVERS = ("auto", "eigh", "cholesky", "newton")
+SOLVERS = ("auto", "eigh", "cholesky", "products")
+EARLIER = {"newton": "products"}
+"""Names of earlier versions."""
 
 
 def method(solver: str, power: float, dtype: torch.dtype, device: torch.device) -> str:
-    """ "eigh", "cholesky" or "newton" for one factor that is raised to a power; 0 is for a basis.
+    """ "eigh", "cholesky" or "products" for one factor that is raised to a power; 0 is for a basis.
 
     >>> cpu, gpu = torch.device("cpu"), torch.device("cuda")
     >>> method("auto", 1.0, torch.float32, cpu), method("auto", 0.25, torch.float32, gpu)
-    ('cholesky', 'newton')
+    ('cholesky', 'products')
     """
     if solver == "cholesky" and power != 1:
         raise InputError(
             describe(
                 f'solver="cholesky" for a power of {power:g} or an eigenbasis',
-                'solver="auto", "eigh" or "newton"; Cholesky gives inverses alone',
+                'solver="auto", "eigh" or "products"; Cholesky gives inverses alone',
                 "pass one of them",
             )
         )
     if solver != "auto":
         return solver
     if device.type == "cuda" and dtype == torch.float32:
-        return "newton"
+        return "products"
     return "cholesky" if power == 1 else "eigh"
 
 

@@ -1,4 +1,4 @@
-"""Objects of the `cuda` backend on a CPU, by themselves: contexts of asynchronous steps, monitors, matrices."""
+"""Objects of the `cuda` backend on a CPU, by themselves: contexts of asynchronous steps, matrices."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from torch import Tensor
 from layerwise.optim.cuda.backend import CudaBackend
 from layerwise.optim.cuda.basis import TrackedBasis, TrackedSide
 from layerwise.optim.cuda.device_step import DeviceStep
-from layerwise.optim.cuda.inverse import RefinedInverse, RefinedRoots
+from layerwise.optim.cuda.inverse import DeviceInverse, DeviceRoots
 from layerwise.optim.rule import Context, Shape, State, UpdateRule, kept
 
-NEWTON = CudaBackend("newton")
+NEWTON = CudaBackend("products")
 
 
 def device_step(all_finite: Tensor | None, G: Tensor | None = None) -> DeviceStep | None:
@@ -31,13 +31,13 @@ def initial_state(rule: UpdateRule, shape: Shape, backend: CudaBackend = NEWTON)
     return rule.init(shape, backend)
 
 
-def refined(state: State) -> dict[str, RefinedInverse | TrackedSide]:
+def refined(state: State) -> dict[str, DeviceInverse | TrackedSide]:
     """The sides of roots or bases that are refined by products, by name."""
-    found: dict[str, RefinedInverse | TrackedSide] = {}
+    found: dict[str, DeviceInverse | TrackedSide] = {}
     for entry in kept(state):
         if isinstance(entry, TrackedBasis):
             found |= {side.side: side for side in entry.sides}
-        elif isinstance(entry, RefinedRoots):
+        elif isinstance(entry, DeviceRoots):
             found |= {name: side for name, side in entry.sides.items() if not isinstance(side, Tensor)}
     return found
 
@@ -45,13 +45,6 @@ def refined(state: State) -> dict[str, RefinedInverse | TrackedSide]:
 def matrix(state: State, side: str) -> Tensor:
     """An inverse or a basis in float32 (or float64)."""
     return refined(state)[side].matrix.value()
-
-
-def hear(state: State, step: int, context: Context) -> None:
-    """Let the host read what the device has reported up to so many steps before."""
-    for side in refined(state).values():
-        if side.monitor is not None:
-            side.monitor.poll(step, context.health)
 
 
 def set_factors(state: State, **factors: Tensor) -> None:

@@ -106,7 +106,7 @@ class Times(UpdateRule):
         return self.factor * context.backend.tensor(self.inner.direction(state, grad, context))
 
 
-@pytest.mark.parametrize("solver", ["auto", "newton"])
+@pytest.mark.parametrize("solver", ["auto", "products"])
 @pytest.mark.parametrize(
     "make",
     [
@@ -155,11 +155,11 @@ class Tied(nn.Module):
         return self.head(self.l2(torch.tanh(self.l1(self.words(x)))))
 
 
-@pytest.mark.parametrize("member", ["SGD", "Adam", "KFAC", "newton", "Shampoo", "SOAP"])
+@pytest.mark.parametrize("member", ["SGD", "Adam", "KFAC", "products", "Shampoo", "SOAP"])
 def test_tied(member: str, monkeypatch: pytest.MonkeyPatch):
     def make(m):
-        if member == "newton":
-            return lw.optim.KFAC(m, lr=0.01, solver="newton", refresh_every=1, scale="formula")
+        if member == "products":
+            return lw.optim.KFAC(m, lr=0.01, solver="products", refresh_every=1, scale="formula")
         return getattr(lw.optim, member)(m, lr=0.01, weight_decay=0.1, scale="formula")
 
     both(make, monkeypatch, Tied, lambda g: torch.randint(6, (8,), generator=g))
@@ -176,11 +176,11 @@ def conv():
     ).to(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("member", ["SGD", "Adam", "KFAC", "newton", "Shampoo", "Muon"])
+@pytest.mark.parametrize("member", ["SGD", "Adam", "KFAC", "products", "Shampoo", "Muon"])
 def test_channels_last(member: str, monkeypatch: pytest.MonkeyPatch):
     def make(m):
-        if member == "newton":
-            return lw.optim.KFAC(m, lr=0.01, solver="newton", refresh_every=1, scale="formula")
+        if member == "products":
+            return lw.optim.KFAC(m, lr=0.01, solver="products", refresh_every=1, scale="formula")
         if member == "Adam":
             return lw.optim.Adam(m, lr=0.01, weight_decay=0.1)
         if member == "SGD":
@@ -241,11 +241,11 @@ def test_rules_of_one_s_own(rule: Any, momentum: float, monkeypatch: pytest.Monk
     )
 
 
-@pytest.mark.parametrize("member", ["SGD", "Adam", "newton"])
+@pytest.mark.parametrize("member", ["SGD", "Adam", "products"])
 def test_sparse(member: str, monkeypatch: pytest.MonkeyPatch):
     def make(m):
-        if member == "newton":
-            return lw.optim.KFAC(m, lr=0.01, solver="newton", refresh_every=1, scale="formula")
+        if member == "products":
+            return lw.optim.KFAC(m, lr=0.01, solver="products", refresh_every=1, scale="formula")
         return getattr(lw.optim, member)(m, lr=0.01, weight_decay=0.1, scale="formula")
 
     both(
@@ -290,12 +290,12 @@ class Up(nn.Module):
 @pytest.mark.parametrize(
     "options",
     [
-        {"solver": "newton"},
-        {"solver": "newton", "clip": 1e-5},
-        {"solver": "newton", "precision": "half"},
+        {"solver": "products"},
+        {"solver": "products", "clip": 1e-5},
+        {"solver": "products", "precision": "half"},
         {"graft": "adam"},
-        {"solver": "newton", "graft": "adam"},
-        {"clip": ("norm", 0.01), "solver": "newton"},
+        {"solver": "products", "graft": "adam"},
+        {"clip": ("norm", 0.01), "solver": "products"},
     ],
 )
 @pytest.mark.parametrize("member", ["KFAC", "Shampoo", "EKFAC", "SOAP"])
@@ -322,7 +322,7 @@ def test_transposed_convolutions(member: str, options: Any, monkeypatch: pytest.
 def test_tiny_gradients_by_products(size: float, monkeypatch: pytest.MonkeyPatch):
     asynchronous(monkeypatch)
     model = net()
-    opt = lw.optim.KFAC(model, lr=0.01, refresh_every=1, solver="newton", clip=None, scale="formula")
+    opt = lw.optim.KFAC(model, lr=0.01, refresh_every=1, solver="products", clip=None, scale="formula")
     for step in range(3):
         g = torch.Generator().manual_seed(step)
         opt.zero_grad()
@@ -333,7 +333,7 @@ def test_tiny_gradients_by_products(size: float, monkeypatch: pytest.MonkeyPatch
 
 def test_float16_parameters(monkeypatch: pytest.MonkeyPatch):
     both(
-        lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=1, solver="newton", scale="formula"),
+        lambda m: lw.optim.KFAC(m, lr=0.01, refresh_every=1, solver="products", scale="formula"),
         monkeypatch,
         lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).half(),
         lambda g: torch.randn(8, 4, generator=g).half(),

@@ -1,7 +1,7 @@
 """One contract for both backends: factors, inverse roots, eigenbases and the ends of steps, against float64.
 
 The `cuda` backend runs on a CPU here, by plain torch: eager and asynchronous, with exact decompositions ("auto") and
-with refinement by products ("newton").
+with refinement by products ("products").
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,6 @@ from torch import Tensor
 from layerwise.optim.backend import Backend
 from layerwise.optim.cuda.backend import CudaBackend
 from layerwise.optim.cuda.device_step import DeviceStep
-from layerwise.optim.cuda.monitor import LAG
 from layerwise.optim.reference import Reference
 from layerwise.optim.rule import Context, Health, Shape, State
 from random_tensors import randn64
@@ -43,7 +42,7 @@ class Setting:
 
     @property
     def by_products(self) -> bool:
-        return isinstance(self.backend, CudaBackend) and self.backend.solver == "newton"
+        return isinstance(self.backend, CudaBackend) and self.backend.solver == "products"
 
     def tolerance(self, by_products: float, followed: bool = False) -> float:
         """Relative; `by_products` in single precision, of what is kept in fp16. In double precision products leave
@@ -82,7 +81,7 @@ class Setting:
         return P, Q
 
 
-BACKENDS = (Reference(), CudaBackend(), CudaBackend("newton"))
+BACKENDS = (Reference(), CudaBackend(), CudaBackend("products"))
 SETTINGS = [
     Setting(backend, dtype, asynchronous)
     for backend in BACKENDS
@@ -251,13 +250,13 @@ def test_a_factor_that_cannot_be_inverted_keeps_its_last_root(setting: Setting):
     before = setting.backend.tensor(roots.direction(X, setting.context(), shifts)).clone()
     indefinite = torch.diag(torch.tensor([5.0, 1.0, 1.0, 1.0, 1.0, -2.0], dtype=setting.dtype))
     P.load("P", slice(1, 2), indefinite.unsqueeze(0))
-    for turn in range(1, LAG + 3):
+    for turn in range(1, 3):
         roots.refresh_(P, Q, shifts, ALL, setting.context(100 + turn, health=health))
     after = setting.backend.tensor(roots.direction(X, setting.context(), shifts))
     assert bool(torch.isfinite(after).all())
     assert_near(after, before, setting.tolerance(2e-3))
     health.settle()
-    assert health.fallbacks + health.refusals > 0
+    assert health.fallbacks == 2
 
 
 @EACH

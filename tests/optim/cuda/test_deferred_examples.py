@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.foundations.errors import InputError
-from layerwise.optim.cuda import basis, deferred_examples, executor
-from layerwise.optim.cuda.basis_monitor import BasisMonitor
+from layerwise.optim.cuda import deferred_examples, executor
 from layerwise.optim.cuda.deferred_examples import PENDING, DeferredExamples
 from layerwise.optim.cuda.executor import AsynchronousExecutor
 from layerwise.optim.cuda.pending_checkpoint import PendingScalings
@@ -80,7 +79,7 @@ class Run:
         return found.examples
 
 
-@pytest.mark.parametrize("solver", ["auto", "newton"])
+@pytest.mark.parametrize("solver", ["auto", "products"])
 def test_in_the_end_all_is_as_at_once(solver: str, monkeypatch: pytest.MonkeyPatch):
     """Each layer's scalings are those of the batch in the basis that the layer has; then its rows are let go."""
     run = Run(monkeypatch, solver=solver)
@@ -169,11 +168,10 @@ def resumed(run: Run, patch: pytest.MonkeyPatch, **options: Any) -> Run:
 
 @pytest.mark.parametrize(
     ("every", "solver"),
-    [(EVERY, "auto"), (EVERY, "newton"), (3 * EVERY, "auto"), (EVERY // 2, "newton")],
+    [(EVERY, "auto"), (EVERY, "products"), (3 * EVERY, "auto"), (EVERY // 2, "products")],
 )
 def test_a_resumed_run_takes_the_same_steps(every: int, solver: str, monkeypatch: pytest.MonkeyPatch):
     """Whenever it was saved, before the examples of some layers were looked at, and again soon after."""
-    monkeypatch.setattr(basis, "YOUNG_STEPS", 2)  # then bases take as many sweeps as they need
     options = {"refresh_every": every, "solver": solver}
     run = Run(monkeypatch, **options)
     run.steps(EVERY + 1)
@@ -294,18 +292,3 @@ def test_small_eigenvalues_in_other_places_are_another_basis():
         known = {"values_P": values, "values_Q": ones}
         PendingScalings(slice(0, 1), 5, scalings, known).look(stack)  # type: ignore[arg-type]
         assert torch.equal(stack.state["s"], scalings if taken else torch.zeros(1, 3, 2))
-
-
-def test_no_step_asks_a_monitor_for_its_numbers(monkeypatch: pytest.MonkeyPatch):
-    """That would wait for reports that are still on their way from the device; a checkpoint may."""
-    run = Run(monkeypatch, solver="newton")
-    run.steps(1)
-
-    def asked(monitor: BasisMonitor) -> list[list[int]]:
-        raise AssertionError("a step has asked")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(BasisMonitor, "numbers", asked)
-        run.steps(2 * EVERY)
-        with pytest.raises(AssertionError, match="has asked"):
-            run.opt.state_dict()

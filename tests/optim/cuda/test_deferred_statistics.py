@@ -95,9 +95,9 @@ def assert_same(found: Run, expected: Run) -> None:
     ("member", "solver"),
     [
         ("KFAC", "auto"),
-        ("KFAC", "newton"),
+        ("KFAC", "products"),
         ("EKFAC", "auto"),
-        ("EKFAC running", "newton"),
+        ("EKFAC running", "products"),
         ("K-FAC in a basis", "auto"),
     ],
 )
@@ -138,7 +138,7 @@ def test_a_report_changes_nothing():
     assert_same(found.steps(3), expected.steps(3))
 
 
-@pytest.mark.parametrize(("before", "solver"), [(4, "auto"), (5, "newton"), (5, "auto"), (6, "auto")])
+@pytest.mark.parametrize(("before", "solver"), [(4, "auto"), (5, "products"), (5, "auto"), (6, "auto")])
 def test_layers_without_a_gradient(before: int, solver: str):
     """At the step of a batch, and after it; beside others in their turn."""
     options = {"cuda_graphs": False, "solver": solver}
@@ -214,7 +214,7 @@ def test_rules_that_read_factors_between_refreshes_do_not_defer():
     """`LocoProp` reads its factor in its own way; roots that are kept as a basis read factors at every step."""
     torch.manual_seed(0)
     options = {"factor_every": 4, "refresh_every": 4, "statistics_over": 4}
-    for make in (lw.optim.LocoProp, lambda model, **given: Layerwise(model, power=0.5, solver="newton", **given)):
+    for make in (lw.optim.LocoProp, lambda model, **given: Layerwise(model, power=0.5, solver="products", **given)):
         run = Run(4)
         run.model = Net()
         run.opt = make(run.model, **options)

@@ -1,7 +1,5 @@
 """Fused passes against their formulas in float64: by torch, and by Triton's interpreter on the CPU."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +15,6 @@ pytestmark = pytest.mark.interpreted
 OPEN, SHUT = torch.tensor(True), torch.tensor(False)
 STEPS = [None, OPEN, SHUT]
 HALF = 8e-3 if INTERPRETED else 4e-3  # the interpreter cuts bfloat16 off, where a GPU rounds
-LAYERS = [(1, 5, 7), (3, 16, 128), (2, 17, 130), (40, 3, 2)]
 
 
 @pytest.fixture(params=["triton" if INTERPRETED else "torch"])
@@ -36,35 +33,12 @@ def strided(*shape: int, seed: int = 0) -> Tensor:
     return randn(2 * shape[0], *shape[1:], seed=seed)[::2]
 
 
-def layers(K: int, o: int, i: int, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tensor]]:
-    return [randn(o, i, seed=k).to(dtype) for k in range(K)], [randn(o, seed=99 + k).to(dtype) for k in range(K)]
-
-
 def close(found: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
     torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
 def is_shut(all_finite: Tensor | None) -> bool:
     return all_finite is SHUT
-
-
-@pytest.mark.parametrize("all_finite", STEPS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", LAYERS)
-def test_gather(way: str, shape: tuple[int, int, int], dtype: torch.dtype, all_finite: Tensor | None):
-    K, o, i = shape
-    weights, biases = layers(K, o, i, dtype)
-    if is_shut(all_finite):
-        weights[0][0, 0] = torch.nan
-    for given, padding in ((biases, (0, 1)), (biases, (3, 5)), (None, (0, 0)), (None, (2, 0))):
-        out = torch.full((2 * K, o + padding[0], i + padding[1]), torch.nan)[::2]
-        assert elementwise.gather_(out, weights, given, -0.5, all_finite) is out
-        expected = torch.zeros(out.shape)
-        if not is_shut(all_finite):
-            expected[:, :o, :i] = -0.5 * torch.stack(weights).float()
-            if given is not None:
-                expected[:, :o, i] = -0.5 * torch.stack(given).float()
-        assert torch.equal(out, expected)
 
 
 def test_finiteness_of_all():
@@ -78,91 +52,6 @@ def test_finiteness_of_all():
             assert not bool(elementwise.are_finite(fine))
     assert bool(elementwise.are_finite([]))
     assert elementwise.are_finite([torch.empty(0)]).shape == ()
-
-
-def expected_finish(
-    W: list[Tensor], b: list[Tensor] | None, D: Tensor, M: Tensor | None, options: dict[str, Any], f: float
-) -> tuple[list[Tensor], list[Tensor] | None, Tensor | None]:
-    lr, decay, mu, nesterov = (options[name] for name in ("lr", "decay", "mu", "nesterov"))
-    u = f * D.double()
-    if M is not None:
-        M = mu * M.double() + u
-        u = u + mu * M if nesterov else M
-    o, i = W[0].shape
-    W = [(1 - lr * decay) * w.double() - lr * u[k, :o, :i] for k, w in enumerate(W)]
-    b = None if b is None else [(1 - lr * decay) * x.double() - lr * u[k, :o, i] for k, x in enumerate(b)]
-    return W, b, M
-
-
-@pytest.mark.parametrize("all_finite", STEPS)
-@pytest.mark.parametrize("nesterov", [None, False, True])
-@pytest.mark.parametrize(
-    ("weight_dtype", "D_dtype"), [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)]
-)
-@pytest.mark.parametrize("shape", LAYERS)
-def test_finish(
-    way: str,
-    shape: tuple[int, int, int],
-    weight_dtype: torch.dtype,
-    D_dtype: torch.dtype,
-    nesterov: bool | None,
-    all_finite: Tensor | None,
-):
-    K, o, i = shape
-    options = {"lr": 0.1, "decay": 0.3, "mu": 0.9, "nesterov": bool(nesterov)}
-    for has_bias, factor in ((True, 0.5), (False, torch.tensor(0.5))):
-        weights, biases = layers(K, o, i, weight_dtype)
-        biases = biases if has_bias else None
-        D, M = strided(K, o + 2, i + 3, seed=5).to(D_dtype), None if nesterov is None else strided(K, o + 2, i + 3)
-        if is_shut(all_finite):
-            D[:] = torch.nan
-            before = [x.clone() for x in (*weights, *(biases or ()), *([] if M is None else [M]))]
-        W, b, new = expected_finish(weights, biases, D, M, options, 0.5)
-        elementwise.finish_(weights, biases, D, M, **options, factor=factor, all_finite=all_finite)
-        after = [*weights, *(biases or ()), *([] if M is None else [M])]
-        if is_shut(all_finite):
-            assert all(torch.equal(x, y) for x, y in zip(after, before, strict=True))
-            continue
-        wanted = [*W, *(b or ()), *([] if new is None else [new])]
-        rounding = 2e-6 if weight_dtype == torch.float32 else HALF
-        for x, y in zip(after, wanted, strict=True):
-            close(x, y, 2e-6 if x is M else rounding)
-
-
-def test_finish_by_a_transposed_direction(way: str):
-    X, M = strided(3, 40, 17).bfloat16(), strided(3, 17, 40, seed=1)
-    weights, biases = layers(3, 15, 38)
-    options = {"lr": 0.1, "decay": 0.3, "mu": 0.9, "nesterov": True}
-    W, b, new = expected_finish(weights, biases, X.mT, M, options, 2.0)
-    elementwise.finish_(weights, biases, X.mT, M, **options, factor=2)
-    assert b is not None
-    assert new is not None
-    for x, y in zip([*weights, *biases, M], [*W, *b, new], strict=True):
-        close(x, y)
-
-
-def test_finish_rounds_weights_once(way: str):
-    W, D = randn(4, 5).half(), 0.01 * randn(1, 4, 5, seed=1)
-    expected = (0.5 * W.float() - 0.5 * D[0]).half()
-    elementwise.finish_([W], None, D, lr=0.5, decay=1.0)
-    assert torch.equal(W, expected)
-
-
-def test_finish_takes_parameters_and_tells_autograd(way: str):
-    W = torch.nn.Parameter(randn(4, 5))
-    version = W._version
-    elementwise.finish_([W], None, torch.ones(1, 4, 5), lr=0.5)
-    assert W._version > version
-
-
-def test_layers_of_unlike_types_and_strides(monkeypatch: pytest.MonkeyPatch):
-    """Go by torch, even where there are kernels."""
-    monkeypatch.setattr(elementwise, "available", lambda device: True)
-    weights = [randn(5, 4), randn(4, 5, seed=1).mT, randn(5, 4, seed=2).bfloat16()]
-    out = elementwise.gather_(torch.empty(3, 5, 4), weights, None)
-    assert torch.equal(out, torch.stack([w.float() for w in weights]))
-    elementwise.finish_(weights, None, out.clone(), lr=1.0)
-    assert not any(w.any() for w in weights)
 
 
 @pytest.mark.parametrize("sizes", [(7, 7), (50, 33), (32, 32), (1, 1)])
@@ -250,22 +139,23 @@ def test_no_step_below_a_floor(way: str, shape: tuple[int, int, int], apart: boo
 @pytest.mark.parametrize("all_finite", STEPS)
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("shape", [(1, 3, 5), (3, 17, 31), (40, 2, 1)])
-def test_momentum_half(way: str, shape: tuple[int, int, int], nesterov: bool, all_finite: Tensor | None):
+def test_momentum_update(way: str, shape: tuple[int, int, int], nesterov: bool, all_finite: Tensor | None):
     M, G = strided(*shape), strided(*shape, seed=1)
     new = M.double().lerp(G.double(), 1 - 0.95)
     update = G.double().lerp(new, 0.95) if nesterov else new
     before = M.clone()
     if is_shut(all_finite):
         G[:] = torch.nan
-    half, squares = elementwise.momentum_half_(M, G, 0.95, nesterov, all_finite)
-    assert half.dtype == torch.bfloat16
+    found, squares = elementwise.momentum_update_(M, G, 0.95, nesterov, all_finite)
+    assert found.dtype == torch.float32
+    assert found.data_ptr() != M.data_ptr()
     if is_shut(all_finite):
         assert torch.equal(M, before)
-        assert torch.isfinite(half).all()
-        assert torch.isfinite(squares).all()
+        assert (found == 0).all()
+        assert (squares == 0).all()
         return
     close(M, new)
-    close(half, update, HALF)
+    close(found, update)
     close(squares, update.square().flatten(1).sum(1), 1e-5)
 
 
@@ -276,25 +166,91 @@ def test_dot(way: str, shape: tuple[int, ...]):
     close(elementwise.dot(X.clone(), Y), (X.double() * Y.double()).sum(), 1e-5)
 
 
+def adam_norms(shape: tuple[int, int, int], all_finite: Tensor | None, dtype: torch.dtype = torch.float32) -> None:
+    """Moments and norms against the formula in float64."""
+    K, b1, b2, eps = shape[0], 0.9, 0.99, 1e-3
+    m, v, g = strided(*shape), strided(*shape, seed=1).square_(), strided(*shape, seed=2).to(dtype)
+    t = torch.arange(1.0, K + 1).double().view(-1, 1, 1)
+    c1, c2 = 1 - b1**t, 1 - b2**t
+    M, V = m.double().lerp(g.double(), 1 - b1), v.double().lerp(g.double().square(), 1 - b2)
+    expected = ((M / c1) / ((V / c2).sqrt() + eps)).flatten(1).norm(dim=1)
+    before = m.clone(), v.clone()
+    if is_shut(all_finite):
+        g[:] = torch.nan
+    corrections = {"correction1": c1.flatten().float(), "correction2": c2.flatten().float()}
+    found = elementwise.adam_norms_(m, v, g, beta1=b1, beta2=b2, eps=eps, **corrections, all_finite=all_finite)
+    assert found.shape == (K,)
+    if is_shut(all_finite):
+        assert found.tolist() == [0.0] * K
+        assert torch.equal(m, before[0])
+        assert torch.equal(v, before[1])
+        return
+    close(m, M)
+    close(v, V)
+    close(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("all_finite", STEPS)
+@pytest.mark.parametrize("shape", [(1, 3, 5), (3, 17, 31), (40, 2, 1)])
+def test_norms_of_adam(way: str, shape: tuple[int, int, int], all_finite: Tensor | None):
+    adam_norms(shape, all_finite)
+
+
+def test_norms_of_adam_by_a_gradient_in_half_precision(way: str):
+    adam_norms((2, 17, 31), OPEN, torch.bfloat16)
+
+
+@pytest.mark.parametrize("all_finite", STEPS)
+def test_norms_are_those_of_the_step_itself(way: str, all_finite: Tensor | None):
+    """The same moments to the bit; a group of zeros has the norm zero, an empty stack none."""
+    g, ones = strided(3, 17, 31, seed=2), torch.ones(3)
+    g[1] = 0.0
+    numbers = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "correction1": ones, "correction2": 0.5 * ones}
+    moments = [(torch.zeros(3, 17, 31), torch.zeros(3, 17, 31)) for _ in range(2)]
+    step = elementwise.adam_(*moments[0], g, **numbers, all_finite=all_finite)
+    found = elementwise.adam_norms_(*moments[1], g, **numbers, all_finite=all_finite)
+    close(found, step.flatten(1).norm(dim=1), 1e-5)
+    assert found[1] == 0
+    assert all(torch.equal(x, y) for x, y in zip(*moments, strict=True))
+    none = torch.zeros(3, 0, 4)
+    assert elementwise.adam_norms_(none, none, none, **numbers).tolist() == [0.0] * 3
+
+
+def test_a_norm_that_is_not_finite_stays_visible(way: str):
+    g, ones = torch.ones(2, 20, 30), torch.ones(2)
+    g[1, 19, 29] = torch.nan
+    numbers = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "correction1": ones, "correction2": ones}
+    found = elementwise.adam_norms_(torch.zeros(2, 20, 30), torch.zeros(2, 20, 30), g, **numbers)
+    assert found.isfinite().tolist() == [True, False]
+
+
 def test_float64_stays_float64(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(elementwise, "available", lambda device: True)
-    D, W = randn(1, 3, 4).double(), torch.zeros(3, 4).double()
-    elementwise.finish_([W], None, D, lr=1.0)
-    assert torch.equal(W, -D[0])
+    m, v, g, one = torch.zeros(1, 3, 4).double(), torch.zeros(1, 3, 4).double(), randn(1, 3, 4).double(), torch.ones(1)
+    numbers = {"beta1": 0.0, "beta2": 0.0, "eps": 1e-12, "correction1": one.double(), "correction2": one.double()}
+    step = elementwise.adam_(m, v, g + 1e-12, **numbers)
+    assert step.dtype == torch.float64
+    assert torch.equal(m, g + 1e-12)
+    norms = elementwise.adam_norms_(m, v, g + 1e-12, **numbers)
+    torch.testing.assert_close(norms, step.flatten(1).norm(dim=1), rtol=1e-14, atol=0)
 
 
 def test_what_fused_passes_do_not_take():
-    W, out = torch.ones(3, 4), torch.zeros(1, 3, 4)
-    with pytest.raises(InputError, match="last two axes are contiguous"):
-        elementwise.gather_(torch.zeros(1, 4, 3).mT, [W])
-    with pytest.raises(InputError, match="D of shape"):
-        elementwise.finish_([W], None, torch.zeros(1, 3, 8)[..., ::2], lr=1.0)
-    with pytest.raises(InputError, match="room"):
-        elementwise.gather_(out, [W], [torch.ones(3)])
-    with pytest.raises(InputError, match="one shape"):
-        elementwise.finish_([W, W[:2]], None, torch.zeros(2, 3, 4), lr=1.0)
-    with pytest.raises(InputError, match="momentum"):
-        elementwise.finish_([W], None, out, torch.zeros(1, 4, 3).mT, lr=1.0)
+    """Stacks whose matrices do not each lie in one piece."""
+    whole, apart, out = torch.zeros(1, 3, 4), torch.zeros(1, 3, 8)[..., ::2], torch.zeros(1, 3, 4)
+    one = torch.ones(1)
+    numbers = {"beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "correction1": one, "correction2": one}
+    for stacks in ((apart, whole, whole), (whole, apart, whole), (whole, whole, torch.zeros(1, 4, 3).mT)):
+        with pytest.raises(InputError, match="last two axes are contiguous"):
+            elementwise.adam_(*stacks, **numbers)
+        with pytest.raises(InputError, match="last two axes are contiguous"):
+            elementwise.adam_norms_(*stacks, **numbers)
+    with pytest.raises(InputError, match="out of shape"):
+        elementwise.adam_(whole, whole, whole, **numbers, out=torch.zeros(1, 4, 3).mT)
+    with pytest.raises(InputError, match="M of shape"):
+        elementwise.momentum_half_(torch.zeros(1, 4, 3).mT, whole, 0.9)
+    with pytest.raises(InputError, match="X of shape"):
+        elementwise.dot(apart, whole)
     with pytest.raises(InputError, match="no larger"):
         elementwise.ema_(out, torch.zeros(1, 4, 4), torch.ones(1))
     with pytest.raises(InputError, match="last stride"):

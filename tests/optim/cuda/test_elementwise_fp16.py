@@ -130,23 +130,6 @@ def test_a_step_too_large_for_float16_is_cut_off_and_nan_stays():
 # --- directions in float16 ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("with_momentum", [False, True])
-@pytest.mark.parametrize("all_finite", [None, OPEN, SHUT])
-def test_the_descent_reads_scaled_halves(all_finite: Tensor | None, with_momentum: bool):
-    K, o, i = 3, 9, 40
-    scales, C = (powers(3, -5, 12),), (100 * randn(K, o, i)).half()
-    D = C.float() / scales[0].view(-1, 1, 1)
-    found, expected = ([randn(o, i, seed=k) for k in range(K)] for _ in range(2))
-    m, n = (torch.ones(K, o, i) if with_momentum else None for _ in range(2))
-    options: dict[str, Any] = {"lr": 0.1, "decay": 0.2, "factor": torch.tensor(0.5), "all_finite": all_finite}
-    options |= {"mu": 0.9, "nesterov": True} if with_momentum else {}
-    elementwise.finish_(found, None, Scaled(C, scales), m, **options)
-    elementwise.finish_(expected, None, D, n, **options)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    if with_momentum:
-        torch.testing.assert_close(m, n, rtol=1e-6, atol=1e-6)
-
-
 def test_a_scaled_half_is_divided_in_float32():
     C, scales = torch.full((3, 2, 5), 3e4).half(), (powers(-20, 0, 40),)
     found = unscaled(Scaled(C, scales))

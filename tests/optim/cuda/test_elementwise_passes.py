@@ -38,30 +38,6 @@ def powers(*exponents: int) -> Tensor:
 # --- scales ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("all_finite", [None, OPEN, SHUT])
-def test_a_scaled_direction_is_divided_on_the_way(way: str, all_finite: Tensor | None, count: int):
-    K, o, i = 3, 9, 40
-    scales = tuple(powers(3, -5, 40)[[q % 3, (q + 1) % 3, (q + 2) % 3]] for q in range(count))
-    D = randn(K, o, i, seed=5)
-    C = D * torch.stack(scales).prod(0).view(-1, 1, 1)
-    found, expected = ([randn(o, i, seed=k) for k in range(K)] for _ in range(2))
-    m, n = torch.ones(K, o, i), torch.ones(K, o, i)
-    options = {"lr": 0.1, "decay": 0.2, "mu": 0.9, "factor": torch.tensor(0.5), "all_finite": all_finite}
-    elementwise.finish_(found, None, Scaled(C, scales), m, **options)
-    elementwise.finish_(expected, None, D, n, **options)
-    torch.testing.assert_close(m, n, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_scales_of_more_layers_than_one_launch_lists(way: str):
-    K = triton_elementwise.LISTED + 3
-    scale = powers(*(k % 7 - 3 for k in range(K)))
-    D, found = randn(K, 2, 3), [torch.zeros(2, 3) for _ in range(K)]
-    elementwise.finish_(found, None, Scaled(D * scale.view(-1, 1, 1), (scale,)), lr=1.0)
-    torch.testing.assert_close(torch.stack(found), -D)
-
-
 def test_a_product_of_scales_beyond_float32_is_no_matter(way: str):
     """2¹³⁰: its reciprocal is subnormal, and exact."""
     D = Scaled(torch.full((1, 1, 2), 2.0**10), (powers(100), powers(30)))

@@ -16,15 +16,17 @@ from random_tensors import randn
 
 Make = Callable[[nn.Module], Layerwise]
 MEMBERS: dict[str, Make] = {
-    "KFAC": lambda m: lw.optim.KFAC(m, lr=0.05, solver="newton", refresh_every=1, scale="formula"),
-    "EKFAC": lambda m: lw.optim.EKFAC(m, lr=0.05, solver="newton", refresh_every=1, scaling="running", scale="formula"),
-    "FOOF": lambda m: lw.optim.FOOF(m, lr=0.05, solver="newton", refresh_every=1, scale="formula"),
-    "LocoProp": lambda m: lw.optim.LocoProp(m, lr=0.05, solver="newton", refresh_every=1),
-    "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.05, solver="newton", refresh_every=2, scale="formula"),
-    "Shampoo, sums": lambda m: lw.optim.Shampoo(
-        m, lr=0.05, solver="newton", accumulate_factors=True, refresh_every=2, scale="formula"
+    "KFAC": lambda m: lw.optim.KFAC(m, lr=0.05, solver="products", refresh_every=1, scale="formula"),
+    "EKFAC": lambda m: lw.optim.EKFAC(
+        m, lr=0.05, solver="products", refresh_every=1, scaling="running", scale="formula"
     ),
-    "SOAP": lambda m: lw.optim.SOAP(m, lr=0.05, solver="newton", refresh_every=2, scale="formula"),
+    "FOOF": lambda m: lw.optim.FOOF(m, lr=0.05, solver="products", refresh_every=1, scale="formula"),
+    "LocoProp": lambda m: lw.optim.LocoProp(m, lr=0.05, solver="products", refresh_every=1),
+    "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.05, solver="products", refresh_every=2, scale="formula"),
+    "Shampoo, sums": lambda m: lw.optim.Shampoo(
+        m, lr=0.05, solver="products", accumulate_factors=True, refresh_every=2, scale="formula"
+    ),
+    "SOAP": lambda m: lw.optim.SOAP(m, lr=0.05, solver="products", refresh_every=2, scale="formula"),
 }
 STEPS = 10
 """More than those whose inverses are exact."""
@@ -75,7 +77,7 @@ def test_steps_are_the_same(name: str, sync: bool, packing: Callable[[bool], Non
 @pytest.mark.usefixtures("untyped")
 def test_locoprop_by_products_is_locoprop():
     """Its inverse is kept in split fp16 there, though it is not refined."""
-    ends = [trained(lambda m, s=s: lw.optim.LocoProp(m, lr=0.05, solver=s))[1] for s in ("cholesky", "newton")]
+    ends = [trained(lambda m, s=s: lw.optim.LocoProp(m, lr=0.05, solver=s))[1] for s in ("cholesky", "products")]
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-3, atol=1e-4)
 
 

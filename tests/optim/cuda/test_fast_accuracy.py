@@ -1,7 +1,7 @@
 """The direction by products, applied as it is kept, against eigh in float64: within 1e-2.
 
-Damping is 1e-3 of each factor's mean eigenvalue. What is measured is the warm path: exact at first, then refined after
-the factors have drifted.
+Damping is 1e-3 of each factor's mean eigenvalue. Inverses are exact at every refresh. Bases are begun by products, and
+take one sweep after the factors have drifted.
 """
 
 from collections.abc import Iterator
@@ -9,13 +9,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from gpu_objects import context_at, hear, initial_state, refined, set_factors
+from gpu_objects import context_at, initial_state, set_factors
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim.cuda.basis import TrackedSide
 from layerwise.optim.cuda.linalg.jacobi import tracked_basis
-from layerwise.optim.cuda.monitor import LAG, YOUNG_STEPS
 from layerwise.optim.kronecker import KroneckerRoots
 from layerwise.optim.members.ekfac import CorrectedEigenvalues
 from layerwise.optim.rule import Health, Shape
@@ -23,8 +21,8 @@ from random_tensors import randn64 as randn
 
 pytestmark = pytest.mark.usefixtures("untyped")
 LIMIT, DAMPING = 1e-2, 1e-3
-LATE = 100
-"""A step at which nothing is done for the sake of young statistics."""
+COUPLED = {"Shampoo": 0.09, "Shampoo, power ½": 0.045, "EKFAC": 0.03}
+"""Couplings up to which one sweep leaves an error of `LIMIT` at most."""
 Pair = tuple[Tensor, Tensor]
 
 
@@ -93,22 +91,17 @@ def drifts(P: Tensor, Q: Tensor, steps: int) -> Iterator[Pair]:
         P, Q = drifted(P, 2 * seed), drifted(Q, 2 * seed + 1)
 
 
-def applied_errors(
-    case: Case, factors: list[Pair], device: str, start: int = LATE, apart: int = 10
-) -> tuple[dict[str, float], Health]:
-    """Relative errors on random Z and on gradients ``P^½ Z Q^½``, after a refresh for each pair of factors.
-
-    What the device said of the last refresh has been heard by then.
-    """
+def applied_errors(case: Case, factors: list[Pair], device: str) -> tuple[dict[str, float], Health]:
+    """Relative errors on random Z and on gradients ``P^½ Z Q^½``, after a refresh for each pair of factors."""
     K, O, I = len(factors[0][0]), factors[0][0].shape[-1], factors[0][1].shape[-1]
     shape = Shape(K, O, I, torch.float32, torch.device(device))
-    state, health, memory = initial_state(case.rule, shape), Health(), {}
+    state, health, memory = initial_state(case.rule, shape), Health(), {"fresh": [False] * K}
     context = context_at(0, case.damping, shape, health=health, memory=memory)
     for turn, (P, Q) in enumerate(factors):
         set_factors(state, P=P.float(), Q=Q.float())
-        context = context_at(start + turn * apart, case.damping, shape, health=health, memory=memory)
+        context = context_at(101 + 10 * turn, case.damping, shape, health=health, memory=memory)
         case.rule.refresh(state, slice(0, K), context)
-    hear(state, context.step + LAG, context)
+        memory["fresh"] = [True] * K
     P, Q = (state[side].dense().double().cpu() for side in ("P", "Q"))
     Z = randn(K, O, I, seed=77)
     found = {}
@@ -124,7 +117,7 @@ def applied_errors(
 @pytest.mark.parametrize("name", CASES)
 def test_random_factors(name: str, condition: float, device: str):
     P, Q = factor(96, condition, 1), factor(130, condition, 2)
-    found, health = applied_errors(CASES[name](), list(drifts(P, Q, 4)), device)
+    found, health = applied_errors(CASES[name](), [*[(P, Q)] * 3, *drifts(P, Q, 4)], device)
     assert max(found.values()) <= LIMIT, found
     assert health.fallbacks == 0
 
@@ -141,32 +134,25 @@ def coupled(M: Tensor, other: Tensor, coupling: float) -> Tensor:
 @pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])
 @pytest.mark.parametrize("name", [name for name in CASES if name != "K-FAC"])
 def test_one_sweep_suffices_up_to_the_limit(name: str, condition: float, device: str):
-    """The coupling is nearly that beyond which more sweeps are taken."""
+    """From the basis of before."""
     P, Q = factor(96, condition, 1), factor(130, condition, 2)
-    found = errors_at_the_limit(CASES[name](), (P, Q), (sampled(P, 3), sampled(Q, 4)), device)
+    found = errors_at_the_limit(name, (P, Q), (sampled(P, 3), sampled(Q, 4)), device)
     assert max(found.values()) <= LIMIT, found
 
 
-def coupling_limit(case: Case) -> float:
-    """Of the coupling before a sweep, up to which one does."""
-    shape = Shape(1, 4, 4, torch.float32, torch.device("cpu"))
-    (limit,) = {
-        side.limit for side in refined(initial_state(case.rule, shape)).values() if isinstance(side, TrackedSide)
-    }
-    return limit
-
-
-def errors_at_the_limit(case: Case, factors: Pair, others: Pair, device: str) -> dict[str, float]:
-    """After one sweep from the exact basis, with the largest coupling for which one should do."""
-    limit = coupling_limit(case)
-    P, Q = (coupled(M, other, 0.99 * limit) for M, other in zip(factors, others, strict=True))
-    return applied_errors(case, [factors, (P, Q)], device)[0]
+def errors_at_the_limit(name: str, factors: Pair, others: Pair, device: str) -> dict[str, float]:
+    """After one sweep from the basis of before, with the largest coupling for which one should do."""
+    P, Q = (coupled(M, other, 0.99 * COUPLED[name]) for M, other in zip(factors, others, strict=True))
+    return applied_errors(CASES[name](), [*[factors] * 8, (P, Q)], device)[0]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_exact_start(name: str, device: str):
-    """At the first refresh, by Cholesky or eigh, kept in split fp16."""
-    found, _ = applied_errors(CASES[name](), [(factor(160, 1e6, 3), factor(97, 1e6, 4))], device)
+def test_a_first_refresh(name: str, device: str):
+    """By products of blocks at once; a basis, begun by orthogonal iteration, after seven refreshes more."""
+    both = factor(160, 1e6, 3), factor(97, 1e6, 4)
+    found, _ = applied_errors(CASES[name](), [both], device)
+    assert max(found.values()) <= (LIMIT if name == "K-FAC" else 5 * LIMIT), found
+    found, _ = applied_errors(CASES[name](), [both] * 8, device)
     assert max(found.values()) <= LIMIT, found
 
 
@@ -221,16 +207,13 @@ def captured(request: pytest.FixtureRequest) -> list[tuple[str, list[Pair]]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("start", [YOUNG_STEPS - 10, LATE])
-def test_factors_of_a_training(name: str, captured: list[tuple[str, list[Pair]]], device: str, start: int):
-    """Factors of a small model change fast: at a late step one round does not suffice, and the next turns take more."""
+def test_factors_of_a_training(name: str, captured: list[tuple[str, list[Pair]]], device: str):
+    """An inverse is right at once. Factors of a small model change fast: a basis may need further refreshes of them."""
     assert {layer for layer, _ in captured} >= {"qkv", "out", "up", "down", "head"}
     for layer, factors in captured:
-        found, health = applied_errors(CASES[name](), factors, device, start)
-        if max(found.values()) > LIMIT:  # a sudden change, now or a turn ago: never unseen, and then mended
-            before = applied_errors(CASES[name](), factors[:-2], device, start)[1]
-            assert health.refusals > before.refusals, (layer, found)
-            found, health = applied_errors(CASES[name](), [*factors, factors[-1]], device, start)
+        found, health = applied_errors(CASES[name](), factors, device)
+        if name != "K-FAC" and max(found.values()) > LIMIT:
+            found, health = applied_errors(CASES[name](), [*factors, *[factors[-1]] * 3], device)
         assert max(found.values()) <= LIMIT, (layer, found)
         assert health.fallbacks == 0
 
@@ -239,5 +222,5 @@ def test_factors_of_a_training(name: str, captured: list[tuple[str, list[Pair]]]
 def test_one_sweep_of_factors_of_a_training(name: str, captured: list[tuple[str, list[Pair]]], device: str):
     """Up to the limit; the way from one factor to a later one is taken as straight."""
     for layer, factors in captured:
-        found = errors_at_the_limit(CASES[name](), factors[0], factors[-1], device)
+        found = errors_at_the_limit(name, factors[0], factors[-1], device)
         assert max(found.values()) <= LIMIT, (layer, found)

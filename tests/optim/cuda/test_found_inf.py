@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerwise as lw
-from layerwise.optim.cuda.monitor import LAG, Report
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.rule import kept
 from thinning import thinned
@@ -226,7 +225,7 @@ def changed(opt: torch.optim.Optimizer, before: dict[str, Tensor]) -> set[str]:
 
 
 SOLVED = [(name, "auto") for name in NAMES]
-SOLVED += [(name, "newton") for name in ("KFAC", "EKFAC", "EKFAC running", "FOOF", "Shampoo", "SOAP")]
+SOLVED += [(name, "products") for name in ("KFAC", "EKFAC", "EKFAC running", "FOOF", "Shampoo", "SOAP")]
 
 
 @pytest.mark.parametrize(
@@ -298,7 +297,7 @@ def test_a_bad_step_is_as_if_it_had_not_been(name: str, dtype: torch.dtype, asyn
 @pytest.mark.parametrize("name", ["KFAC", "EKFAC", "EKFAC running", "FOOF", "Shampoo", "SOAP"])
 def test_asynchronous_steps_by_products_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
     """A basis begins with eigh, also where a refresh came before there were factors (SOAP)."""
-    options: dict[str, Any] = {"refresh_every": 1, "solver": "newton"}
+    options: dict[str, Any] = {"refresh_every": 1, "solver": "products"}
     tol = 0.1 if name == "SOAP" else 1e-2
     assert_alike(monkeypatch, torch.float32, lambda model: member(name, model, **options), tol=tol)
 
@@ -324,7 +323,7 @@ def test_a_bad_first_step(name: str, every: int, dtype: torch.dtype, asynchronou
         assert float((flat(model) - flat(other)).norm()) < (1e-9 if dtype == torch.float64 else 1e-3) * way
 
 
-@pytest.mark.parametrize("solver", ["auto", "newton"])
+@pytest.mark.parametrize("solver", ["auto", "products"])
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("name", ["KFAC", "EKFAC", "EKFAC running"])
 def test_bad_statistics_alone(name: str, steps: int, solver: str, asynchronous: None):
@@ -394,25 +393,25 @@ def nobody_asks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 STEADY: dict[str, Callable[[nn.Sequential], Layerwise]] = {
-    "KFAC": lambda model: lw.optim.KFAC(model, solver="newton", scale="formula"),
+    "KFAC": lambda model: lw.optim.KFAC(model, solver="products", scale="formula"),
     "KFAC sampled": lambda model: lw.optim.KFAC(
-        model, solver="newton", likelihood="categorical", factor_every=2, scale="formula"
+        model, solver="products", likelihood="categorical", factor_every=2, scale="formula"
     ),
     "KFAC, all options": lambda model: lw.optim.KFAC(
         model,
-        solver="newton",
+        solver="products",
         weight_decay=0.1,
         nesterov=True,
         graft="adam",
         overrides={"2": {"lr": 0.01}},
         scale="formula",
     ),
-    "EKFAC": lambda model: lw.optim.EKFAC(model, solver="newton", scale="formula"),
-    "EKFAC running": lambda model: lw.optim.EKFAC(model, solver="newton", scaling="running", scale="formula"),
-    "FOOF": lambda model: lw.optim.FOOF(model, solver="newton", clip=("norm", 1.0), scale="formula"),
-    "Shampoo": lambda model: lw.optim.Shampoo(model, solver="newton", graft="adam", scale="formula"),
-    "SOAP": lambda model: lw.optim.SOAP(model, solver="newton", scale="formula"),
-    "Muon": lambda model: lw.optim.Muon(model, solver="newton", scale="formula"),
+    "EKFAC": lambda model: lw.optim.EKFAC(model, solver="products", scale="formula"),
+    "EKFAC running": lambda model: lw.optim.EKFAC(model, solver="products", scaling="running", scale="formula"),
+    "FOOF": lambda model: lw.optim.FOOF(model, solver="products", clip=("norm", 1.0), scale="formula"),
+    "Shampoo": lambda model: lw.optim.Shampoo(model, solver="products", graft="adam", scale="formula"),
+    "SOAP": lambda model: lw.optim.SOAP(model, solver="products", scale="formula"),
+    "Muon": lambda model: lw.optim.Muon(model, solver="products", scale="formula"),
     "Adam": lambda model: lw.optim.Adam(model),
 }
 
@@ -439,23 +438,6 @@ def test_a_bad_step_asks_for_nothing_either(name: str, asynchronous: None, monke
         train(opt, model, DATA[12:13], spoil(float("nan")))
         train(opt, model, DATA[13:16])
     assert opt.health().skipped_steps == 1
-
-
-@pytest.mark.parametrize("name", ["KFAC", "EKFAC", "Shampoo", "SOAP"])
-def test_reports_are_read_after_their_lag(name: str, asynchronous: None, monkeypatch: pytest.MonkeyPatch):
-    """Earlier, the host would wait for the device. With deferred examples, too."""
-    deferred = {"factor_every": 4, "examples_over": 4} if name == "EKFAC" else {}
-    model, read, ages = net(torch.float32), Report.read, list[int]()
-    opt = getattr(lw.optim, name)(model, solver="newton", refresh_every=2, **deferred, scale="formula")
-
-    def noting(report: Report) -> list[Any]:
-        ages.append(opt.steps_taken - report.step)
-        return read(report)
-
-    monkeypatch.setattr(Report, "read", noting)
-    train(opt, model, DATA[:16])
-    assert ages
-    assert min(ages) >= LAG
 
 
 def test_the_test_itself_notices(monkeypatch: pytest.MonkeyPatch):

@@ -2,18 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from layerwise.foundations.errors import InputError
-from layerwise.optim.cuda.linalg.jacobi import (
-    COUPLING_LIMIT,
-    carried,
-    drifted_root,
-    near_diagonal_root,
-    rotation,
-    tracked_basis,
-)
+from layerwise.optim.cuda.linalg.jacobi import carried, rotation, tracked_basis
 from layerwise.optim.cuda.linalg.products import HALF_PAIRS, TORCH, TorchProducts
 from random_tensors import randn64 as normal
 
@@ -185,48 +176,9 @@ def test_pairs_of_halves_follow_a_drift():
 @pytest.mark.parametrize("samples", [10.0, 1.0, 0.25])
 def test_roots_after_a_drift(root, samples):
     last, M = drifted(samples=samples)
-    X, left = drifted_root(M, eigenbasis(last), root)
-    assert applied_error(X, M, root) < 2 * (2 * float(left) / root) ** 2
     U, values, _ = tracked_basis(M, eigenbasis(last))
     turned = with_values((values + 1e-3 * M.diagonal().mean()).pow(-1 / root), U)
     assert applied_error(turned, M, root) < 2e-2
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    kind=st.sampled_from(["geometric", "clusters", "low rank", "identity"]),
-    weight=st.floats(1e-4, 0.5),
-    rank=st.sampled_from([6, 24, 240]),
-    related=st.booleans(),
-    root=st.sampled_from([1, 2, 4]),
-    sweeps=st.integers(0, 2),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-)
-def test_a_root_of_small_coupling_is_right(seed, kind, weight, rank, related, root, sweeps, dtype):
-    n = 24
-    values, Q = spectrum(kind, n), orthogonal(n, seed)
-    last = with_values(values, Q)
-    new = covariance(values if related else values.mean().expand(n), Q, rank, seed + 1)
-    M = (1 - weight) * last + weight * new
-    U = Q.to(dtype)
-    if sweeps:
-        U = tracked_basis(M.to(dtype), U, sweeps)[0]
-    X, left = drifted_root(M.to(dtype), U, root)
-    assert left > COUPLING_LIMIT * root or applied_error(X, M, root) < 1.5e-2
-
-
-def test_divided_differences():
-    """The first order of a function of a matrix: what is left falls with the square."""
-    values = spectrum("geometric", 12)
-    bend = normal(12, 12, seed=2)
-    bend = (bend + bend.mT) * (values[:, None] * values).sqrt()
-    for root in (1, 2, 3, 4):
-        errors = []
-        for size in (1e-2, 1e-3):
-            S = torch.diag(values) + size * (bend - torch.diag(bend.diagonal()))
-            errors.append(float((near_diagonal_root(S, root) - exact_root(S, root, 0)).norm()))
-        assert errors[1] < errors[0] / 80
 
 
 def test_products_are_counted():
@@ -241,9 +193,6 @@ def test_products_are_counted():
         calls.clear()
         tracked_basis(M, eigenbasis(last), sweeps, TorchProducts(matmul), measured=measured)
         assert len(calls) == count
-    calls.clear()
-    drifted_root(M, eigenbasis(last), 4, TorchProducts(matmul))
-    assert len(calls) == 4
 
 
 def test_one_bad_matrix_leaves_the_others_alone():
@@ -259,7 +208,6 @@ def test_one_bad_matrix_leaves_the_others_alone():
     assert torch.equal(found[0], tracked_basis(M[0], U[0], 2)[0])
     assert torch.allclose(found[3], U[3])
     assert (values[3] == 0).all()
-    assert drifted_root(M, U, 2)[1][1:3].tolist() == [torch.inf] * 2
 
 
 @pytest.mark.parametrize("size", [2.0**-40, 2.0**40])
@@ -306,8 +254,6 @@ def test_arguments_are_checked():
     eye = torch.eye(2)
     with pytest.raises(InputError, match="sweeps=0"):
         tracked_basis(eye, eye, 0)
-    with pytest.raises(InputError, match="root=0"):
-        near_diagonal_root(eye, 0)
 
 
 @pytest.mark.parametrize("products", [TORCH, HALF_PAIRS])

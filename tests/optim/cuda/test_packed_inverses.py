@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.optim.cuda import backend, factor
-from layerwise.optim.cuda.inverse import RefinedRoots
+from layerwise.optim.cuda.inverse import DeviceRoots
 from layerwise.optim.cuda.linalg import packed_fp16
 from layerwise.optim.cuda.storage import StoredMatrix
 from layerwise.optim.engine import Layerwise
@@ -17,9 +17,9 @@ from layerwise.optim.rule import tensors
 pytestmark = pytest.mark.usefixtures("untyped")
 Make = Callable[[nn.Module], Layerwise]
 MEMBERS: dict[str, Make] = {
-    "KFAC": lambda m: lw.optim.KFAC(m, lr=0.05, solver="newton", refresh_every=2, scale="formula"),
-    "half": lambda m: lw.optim.KFAC(m, lr=0.05, solver="newton", refresh_every=2, precision="half", scale="formula"),
-    "FOOF": lambda m: lw.optim.FOOF(m, lr=0.05, solver="newton", refresh_every=1, scale="formula"),
+    "KFAC": lambda m: lw.optim.KFAC(m, lr=0.05, solver="products", refresh_every=2, scale="formula"),
+    "half": lambda m: lw.optim.KFAC(m, lr=0.05, solver="products", refresh_every=2, precision="half", scale="formula"),
+    "FOOF": lambda m: lw.optim.FOOF(m, lr=0.05, solver="products", refresh_every=1, scale="formula"),
 }
 STEPS = 12
 """More than those whose inverses are exact."""
@@ -67,7 +67,7 @@ def numbers(opt: Layerwise) -> list[Tensor]:
 
 def roots(opt: Layerwise) -> list[Tensor]:
     """As they are stored."""
-    entries = [entry for s in opt._stacks or [] for entry in s.state.values() if isinstance(entry, RefinedRoots)]
+    entries = [entry for s in opt._stacks or [] for entry in s.state.values() if isinstance(entry, DeviceRoots)]
     return [X for entry in entries for name, X in entry.tensors().items() if name in ("P_root", "Q_root")]
 
 

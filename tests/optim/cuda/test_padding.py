@@ -13,23 +13,25 @@ from layerwise.optim.cuda import backend, factor
 pytestmark = pytest.mark.usefixtures("untyped")
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 MEMBERS: dict[str, Make] = {
-    "KFAC": lambda m: lw.optim.KFAC(m, lr=0.005, solver="newton", refresh_every=2, scale="formula"),
+    "KFAC": lambda m: lw.optim.KFAC(m, lr=0.005, solver="products", refresh_every=2, scale="formula"),
     "KFAC absolute": lambda m: lw.optim.KFAC(
-        m, lr=0.005, solver="newton", refresh_every=2, damping=0.03, damping_scale="absolute", scale="formula"
+        m, lr=0.005, solver="products", refresh_every=2, damping=0.03, damping_scale="absolute", scale="formula"
     ),
     "KFAC exact split": lambda m: lw.optim.KFAC(
-        m, lr=0.005, solver="newton", refresh_every=2, damping_split="exact", scale="formula"
+        m, lr=0.005, solver="products", refresh_every=2, damping_split="exact", scale="formula"
     ),
-    "EKFAC": lambda m: lw.optim.EKFAC(m, lr=0.005, solver="newton", refresh_every=2, scale="formula"),
+    "EKFAC": lambda m: lw.optim.EKFAC(m, lr=0.005, solver="products", refresh_every=2, scale="formula"),
     "EKFAC absolute": lambda m: lw.optim.EKFAC(
-        m, lr=0.005, solver="newton", refresh_every=2, damping=0.03, damping_scale="absolute", scale="formula"
+        m, lr=0.005, solver="products", refresh_every=2, damping=0.03, damping_scale="absolute", scale="formula"
     ),
     "EKFAC running": lambda m: lw.optim.EKFAC(
-        m, lr=0.005, solver="newton", refresh_every=2, scaling="running", scale="formula"
+        m, lr=0.005, solver="products", refresh_every=2, scaling="running", scale="formula"
     ),
-    "FOOF": lambda m: lw.optim.FOOF(m, lr=0.005, solver="newton", refresh_every=2, weight_decay=0.1, scale="formula"),
-    "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.005, solver="newton", refresh_every=2, graft="adam", scale="formula"),
-    "SOAP": lambda m: lw.optim.SOAP(m, lr=0.005, solver="newton", refresh_every=2, scale="formula"),
+    "FOOF": lambda m: lw.optim.FOOF(m, lr=0.005, solver="products", refresh_every=2, weight_decay=0.1, scale="formula"),
+    "Shampoo": lambda m: lw.optim.Shampoo(
+        m, lr=0.005, solver="products", refresh_every=2, graft="adam", scale="formula"
+    ),
+    "SOAP": lambda m: lw.optim.SOAP(m, lr=0.005, solver="products", refresh_every=2, scale="formula"),
 }
 STEPS = 11
 """More than the steps that are solved exactly."""

@@ -92,7 +92,7 @@ def test_layers_that_are_not_alike(monkeypatch: pytest.MonkeyPatch):
     assert not alike(other)
 
 
-@pytest.mark.parametrize("solver", ["auto", "newton"])
+@pytest.mark.parametrize("solver", ["auto", "products"])
 def test_a_step_takes_them_at_once(solver: str, monkeypatch: pytest.MonkeyPatch):
     """Where it is said to, and with the same scalings."""
     monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
@@ -119,7 +119,7 @@ def test_a_step_takes_them_at_once(solver: str, monkeypatch: pytest.MonkeyPatch)
     assert taken == [False, True]
 
 
-@pytest.mark.parametrize("solver", ["eigh", "newton"])
+@pytest.mark.parametrize("solver", ["eigh", "products"])
 @pytest.mark.parametrize("positions", [5, 40])
 def test_scalings_take_them(positions: int, solver: str, monkeypatch: pytest.MonkeyPatch):
     """In every order: long sequences are turned as gradients."""

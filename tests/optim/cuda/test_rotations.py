@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpu_objects import FALSE, NEWTON, TRUE, context_at, device_step, initial_state, matrix, refined, set_factors
 from test_asynchronous_executor import Times
-from test_param_lists import train, zoo
+from test_pieces import train, zoo
 from torch import Tensor, nn
 
 import layerwise as lw
@@ -20,7 +20,6 @@ from layerwise.optim.cuda.executor import AsynchronousExecutor
 from layerwise.optim.cuda.linalg import orthogonal, split_fp16
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE
-from layerwise.optim.cuda.pending_checkpoint import tracked
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton import splits as triton_splits
@@ -258,7 +257,7 @@ def test_a_rule_of_one_s_own_is_clipped_by_its_own_product(split: str, monkeypat
         model = nn.Linear(6, 4)
         start = model.weight.detach().clone()
         rule = Times(CorrectedEigenvalues(scaling="running", split=split), factor)
-        opt = Layerwise(model, rule=rule, lr=0.1, clip=1e-5, solver="newton")
+        opt = Layerwise(model, rule=rule, lr=0.1, clip=1e-5, solver="products")
         model(randn(32, 6)).square().sum().backward()
         opt.step()
         assert opt.health().clipped_steps == 1
@@ -296,20 +295,20 @@ def test_one_pass_is_both(finite: Tensor, monkeypatch: pytest.MonkeyPatch):
 # --- in training -------------------------------------------------------------------------------------------------
 
 MEMBERS: dict[str, Any] = {
-    "SOAP": lambda m: lw.optim.SOAP(m, lr=0.003, refresh_every=1, solver="newton", weight_decay=0.1, scale="formula"),
+    "SOAP": lambda m: lw.optim.SOAP(m, lr=0.003, refresh_every=1, solver="products", weight_decay=0.1, scale="formula"),
     # eps: entries that are rounding alone are steps of ±lr without it, other ones with other numbers of threads
     "SOAP with momentum": lambda m: lw.optim.SOAP(
-        m, lr=0.003, refresh_every=1, solver="newton", momentum=0.9, eps=1e-5, scale="formula"
+        m, lr=0.003, refresh_every=1, solver="products", momentum=0.9, eps=1e-5, scale="formula"
     ),
     "EKFAC": lambda m: lw.optim.EKFAC(
-        m, lr=0.003, refresh_every=1, solver="newton", scaling="running", scale="formula"
+        m, lr=0.003, refresh_every=1, solver="products", scaling="running", scale="formula"
     ),
     "EKFAC, a norm": lambda m: lw.optim.EKFAC(
-        m, lr=0.01, refresh_every=1, solver="newton", clip=("norm", 0.5), scale="formula"
+        m, lr=0.01, refresh_every=1, solver="products", clip=("norm", 0.5), scale="formula"
     ),
-    "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.003, refresh_every=1, solver="newton", scale="formula"),
+    "Shampoo": lambda m: lw.optim.Shampoo(m, lr=0.003, refresh_every=1, solver="products", scale="formula"),
     "Shampoo, grafted": lambda m: lw.optim.Shampoo(
-        m, lr=0.003, refresh_every=1, solver="newton", graft="gradient", scale="formula"
+        m, lr=0.003, refresh_every=1, solver="products", graft="gradient", scale="formula"
     ),
 }
 
@@ -344,6 +343,6 @@ def test_a_basis_has_the_fixed_scale_when_it_is_resumed(name: str, monkeypatch: 
     again.load_state_dict(saved)
     for one, its in ((opt, model), (again, resumed)):
         train(one, its, range(3, 5))
-        scales = [side.matrix.scale for stack in one._stacks or () for side in tracked(stack)]
+        scales = [side.matrix.scale for stack in one._stacks or () for side in refined(stack.state).values()]
         assert scales
         assert all(scale is not None and bool((scale == BASIS_SCALE).all()) for scale in scales)

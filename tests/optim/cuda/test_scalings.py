@@ -199,7 +199,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def begun(name: str) -> tuple[Any, Layerwise]:
     model = made("words")
-    options = {"lr": 0.005, "solver": "newton", "refresh_every": EVERY} | OPTIONS[name]
+    options = {"lr": 0.005, "solver": "products", "refresh_every": EVERY} | OPTIONS[name]
     return model, lw.optim.EKFAC(model, **options, scale="formula")
 
 

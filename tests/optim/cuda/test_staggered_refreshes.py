@@ -31,7 +31,7 @@ def one_step(model: nn.Module, opt: lw.optim.Layerwise, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("sync", [True, False])
-@pytest.mark.parametrize("solver", ["auto", "newton"])
+@pytest.mark.parametrize("solver", ["auto", "products"])
 def test_a_layer_that_is_never_called_holds_no_other_up(monkeypatch: pytest.MonkeyPatch, sync: bool, solver: str):
     monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: sync))
     model = Routed()
@@ -42,7 +42,7 @@ def test_a_layer_that_is_never_called_holds_no_other_up(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("sync", [True, False])
-@pytest.mark.parametrize("solver", ["auto", "newton"])
+@pytest.mark.parametrize("solver", ["auto", "products"])
 def test_soap_goes_on_where_it_was_saved(monkeypatch: pytest.MonkeyPatch, sync: bool, solver: str):
     monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: sync))
     model = Routed()
@@ -66,7 +66,7 @@ def test_a_layer_that_joins_late(monkeypatch: pytest.MonkeyPatch, name: str):
     for sync in (True, False):
         monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self, sync=sync: sync))
         model = Routed()
-        opt = getattr(lw.optim, name)(model, lr=0.01, refresh_every=10, solver="newton", scale="formula")
+        opt = getattr(lw.optim, name)(model, lr=0.01, refresh_every=10, solver="products", scale="formula")
         for step in range(5):
             model.both = step > 3
             before = model.b.weight.detach().clone()

@@ -7,11 +7,11 @@ import torch
 from test_padding import MEMBERS as PADDED
 from test_padding import made as made_words
 from test_padding import train as train_words
-from test_param_lists import drop, flat, train, zoo
+from test_pieces import drop, flat, train, zoo
 
 import layerwise as lw
 from interpreter import only_interpreted
-from layerwise.optim.cuda import backend, elementwise, factor, scalings, storage
+from layerwise.optim.cuda import backend, elementwise, factor, pieces, scalings, storage
 from layerwise.optim.cuda.linalg import packed, packed_fp16
 from layerwise.optim.cuda.triton import elementwise as launches
 from layerwise.optim.cuda.triton import joins
@@ -20,13 +20,15 @@ from layerwise.optim.engine import Layerwise
 
 pytestmark = [pytest.mark.usefixtures("untyped"), pytest.mark.interpreted, only_interpreted]
 MEMBERS: dict[str, Any] = {
-    "newton": lambda m: lw.optim.KFAC(
-        m, lr=0.01, refresh_every=1, solver="newton", clip=1e-5, momentum=0.9, nesterov=True, scale="formula"
+    "products": lambda m: lw.optim.KFAC(
+        m, lr=0.01, refresh_every=1, solver="products", clip=1e-5, momentum=0.9, nesterov=True, scale="formula"
     ),
     "half": lambda m: lw.optim.KFAC(
-        m, lr=0.01, refresh_every=1, solver="newton", precision="half", weight_decay=0.1, scale="formula"
+        m, lr=0.01, refresh_every=1, solver="products", precision="half", weight_decay=0.1, scale="formula"
     ),
-    "EKFAC": lambda m: lw.optim.EKFAC(m, lr=0.01, refresh_every=1, solver="newton", scaling="running", scale="formula"),
+    "EKFAC": lambda m: lw.optim.EKFAC(
+        m, lr=0.01, refresh_every=1, solver="products", scaling="running", scale="formula"
+    ),
     "Adam": lambda m: lw.optim.Adam(m, lr=0.01, weight_decay=0.1),
     "SGD": lambda m: lw.optim.SGD(m, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
 }
@@ -41,12 +43,12 @@ def test_kernels_take_the_same_steps(name: str, dtype: torch.dtype, edit: Any, m
     found = []
     for kernels in (False, True):
         if kernels:
-            for module in (elementwise, storage, joins):
+            for module in (elementwise, pieces, storage, joins):
                 monkeypatch.setattr(module, "available", lambda device: True)
             monkeypatch.setattr(launches, "TILE", {"ROWS": 16, "COLUMNS": 32, "num_warps": 1})
         model = zoo()
         if dtype != torch.float32:
-            if name in ("newton", "half", "EKFAC"):
+            if name in ("products", "half", "EKFAC"):
                 pytest.skip("rules with factors are compared in float32 alone")
             model = model.half()
         start = flat(model).float()

@@ -5,13 +5,10 @@ import torch
 from torch import Tensor
 
 from interpreter import only_interpreted
-from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.linalg.jacobi import coupling, rotation, second_order, tracked_basis
-from layerwise.optim.cuda.linalg.newton_inverse import refined_inverse, series_inverse
 from layerwise.optim.cuda.linalg.products import HALF_PAIRS
 from layerwise.optim.cuda.triton import jacobi as triton_sweeps
 from layerwise.optim.cuda.triton import products as triton_products
-from layerwise.optim.cuda.triton import remainders as triton_remainders
 from random_tensors import randn64 as randn
 
 pytestmark = pytest.mark.interpreted
@@ -93,29 +90,3 @@ def test_bad_matrices_keep_their_basis(kernels: list[str]):
     assert values[1:3].isnan().all()
     assert (values[3] == 0).all()
     assert torch.equal(V[0], tracked_basis(M[:1], U[:1], 2, HALF_PAIRS)[0][0])
-
-
-@only_interpreted
-@pytest.mark.parametrize("large", [64, 65])
-def test_refined_inverse(kernels: list[str], monkeypatch: pytest.MonkeyPatch, large: int):
-    """By cuBLAS's products and a pass (here torch's), and by the fused kernel; by Newton's step and by a series."""
-    monkeypatch.setattr(triton_remainders, "LARGE", large)
-    M, _ = drifted(64, 600)
-    guess = torch.linalg.inv(M + 1e-3 * torch.eye(64)).contiguous()
-    M = 1.02 * M + 1e-3 * torch.eye(64)
-    for given in (guess, split_fp16.split(guess)):
-        X, residual, radius = refined_inverse(M, given, 1, HALF_PAIRS)
-        assert torch.equal(X, X.mT)
-        expected = refined_inverse(M.double(), guess.double())
-        assert float((X - expected[0]).norm() / expected[0].norm()) < 1e-4
-        assert (residual < 5e-3).all()
-        assert (radius < 1e-2).all()
-        X, residual, radius, before = series_inverse(M, given, 4, HALF_PAIRS)
-        expected = series_inverse(M.double(), guess.double(), 4)
-        assert float((X - expected[0]).norm() / expected[0].norm()) < 1e-4
-        torch.testing.assert_close(before, expected[3].float(), rtol=2e-2, atol=0)
-    M[1, 3, 4] = torch.nan
-    assert torch.isfinite(refined_inverse(M, guess, 1, HALF_PAIRS)[2]).tolist() == [True, False]
-    far = torch.stack([guess[0], 1e5 * guess[1]])  # its remainder is beyond float16
-    assert torch.isfinite(series_inverse(M.nan_to_num(), far, 3, HALF_PAIRS)[2]).tolist() == [True, False]
-    assert not kernels

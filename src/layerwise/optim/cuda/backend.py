@@ -16,19 +16,18 @@ from layerwise.optim.backend import Backend, Eigenbasis, Factor, InverseRoots, S
 from layerwise.optim.cuda import elementwise_torch, factor, pending_checkpoint, storage
 from layerwise.optim.cuda.adam_corrections import corrections_
 from layerwise.optim.cuda.basis import TrackedBasis, TrackedSide, largest_before
-from layerwise.optim.cuda.basis_monitor import CLOSELY_COUPLED, LOOSELY_COUPLED, coupled
 from layerwise.optim.cuda.device_step import all_finite, largest_of, room_for_along, taken
 from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, squares_ema_
-from layerwise.optim.cuda.elementwise import adam_, ema_, momentum_half_, rotated_adam_
+from layerwise.optim.cuda.elementwise import adam_, adam_norms_, ema_, momentum_update_, rotated_adam_
 from layerwise.optim.cuda.factor import DeviceFactor
 from layerwise.optim.cuda.factored_damping import factored_damping
 from layerwise.optim.cuda.fp16_steps import damped_half
-from layerwise.optim.cuda.inverse import RefinedInverse, RefinedRoots
+from layerwise.optim.cuda.inverse import DeviceInverse, DeviceRoots
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import ROOM
 from layerwise.optim.cuda.linalg.split_fp16 import product
-from layerwise.optim.cuda.param_lists import laid_out
 from layerwise.optim.cuda.per_example_squares import alike, squares_of_stack
+from layerwise.optim.cuda.pieces import laid_out
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.scalings import kept_dtype
 from layerwise.optim.cuda.storage import StoredMatrix
@@ -68,14 +67,14 @@ class CudaBackend(Backend):
 
     solver: str = "auto"
     precision: str = "high"
-    """Of products: "high", split fp16, or "half", fp16."""
+    """Of products: "half", fp16, or else split fp16."""
     exact: Reference = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "exact", Reference(self.solver))
 
     def _by_products(self, power: float, dtype: torch.dtype, device: torch.device) -> bool:
-        return method(self.solver, power, dtype, device) == "newton"
+        return method(self.solver, power, dtype, device) == "products"
 
     def _halves(self, shape: Shape, power: float) -> int:
         """Of a matrix that is refined by products: split fp16, unless 11 bits are asked for or the power is small.
@@ -118,7 +117,6 @@ class CudaBackend(Backend):
         if not any(M.by_products for M, _ in found):
             return self.exact.inverse_roots(P, Q, power, shape)
         sides: dict[Side, Any] = {}
-        limit = coupled(max((p for _, p in found if p not in (0, 1)), default=1.0))
         for M, p in found:
             size = factor.size(M.mean)
             if not M.by_products:
@@ -127,12 +125,12 @@ class CudaBackend(Backend):
             halves = self._halves(shape, p)
             if p != 1:
                 matrix = StoredMatrix.keep(shape.eye(size), halves, orthogonal=True)
-                sides[M.side] = TrackedSide(M.side, matrix, shape.zeros(size), M.own, limit)
+                sides[M.side] = TrackedSide(M.side, matrix, shape.zeros(size), M.own, measured=False)
                 continue
             # One inverse alone (FOOF's) is no great part of a state, and making squares of it a twentieth of the step.
             triangle = len(found) == 2 and halves > 0 and factor.packs_inverse(shape, size)
-            sides[M.side] = RefinedInverse(StoredMatrix.keep(shape.eye(size), halves, triangle=triangle), M.own)
-        return RefinedRoots(power, sides, self.solver == "eigh", (P, Q))
+            sides[M.side] = DeviceInverse(StoredMatrix.keep(shape.eye(size), halves, triangle=triangle), M.own)
+        return DeviceRoots(power, sides, self.solver == "eigh", (P, Q))
 
     def eigenbasis(self, P: Factor | None, Q: Factor | None, shape: Shape, *, measured: bool) -> Eigenbasis:
         """Tracked by products, where one of the factors is.
@@ -145,13 +143,13 @@ class CudaBackend(Backend):
         if not any(M.by_products for M in found):
             return self.exact.eigenbasis(P, Q, shape, measured=measured)
         halves = self._halves(shape, 1.0)
-        halves, limit = (min(halves, 1), LOOSELY_COUPLED) if measured else (halves, CLOSELY_COUPLED)
+        halves = min(halves, 1) if measured else halves
         values = {"P": shape.zeros(shape.outputs), "Q": shape.zeros(shape.inputs)}
         sides: dict[str, TrackedSide] = {}
         for M in found:
             if M.by_products:
                 matrix = StoredMatrix.keep(shape.eye(factor.size(M.mean)), halves, orthogonal=True)
-                sides[M.side] = TrackedSide(M.side, matrix, values[M.side], M.own, limit)
+                sides[M.side] = TrackedSide(M.side, matrix, values[M.side], M.own, measured)
         rough, has = self.precision == "half", (P is not None, Q is not None)
         return TrackedBasis(sides.get("P"), sides.get("Q"), values["P"], values["Q"], rough, has)
 
@@ -163,7 +161,7 @@ class CudaBackend(Backend):
     # --- checkpoints ---------------------------------------------------------------------------------------
 
     def pending(self, stack: Stack, every: int, step: int) -> dict[str, dict[str, Tensor]]:
-        """Scalings that deferred examples will give, and how bases were followed."""
+        """Scalings that deferred examples will give."""
         return pending_checkpoint.pending(stack, every, step)
 
     def resume(self, stack: Stack, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -192,23 +190,42 @@ class CudaBackend(Backend):
         self, state: State, grad: Float[Tensor, "K O I"], betas: tuple[float, float], eps: float, context: Context
     ) -> Tensor:
         """In one pass, the moments in the gradient's own order in memory."""
-        (b1, b2), finite = betas, all_finite(context)
-        if finite is None:
+        if all_finite(context) is None:
             return self.exact.adam_(state, grad, betas, eps, context)
         if grad.dtype == torch.float32:
             transposed = not grad.is_contiguous() and grad.mT.is_contiguous()
-            for name in ("m", "v"):
-                state[name] = laid_out(state[name], transposed)
-            m, v, g = (X.mT if transposed else X.contiguous() for X in (state["m"], state["v"], grad))
-            c1, c2 = corrections_(state["steps"], b1, b2, finite)
-            D = adam_(m, v, g, beta1=b1, beta2=b2, eps=eps, correction1=c1, correction2=c2, all_finite=finite)
+            D = adam_(**self._moments(state, grad, transposed, betas, eps, context))
             return D.mT if transposed else D
-        m, v, steps = state["m"], state["v"], state["steps"]
+        (b1, b2), m, v, steps = betas, state["m"], state["v"], state["steps"]
         steps += taken(1.0, grad, context)
         m.lerp_(grad, taken(1 - b1, grad, context))
         v.lerp_(grad.square(), taken(1 - b2, grad, context))
         t = steps.clamp_min(1).view(-1, 1, 1)  # 0 only if the very first step is left out
         return m / (1 - b1**t) / (v.sqrt() / (1 - b2**t).sqrt()).add_(eps)
+
+    def adam_norms_(
+        self, state: State, grad: Float[Tensor, "K O I"], betas: tuple[float, float], eps: float, context: Context
+    ) -> Float[Tensor, "K"]:
+        """In the pass that moves the moments, and bounds m for who multiplies it; the step is not written."""
+        if all_finite(context) is None or grad.dtype != torch.float32:
+            return super().adam_norms_(state, grad, betas, eps, context)
+        transposed = not grad.is_contiguous() and grad.mT.is_contiguous()
+        found, largest = adam_norms_(**self._moments(state, grad, transposed, betas, eps, context))
+        context.device_step.bound_m(state["m"], largest)
+        return found
+
+    @staticmethod
+    def _moments(
+        state: State, grad: Tensor, transposed: bool, betas: tuple[float, float], eps: float, context: Context
+    ) -> dict[str, Any]:
+        """Adam's moments and the gradient with matrices in one piece each, and its numbers."""
+        (b1, b2), finite = betas, all_finite(context)
+        for name in ("m", "v"):
+            state[name] = laid_out(state[name], transposed)
+        m, v, g = (X.mT if transposed else X.contiguous() for X in (state["m"], state["v"], grad))
+        c1, c2 = corrections_(state["steps"], b1, b2, finite)
+        numbers = {"beta1": b1, "beta2": b2, "eps": eps, "correction1": c1, "correction2": c2, "all_finite": finite}
+        return {"m": m, "v": v, "g": g, **numbers}
 
     def adam_in_basis_(
         self, state: State, rotated: Any, grad: Tensor, betas: tuple[float, float], eps: float,
@@ -253,11 +270,11 @@ class CudaBackend(Backend):
         self, M: Tensor, grad: Tensor, mu: float, nesterov: bool, orthogonal: Callable[..., Tensor], context: Context,
         *, fused: bool,
     ) -> Tensor:  # fmt: skip
-        """In one pass, which rounds to bfloat16 and measures what Newton–Schulz divides by."""
+        """In one pass, which also measures what Newton–Schulz divides by."""
         finite = all_finite(context)
         if finite is not None and grad.dtype == torch.float32 and fused and grad.device.type == "cuda":
-            half, squares = momentum_half_(M, grad, mu, nesterov, finite)
-            return orthogonal(half, squares)
+            update, squares = momentum_update_(M, grad, mu, nesterov, finite)
+            return orthogonal(update, squares)
         M.lerp_(grad, taken(1 - mu, grad, context))
         return orthogonal(grad.lerp(M, mu) if nesterov else M)
 
@@ -329,15 +346,13 @@ class CudaBackend(Backend):
             U_P, U_Q, bias = basis.matrices(groups)
         else:
             assert isinstance(basis, TrackedBasis)
-            U_P, U_Q = (None if side is None else side.matrix.value(groups) for side in (basis.P, basis.Q))
+            U_P, U_Q = (  # padding has no examples
+                None if side is None else side.matrix.value(groups)[:, : side.own] for side in (basis.P, basis.Q)
+            )
             bias = None
         if not _by_channel(basis) and in_half_precision(basis.values_P.device, calls):
             U_P, U_Q = (None if U is None else U.bfloat16() for U in (U_P, U_Q))
             return squares_of_layer((U_P, U_Q, None), calls, dtype, half_chunks)
-        if isinstance(basis, TrackedBasis):
-            U_P, U_Q = (
-                U if side is None or U is None else U[:, : side.own] for U, side in ((U_P, basis.P), (U_Q, basis.Q))
-            )
         return squares_of_layer((U_P, U_Q, bias), calls, dtype)
 
     def squares_of_examples(self, basis: Eigenbasis, seen: Observation, s: Tensor) -> Tensor | None:

@@ -1,8 +1,11 @@
 """`TrackedBasis`: eigenvectors ``U_P ⊗ U_Q`` of a stack's factors that are kept up to date by products.
 
-What overflows keeps its basis and is begun again at its next turn, see `basis_monitor`.
+A basis is begun by `torch.linalg.eigh`, and takes one sweep (`linalg.jacobi`) at every refresh, whatever its factor has
+become. That is as good as exact eigenvectors where what is divided by is measured in the basis
+as it is: second moments (SOAP, EKFAC), or else ``diag(Uᵀ M U)``. What is not finite keeps the last basis.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,19 +18,20 @@ from layerwise.foundations.linalg import settled_eigh
 from layerwise.optim.backend import ALL, Eigenbasis, Factor, Side
 from layerwise.optim.channels import times_inputs
 from layerwise.optim.cuda import factor as factors
-from layerwise.optim.cuda.basis_monitor import CLOSELY_COUPLED, BasisMonitor
 from layerwise.optim.cuda.device_step import largest_of, run, with_along
 from layerwise.optim.cuda.factor import DeviceFactor
 from layerwise.optim.cuda.linalg import orthogonal
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.jacobi import carried, tracked_basis
-from layerwise.optim.cuda.linalg.jacobi_fp16 import tracked_half
+from layerwise.optim.cuda.linalg.jacobi_fp16 import rayleigh_quotients, tracked_half
 from layerwise.optim.cuda.linalg.moments_in_new_basis import turn_between, turn_moments_
-from layerwise.optim.cuda.monitor import YOUNG_STEPS
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.storage import Kept, StoredMatrix, operand_of
 from layerwise.optim.cuda.unscaled import unscaled
-from layerwise.optim.rule import Context
+from layerwise.optim.rule import Context, Health
+
+YOUNG_SWEEPS, YOUNG_STEPS = 3, 16
+"""At each refresh before that step: a new batch weighs more than its steady share then, and bases turn fast."""
 
 
 def rotated(
@@ -85,11 +89,9 @@ class TrackedSide:
     values: Float[Tensor, "K n"]
     own: int
     """Rows without padding."""
-    limit: float = CLOSELY_COUPLED
-    """Of the coupling before the last sweep, beyond which the next turns take more sweeps; see `basis_monitor`."""
-    monitor: BasisMonitor | None = None
-    recalled: list[list[int]] = field(default_factory=list)
-    """What an earlier run knew of each group, from a checkpoint."""
+    measured: bool = True
+    """Whether second moments are measured in the basis as it is; else steps are made of its eigenvalues, and these are
+    measured after each sweep."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Vectors and values."""
@@ -108,71 +110,62 @@ class TrackedSide:
             self.values[groups, : value.shape[1]] = value.to(self.values)
 
     def narrow(self, groups: slice) -> "TrackedSide":
-        """Views, with a monitor of its own that knows nothing yet: to ask this one may wait for the device."""
-        matrix, values = self.matrix.narrow(groups), self.values[groups]
-        return replace(self, matrix=matrix, values=values, monitor=None, recalled=[])
+        """Views."""
+        return replace(self, matrix=self.matrix.narrow(groups), values=self.values[groups])
 
     def clone(self) -> "TrackedSide":
         """A copy."""
         return replace(self, matrix=self.matrix.clone(), values=self.values.clone())
 
-    def known(self) -> list[list[int]]:
-        """How each group was lately followed, as it is saved."""
-        return self.recalled if self.monitor is None else self.monitor.numbers()
-
-    def _monitor(self, context: Context) -> BasisMonitor:
-        """One that comes from a checkpoint with its factor is followed, not begun."""
-        if self.monitor is None:
-            K, device = len(self.matrix.data), self.matrix.data.device
-            self.monitor = BasisMonitor.over(K, device, self.limit, context.memory.get("fresh", ()))
-            self.monitor.recall(self.recalled)
-        return self.monitor
-
     def refresh_(
         self, key: Any, M: DeviceFactor, groups: slice, context: Context, moments: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """By sweeps of products; at first by eigh. First and second `moments` in the basis are carried along."""
-        monitor = self._monitor(context)
-        if monitor.take_exact(context.step, groups, context.health):
-            self._with_moments(lambda: self._begin(M, groups, monitor), groups, moments)
-        else:
-            sweeps = monitor.most if context.step < YOUNG_STEPS else monitor.rounds(groups)
-            call = lambda: self._with_moments(lambda: self._track(M, groups, sweeps, monitor), groups, moments)  # noqa: E731
-            run((key, groups.start, groups.stop, sweeps), call, context, "tracked")
-        monitor.send(context.step, groups)
+        """By one sweep, by some while statistics are young; groups that were never refreshed are begun, by eigh. First
+        and second `moments` in the basis are carried along."""
+        fresh = context.memory.get("fresh")
+        if fresh is None or not all(fresh[groups]):  # nothing that could be captured
+            self._with_moments(lambda: self._begin(M, groups, context.health), groups, moments)
+            return
+        sweeps = YOUNG_SWEEPS if context.step < YOUNG_STEPS else 1
+        call = lambda: self._with_moments(lambda: self._follow(M, groups, sweeps, context.health), groups, moments)  # noqa: E731
+        run((key, groups.start, groups.stop, sweeps), call, context, "basis")
 
     def begin_(self, M: DeviceFactor, context: Context) -> None:
-        """All groups by eigh."""
-        groups, monitor = slice(0, len(self.values)), self._monitor(context)
-        monitor.take_exact(context.step, groups, context.health)
-        self._begin(M, groups, monitor)
-        monitor.send(context.step, groups)
+        """All groups."""
+        self._begin(M, slice(0, len(self.values)), context.health)
 
-    def _track(self, factor: DeviceFactor, groups: slice, sweeps: int, monitor: BasisMonitor) -> None:
-        M, kept = factors.operand(factor.mean[groups]), self.matrix.matrix(groups)
-        if isinstance(kept, Half):
-            U, values, couplings = tracked_half(M, kept, sweeps)
-        else:
-            U, values, couplings = tracked_basis(M, self.matrix.value(groups), sweeps, self.matrix.products)
-        good = torch.isfinite(values).all(-1) & torch.isfinite(couplings[-1])
-        monitor.write(groups, torch.where(good, couplings, torch.inf))
-        self._put(groups, U, values.clamp_min(0), good)
-
-    def _begin(self, factor: DeviceFactor, groups: slice, monitor: BasisMonitor) -> None:
+    def _begin(self, factor: DeviceFactor, groups: slice, health: Health) -> None:
         """By eigh, largest last, padding apart; a factor that cannot be decomposed keeps its basis."""
         M, own = factor.dense(groups), factor.own
         values, vectors, good = _decomposed(M[:, :own, :own])
         U, s = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).repeat(len(M), 1, 1), torch.zeros_like(M[:, 0])
         U[:, :own, :own], s[:, :own] = vectors.to(M.dtype), values.to(M.dtype)
-        self._put(groups, U, s, good)
-        monitor.write_begun(groups, good)
+        health.count("fallbacks", (~good).sum())
+        self._put(groups, U, s.clamp_min(0), good)
+
+    def _follow(self, factor: DeviceFactor, groups: slice, sweeps: int, health: Health) -> None:
+        for _ in range(sweeps):
+            self._sweep(factor, groups, health)
+
+    def _sweep(self, factor: DeviceFactor, groups: slice, health: Health) -> None:
+        products, kept = self.matrix.products, self.matrix.matrix(groups)
+        M = products.prepared(factors.operand(factor.mean[groups]), definite=True)
+        if isinstance(kept, Half):
+            U, values, couplings = tracked_half(M, kept)
+        else:
+            U, values, couplings = tracked_basis(M, self.matrix.value(groups), 1, products)
+        if not self.measured:
+            values = rayleigh_quotients(M, U, products)
+        good = torch.isfinite(values).all(-1) & torch.isfinite(couplings[-1])
+        health.count("fallbacks", (~good).sum())
+        self._put(groups, U, values.clamp_min(0), good)
 
     def _put(self, groups: slice, U: Tensor | Half, values: Tensor, good: Tensor) -> None:
         self.matrix.write(groups, U, good)
         old = self.values[groups]
         old.copy_(torch.where(good.view(-1, 1), values, old))
 
-    def _with_moments(self, renew: Any, groups: slice, moments: tuple[Tensor, Tensor] | None) -> None:
+    def _with_moments(self, renew: Callable[[], None], groups: slice, moments: tuple[Tensor, Tensor] | None) -> None:
         """Momentum and second moments as the new basis sees them."""
         if moments is None:
             renew()
@@ -264,7 +257,7 @@ class TrackedBasis(Eigenbasis):
                 values[groups, : value.shape[1]] = value.to(values)
 
     def narrow(self, groups: slice) -> "TrackedBasis":
-        """Views, with monitors of their own."""
+        """Views."""
         P, Q = (None if side is None else side.narrow(groups) for side in (self.P, self.Q))
         return self._of(P, Q, self.values_P[groups], self.values_Q[groups])
 
@@ -297,7 +290,7 @@ class TrackedBasis(Eigenbasis):
                 values[groups] = factor.dense(groups)
 
     def begin_(self, P: Factor | None, Q: Factor | None, context: Context) -> None:
-        """By eigh; the order of a tracked basis is of no account."""
+        """All groups of both sides."""
         for factor, side, values in ((P, self.P, self.values_P), (Q, self.Q, self.values_Q)):
             if isinstance(factor, DeviceFactor) and side is not None:
                 side.begin_(factor, context)

@@ -5,9 +5,10 @@ them. So it is captured, in two graphs. The first gathers gradients, asks whethe
 statistics; the second makes directions and subtracts them. Between them are what the host decides: statistics of inputs
 and output gradients, and refreshes, which have graphs of their own.
 
-A graph reads and writes the same memory whenever it is replayed. Gradients are therefore copied to one place, learning
-rates are numbers on the device, and whatever else the host knows of a step is part of the key under which it is
-captured. A step that is not like those before, such as one with a gradient missing, is taken as it is.
+A graph reads and writes the same memory whenever it is replayed. Where gradients lie and learning rates are therefore
+tables on the device (`pieces`); gradients that kernels cannot find by a table are copied to one place; and whatever
+else the host knows of a step is part of the key under which it is captured. A step that is not like those before, such
+as one with a gradient missing, is taken as it is.
 """
 
 from collections.abc import Hashable, Sequence
@@ -20,11 +21,7 @@ from torch import Tensor
 from layerwise.optim.cuda.graphs import Graphs
 from layerwise.optim.rule import Context, UpdateRule, tensors
 from layerwise.optim.statistics.accumulate import Sums
-from layerwise.optim.step.stack import Stack
 
-LARGEST = 2**25
-"""Entries of a model whose steps are captured unless the user says otherwise: intermediate results of a captured step,
-some twenty bytes an entry, keep their memory, and the steps of larger models last longer than their launches."""
 SETTLED = 3
 """Steps that are taken as they are, while state is made and kernels are compiled."""
 
@@ -46,8 +43,9 @@ class CapturedStep:
         self._made: dict[Hashable, Any] = {}
         """What graphs of the first graph fill."""
         self._held: list[Tensor] = []
-        self._rates, self._sent = torch.empty(0), list[float]()
-        self._places: Hashable = None
+        self._copied: list[torch.nn.Parameter] = []
+        """Parameters whose gradients are copied there."""
+        self._places: tuple[Any, ...] | None = None
         self._allowed: bool | None = None
         self._steps = 0
 
@@ -59,7 +57,8 @@ class CapturedStep:
         grads = self._gradients() if self._steps > SETTLED else None
         if grads is None or not self._settled():
             return False
-        torch._foreach_copy_(self._held, grads)  # pyright: ignore[reportPrivateImportUsage]
+        if grads:
+            torch._foreach_copy_(self._held, grads)  # pyright: ignore[reportPrivateImportUsage]
         key = self._key(contexts, scale)
         gathered, fixed = self._gather(key, contexts, scale)
         parts = self._executor.parts(contexts, gathered)
@@ -80,10 +79,8 @@ class CapturedStep:
 
     def _allows(self) -> bool:
         executor, device = self._executor, self._params[0].device
-        small = sum(p.numel() for p in self._params) <= LARGEST
         return (
-            (small or self._wanted is True)
-            and all(p.device == device for p in self._params)
+            all(p.device == device for p in self._params)
             and executor.processes.count == 1
             and executor.damping.schedule is None
             and not executor.damping.adaptive
@@ -91,31 +88,35 @@ class CapturedStep:
         )
 
     def _settled(self) -> bool:
-        """Whether everything lies where it lay at the last step; if not, graphs are begun anew.
-
-        Not where a stack's parameters cannot be listed: what such a stack subtracts would have the host's numbers.
-        """
-        stacks = self._executor.stacks
-        state = [(X.data_ptr(), X.stride()) for stack in stacks for X in tensors(stack.state).values()]
+        """Whether everything lies where it lay at the last step; if not, graphs are begun anew."""
+        state, (tables,) = list[Any](), self._executor.tables.values()
+        for stack in self._executor.stacks:
+            for X in tensors(stack.state).values():
+                state.append(X.data_ptr())
+                state.append(X.stride())
         held = [X.data_ptr() for X in self._held]
-        places = (tuple(state), tuple(held), tuple((p.data_ptr(), p.stride()) for p in self._params))
-        if places == self._places:
+        if self._places is not None and self._places[0] is tables.places and self._places[1:] == (state, held):
             return True
-        self._places = places
+        self._places = (tables.places, state, held)
         self._gathering, self._descending = Graphs(KEPT), Graphs(KEPT)
         self._made.clear()
-        if not all(_listed(stack) for stack in stacks):
-            self._places = None
         return False
 
     def _gradients(self) -> list[Tensor] | None:
-        """All gradients, if there are all, and dense; and room to hold them."""
+        """Those that no table has, if all gradients are there and these dense; and room to hold them."""
+        (tables,), stacks = self._executor.tables.values(), self._executor.stacks
+        if tables.complete:
+            self._copied, self._held = [], []
+            return []
         grads = [p.grad for p in self._params]
         if any(grad is None or grad.layout is not torch.strided for grad in grads):
             return None
-        found = [grad for grad in grads if grad is not None]
+        by_table = {id(p) for stack in stacks if tables.reads(stack) is not None for p in stack.params.values()}
+        self._copied = [p for p in self._params if id(p) not in by_table]
+        found = [p.grad for p in self._copied if p.grad is not None]
         if len(self._held) != len(found) or any(
-            h.dtype is not g.dtype or h.stride() != g.stride() for h, g in zip(self._held, found, strict=True)
+            h.shape != g.shape or h.dtype is not g.dtype or h.stride() != g.stride()
+            for h, g in zip(self._held, found, strict=True)
         ):
             self._held = [torch.empty_like(grad) for grad in found]
         return found
@@ -123,16 +124,21 @@ class CapturedStep:
     def _key(self, contexts: Sequence[Context], scale: float) -> Hashable:
         """All that the host decides in a step, but for learning rates and decay; rules may be changed too."""
         names = ("momentum", "nesterov", "factor_decay", "betas")
-        return scale, *(
-            (
-                c.observes,
-                c.damping,
-                c.examples,
-                c.unit,
-                *(stack.group.get(name) for name in names),
-                *settings(stack.rule),
-            )
-            for stack, c in zip(self._executor.stacks, contexts, strict=True)
+        (tables,) = self._executor.tables.values()
+        return (
+            scale,
+            tables.aligned,
+            *(
+                (
+                    c.observes,
+                    c.damping,
+                    c.examples,
+                    c.unit,
+                    *(stack.group.get(name) for name in names),
+                    *settings(stack.rule),
+                )
+                for stack, c in zip(self._executor.stacks, contexts, strict=True)
+            ),
         )
 
     # --- the two graphs ------------------------------------------------------------------------------------
@@ -142,7 +148,7 @@ class CapturedStep:
         made: list[Any] = []
 
         def call() -> None:
-            with _in_place_of_gradients(self._params, self._held):
+            with _in_place_of_gradients(self._copied, self._held):
                 gathered = self._executor.gather(scale, self._places_of_sizes)
             for part in self._executor.parts(contexts, gathered):
                 self._executor.learn_gradient(part)
@@ -155,32 +161,10 @@ class CapturedStep:
 
     def _descend(self, key: Hashable, parts: Sequence[Any], fixed: bool) -> None:
         """Directions and descent; captured, if what they read will be in the same place again."""
-        self._send_rates(parts)
-        for part, rates in zip(parts, self._rates.unbind(), strict=True):
-            part.rates = rates
         device = self._params[0].device
         replayed = self._descending.run(key, lambda: self._executor.descend(parts), device, capture=fixed)
         if replayed:
             torch.autograd.graph.increment_version(self._params)
-
-    def _send_rates(self, parts: Sequence[Any]) -> None:
-        """Learning rates and decays, if they have changed; nobody waits."""
-        lrs = [(part.context.lr, part.stack.group["weight_decay"]) for part in parts]
-        numbers = [x for lr, decay in lrs for x in (1 - lr * decay, lr)]
-        if numbers == self._sent:
-            return
-        device = self._params[0].device
-        if self._rates.numel() != len(numbers):
-            self._rates = torch.empty(len(parts), 2, device=device)
-        here = torch.tensor(numbers, dtype=torch.float32, pin_memory=device.type == "cuda").view_as(self._rates)
-        self._rates.copy_(here, non_blocking=True)
-        self._sent = numbers
-
-
-def _listed(stack: Stack) -> bool:
-    """Whether a stack's parameters are lists, as the pass that subtracts takes them."""
-    lists = stack.memory.get("param lists")
-    return lists is not None and lists.parameters() is not None
 
 
 def settings(rule: UpdateRule) -> list[Hashable]:

@@ -1,6 +1,6 @@
 """What the passes of `elementwise` refuse."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -15,22 +15,6 @@ def check_whole(X: Tensor, name: str, transposed: bool = False) -> None:
                 f"{name} of shape {tuple(X.shape)} with strides {X.stride()}",
                 "a stack [K, O, I] whose last two axes are contiguous (K may be strided)",
                 "call `.contiguous()`",
-            )
-        )
-
-
-def check_layers(stack: Tensor, name: str, weights: Sequence[Tensor], biases: Sequence[Tensor] | None) -> None:
-    """Refuse layers that the stack has no room for."""
-    K, O, I = stack.shape
-    o, i = weights[0].shape if weights else (0, 0)
-    fits = len(weights) == K and o <= O and i + (biases is not None) <= I and all(W.shape == (o, i) for W in weights)
-    if not fits or (biases is not None and (len(biases) != K or any(b.shape != (o,) for b in biases))):
-        raise InputError(
-            describe(
-                f"{len(weights)} weights, the first of shape {(o, i)}, "
-                f"{'no' if biases is None else len(biases)} biases, and {name} of shape {(K, O, I)}",
-                "a weight [o, i] (and a bias [o]) of one shape for each of K matrices, which have room for them",
-                "stack layers of other shapes apart",
             )
         )
 

@@ -25,13 +25,24 @@ class DeviceStep:
     """What none of its entries exceeds, one number a group, where that is known."""
     replay: Callable[[Hashable, Callable[[], None], str], None] | None = None
     """Makes a call as a CUDA graph, or captures it; None: calls of this step are only made."""
+    scale: float = 1.0
+    """What gradients are multiplied by; of the step's own gradient they have been."""
     asks_along: bool = False
     """Whether the step will ask for ``⟨D, ∇L⟩``: a pass that has both in hand may leave it (`room_for_along`)."""
     along: Float[Tensor, ""] | None = None
     """What such a pass has left, until the direction is made and takes it along."""
 
+    _m: tuple[Tensor, Tensor] | None = None
+    """The averaged gradient of AdamW, and what none of its entries exceeds."""
+
+    def bound_m(self, m: Tensor, largest: Float[Tensor, "K"]) -> None:
+        """What a pass has found of the averaged gradient."""
+        self._m = (m, largest)
+
     def largest_of(self, X: Tensor) -> Tensor | None:
-        """`largest`, if this is the step's gradient and not another tensor."""
+        """`largest`, if this is the step's gradient, or its average, and not another tensor."""
+        if self._m is not None and X is self._m[0]:
+            return self._m[1]
         return self.largest if X is self.gradient else None
 
     def room_for_along(self, X: Tensor) -> Tensor | None:

@@ -1,7 +1,7 @@
-"""What an optimizer's step does entry by entry, in one pass each: gather, average, Adam, momentum, and the descent.
+"""What an optimizer's step does entry by entry, in one pass each: averages, Adam and momentum.
 
-On a GPU with Triton every function is one launch (one for each 32 listed layers); elsewhere it is a few calls of
-torch, which the kernels are checked against. Nothing here asks the device for a value. `all_finite` is a bool on the
+On a GPU with Triton every function is one launch; elsewhere it is a few calls of torch, which the kernels are checked
+against. Nothing here asks the device for a value. `all_finite` is a bool on the
 device, or None for a step that is taken: where it is false nothing changes, whatever the other arguments hold.
 Stacks ``[K, O, I]`` may be strided along K (``state[groups]``), but each matrix lies in one piece.
 """
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import BFloat16, Bool, Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from layerwise.optim.cuda import elementwise_torch
-from layerwise.optim.cuda.checks import check_layers, check_means, check_whole
+from layerwise.optim.cuda.checks import check_means, check_whole
 from layerwise.optim.cuda.magnitudes import are_finite as are_finite
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton import elementwise as triton_elementwise
@@ -23,68 +23,6 @@ from layerwise.optim.cuda.triton.products import available
 TAKEN = (torch.float32, torch.bfloat16, torch.float16)
 """Types that the kernels read; they compute in float32."""
 AllFinite = Bool[Tensor, ""] | None
-Layers = Sequence[Float[Tensor, "o i"]]
-Vectors = Sequence[Float[Tensor, "o"]] | None
-
-
-@torch.no_grad()
-def gather_(
-    out: Float[Tensor, "K O I"],
-    weights: Layers,
-    biases: Vectors = None,
-    factor: int | float = 1.0,
-    all_finite: AllFinite = None,
-) -> Float[Tensor, "K O I"]:
-    """Fill a stack with ``factor · [weight, bias]`` of each layer, and zeros around; zeros in a step left out.
-
-    >>> gather_(torch.empty(1, 2, 4), [torch.ones(1, 2)], [torch.ones(1)], 3.0).tolist()
-    [[[3.0, 3.0, 3.0, 0.0], [0.0, 0.0, 0.0, 0.0]]]
-    """
-    check_whole(out, "out")
-    check_layers(out, "out", weights, biases)
-    if out.numel():
-        way_of(out, layers=(weights, biases)).gather_(out, weights, biases, factor, all_finite)
-    return out
-
-
-@torch.no_grad()
-def finish_(
-    weights: Layers,
-    biases: Vectors,
-    D: Float[Tensor, "K O I"] | Scaled,
-    momentum: Float[Tensor, "K O I"] | None = None,
-    *,
-    lr: int | float,
-    decay: int | float = 0.0,
-    rates: Float[Tensor, "2"] | None = None,
-    mu: int | float = 0.0,
-    nesterov: bool = False,
-    factor: Float[Tensor, ""] | int | float = 1.0,
-    all_finite: AllFinite = None,
-) -> None:
-    """The end of a step: momentum, decoupled decay and descent of each layer's weight, and of its bias by column i.
-
-        momentum ← mu·momentum + factor·D,    W ← (1 − lr·decay) W − lr·momentum
-
-    `rates`, ``(1 − lr·decay, lr)`` in float32 on the device, take the place of both numbers: for a recorded step. With
-    `nesterov` the update is ``factor·D + mu·momentum``, without `momentum` it is ``factor·D``. D may be a
-    transposed view (``X.mT``), or of half precision, or `Scaled`.
-
-    >>> W = torch.zeros(1, 2)
-    >>> finish_([W], None, torch.ones(1, 1, 2), lr=0.5, factor=3.0)
-    >>> W
-    tensor([[-1.5000, -1.5000]])
-    """
-    D, scales = parts(D)
-    check_whole(D, "D", transposed=True)
-    check_layers(D, "D", weights, biases)
-    if momentum is not None:
-        check_whole(momentum, "momentum")
-    if D.numel():
-        first = D if momentum is None else momentum
-        way = way_of(first, layers=(weights, biases), others=(D,), half=momentum is None)
-        kept = (1 - lr * decay, lr) if rates is None else rates
-        way.finish_(weights, biases, D, scales, momentum, kept, mu, nesterov, factor, all_finite)
 
 
 @torch.no_grad()
@@ -175,6 +113,35 @@ def adam_(
     return _adam(m, v, g, out, 1.0, (beta1, beta2, eps, correction1, correction2, False, None, all_finite))
 
 
+@torch.no_grad()
+def adam_norms_(
+    m: Float[Tensor, "K O I"],
+    v: Float[Tensor, "K O I"],
+    g: Float[Tensor, "K O I"],
+    *,
+    beta1: int | float,
+    beta2: int | float,
+    eps: int | float,
+    correction1: Float[Tensor, "K"],
+    correction2: Float[Tensor, "K"],
+    all_finite: AllFinite = None,
+) -> tuple[Float[Tensor, "K"], Float[Tensor, "K"]]:
+    """The norm of `adam_`'s step, which is not written, and the largest magnitude of m; both moments are moved.
+
+    In a step left out the norm is zero, and so may be the other.
+
+    >>> m, v, c = torch.zeros(1, 1, 2), torch.zeros(1, 1, 2), torch.tensor([0.5])
+    >>> adam_norms_(m, v, torch.ones(1, 1, 2), beta1=0.5, beta2=0.5, eps=1.0, correction1=c, correction2=c)
+    (tensor([0.7071]), tensor([0.5000]))
+    """
+    for name, X in (("m", m), ("v", v), ("g", g)):
+        check_whole(X, name)
+    if not m.numel():
+        return torch.zeros(len(m), dtype=m.dtype, device=m.device), torch.zeros(len(m), dtype=m.dtype, device=m.device)
+    numbers = (beta1, beta2, eps, correction1, correction2, all_finite)
+    return way_of(m, others=(v, g)).adam_norms_(m, v, g, *numbers)
+
+
 def _adam(
     M: Tensor, V: Tensor, G: Tensor | Scaled, out: Tensor | None, factor: int | float, numbers: tuple[Any, ...]
 ) -> Tensor:
@@ -188,26 +155,26 @@ def _adam(
 
 
 @torch.no_grad()
-def momentum_half_(
+def momentum_update_(
     M: Float[Tensor, "K O I"],
     G: Float[Tensor, "K O I"],
     mu: int | float,
     nesterov: bool = True,
     all_finite: AllFinite = None,
-) -> tuple[BFloat16[Tensor, "K O I"], Float[Tensor, "K"]]:
-    """Muon's ``M ← mu·M + (1 − mu) G``, what is orthogonalized in bfloat16, and its squared norms.
+) -> tuple[Float[Tensor, "K O I"], Float[Tensor, "K"]]:
+    """Muon's ``M ← mu·M + (1 − mu) G``, what is orthogonalized, and its squared norms.
 
-    That is M, or with `nesterov` ``mu·M + (1 − mu) G`` once more. The squares are of values that are not rounded yet,
-    added in an order that does not change. In a step that is left out both are zero.
+    That is M, or with `nesterov` ``mu·M + (1 − mu) G`` once more, in a tensor of its own. It is not rounded before its
+    norm is known. The squares are added in an order that does not change. In a step that is left out both are zero.
 
     >>> M = torch.zeros(1, 1, 2)
-    >>> half, squares = momentum_half_(M, torch.tensor([[[2.0, 4.0]]]), 0.5, nesterov=False)
-    >>> M.tolist(), half.dtype, squares
-    ([[[1.0, 2.0]]], torch.bfloat16, tensor([5.]))
+    >>> update, squares = momentum_update_(M, torch.tensor([[[2.0, 4.0]]]), 0.5, nesterov=False)
+    >>> M.tolist(), update.tolist(), squares
+    ([[[1.0, 2.0]]], [[[1.0, 2.0]]], tensor([5.]))
     """
     check_whole(M, "M")
     check_whole(G, "G")
-    return way_of(M, others=(G,)).momentum_half_(M, G, mu, nesterov, all_finite)
+    return way_of(M, others=(G,)).momentum_update_(M, G, mu, nesterov, all_finite)
 
 
 @torch.no_grad()
@@ -235,19 +202,11 @@ def parts(X: Tensor | Scaled) -> tuple[Tensor, tuple[Tensor, ...]]:
 # --- which way ----------------------------------------------------------------------------------------------
 
 
-def way_of(
-    first: Tensor, *, layers: Sequence[Sequence[Tensor] | None] = (), others: Sequence[Tensor] = (), half: bool = False
-) -> Any:
+def way_of(first: Tensor, *, others: Sequence[Tensor] = (), half: bool = False) -> Any:
     """The kernels, if they run on this device and take all of these; else torch. `first` is float32, or `half`."""
     if not available(first.device) or not first.numel():
         return elementwise_torch
     fits = first[0].numel() <= triton_elementwise.MOST_ENTRIES and len(first) <= triton_elementwise.MOST_GROUPS
     fits &= first.dtype in TAKEN if half else first.dtype == torch.float32
     fits &= all(X.dtype in TAKEN for X in others)
-    return triton_elementwise if fits and all(_alike(tensors) for tensors in layers if tensors) else elementwise_torch
-
-
-def _alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether one kernel can take them all: of one type and stride, rows in one piece."""
-    dtype, stride = tensors[0].dtype, tensors[0].stride()
-    return dtype in TAKEN and stride[-1] == 1 and all(X.dtype == dtype and X.stride() == stride for X in tensors)
+    return triton_elementwise if fits else elementwise_torch

@@ -18,49 +18,6 @@ def per_group(numbers: Tensor, X: Tensor) -> Tensor:
     return numbers.view(-1, *[1] * (X.ndim - 1))
 
 
-def gather_(
-    out: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, factor: int | float, all_finite: AllFinite
-) -> None:
-    """`elementwise.gather_`."""
-    out.zero_()
-    o, i = weights[0].shape
-    for k, weight in enumerate(weights):
-        out[k, :o, :i] = chosen(all_finite, factor * weight.to(out.dtype), 0.0)
-        if biases is not None:
-            out[k, :o, i] = chosen(all_finite, factor * biases[k].to(out.dtype), 0.0)
-
-
-def finish_(
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor] | None,
-    D: Tensor,
-    scales: Sequence[Tensor],
-    momentum: Tensor | None,
-    rates: Tensor | tuple[int | float, int | float],
-    mu: int | float,
-    nesterov: bool,
-    factor: Tensor | int | float,
-    all_finite: AllFinite,
-) -> None:
-    """`elementwise.finish_`."""
-    update = over(widened(D), scales) * factor
-    if momentum is not None:
-        buffer = update + mu * momentum
-        momentum.copy_(chosen(all_finite, buffer, momentum))
-        update = update + mu * buffer if nesterov else buffer
-    (o, i), (keep, lr) = weights[0].shape, rates
-    for k, weight in enumerate(weights):
-        _descend_(weight, update[k, :o, :i], keep, lr, all_finite)
-        if biases is not None:
-            _descend_(biases[k], update[k, :o, i], keep, lr, all_finite)
-
-
-def _descend_(
-    W: Tensor, update: Tensor, keep: Tensor | int | float, lr: Tensor | int | float, all_finite: AllFinite
-) -> None:
-    W.copy_(chosen(all_finite, (keep * W.to(update.dtype) - lr * update).to(W.dtype), W))
-
-
 def ema_(mean: Tensor, new: Tensor, weight: Tensor, divisor: Tensor | int | float) -> None:
     """`elementwise.ema_`, with mean and new as stacks of matrices."""
     former = widened(mean)
@@ -103,20 +60,37 @@ def adam_(
     step.copy_(cut(chosen(all_finite, d if factor == 1 else d * factor, 0.0), step.dtype))
 
 
+def adam_norms_(
+    M: Tensor,
+    V: Tensor,
+    G: Tensor,
+    beta1: int | float,
+    beta2: int | float,
+    eps: int | float,
+    correction1: Tensor,
+    correction2: Tensor,
+    all_finite: AllFinite,
+) -> tuple[Tensor, Tensor]:
+    """`elementwise.adam_norms_`."""
+    step = torch.empty_like(M)
+    adam_(M, V, G, (), step, 1.0, beta1, beta2, eps, correction1, correction2, False, None, all_finite)
+    return torch.linalg.vector_norm(step.flatten(1), dim=1), M.abs().flatten(1).amax(1)
+
+
 def above(V: Tensor, floor: Tensor) -> Tensor:
     """``max(0, 1 − floor/V)``: how far each entry lies above its group's floor; 0 where both are."""
     floor = per_group(floor.clamp_min(torch.finfo(V.dtype).tiny), V)  # nothing over nothing is none of it
     return (floor / V).neg_().add_(1.0).clamp_min_(0.0)
 
 
-def momentum_half_(
+def momentum_update_(
     M: Tensor, G: Tensor, mu: int | float, nesterov: bool, all_finite: AllFinite
 ) -> tuple[Tensor, Tensor]:
-    """`elementwise.momentum_half_`."""
+    """`elementwise.momentum_update_`."""
     G = G.to(M.dtype)
     M.copy_(chosen(all_finite, M.lerp(G, 1 - mu), M))
     update = chosen(all_finite, G.lerp(M, mu) if nesterov else M, 0.0)
-    return update.to(torch.bfloat16), update.square().flatten(1).sum(1)
+    return update.clone() if update is M else update, update.square().flatten(1).sum(1)
 
 
 def corrections_(

@@ -15,18 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerwise.optim.backend import norms
 from layerwise.optim.cuda import deferred_examples, deferred_statistics, elementwise
+from layerwise.optim.cuda.adam_corrections import corrections_
 from layerwise.optim.cuda.captured_step import CapturedStep
 from layerwise.optim.cuda.deferred_examples import DeferredExamples
 from layerwise.optim.cuda.deferred_statistics import DeferredStatistics
 from layerwise.optim.cuda.device_step import DeviceStep
-from layerwise.optim.cuda.elementwise import finish_, gather_
-from layerwise.optim.cuda.gradient_sizes import bounds, sizes_of
+from layerwise.optim.cuda.gradient_sizes import GradientSizes, bounds, sizes_of
 from layerwise.optim.cuda.graphs import Graphs
-from layerwise.optim.cuda.param_lists import ParamLists
+from layerwise.optim.cuda.pieces import Tables
 from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.stagger import LAUNCHES, MORE_ROUNDS, Work, balanced, decomposition_cost
+from layerwise.optim.cuda.stagger import LAUNCHES, Work, balanced, decomposition_cost
 from layerwise.optim.cuda.unscaled import unscaled
+from layerwise.optim.elementwise import AdamRule
 from layerwise.optim.rule import Context, Observation, kept
 from layerwise.optim.statistics.accumulate import Sums
 from layerwise.optim.step.refresh_schedule import freshness, is_due
@@ -45,6 +47,7 @@ class Gathered:
     """Which layers have a gradient."""
     largest: list[Tensor | None]
     """What no entry of each group exceeds, for stacks that split their gradient into fp16."""
+    scale: float
 
 
 @dataclass
@@ -63,6 +66,10 @@ class AsynchronousExecutor(Executor):
     def __post_init__(self) -> None:
         self.processes = self.accumulator.processes
         self._stagger()
+        by_device = dict[torch.device, list[Stack]]()
+        for stack in self.stacks:
+            by_device.setdefault(stack.shape.device, []).append(stack)
+        self.tables = {device: Tables(own, device) for device, own in by_device.items()}
         on_gpu = self.stacks[0].shape.device.type == "cuda" if self.stacks else False
         requires, alone = self.rule.requirements(), self.processes.count == 1 and not self.damping.adaptive
         self.examples = DeferredExamples.of(requires, self.factor_every, on_gpu, self.processes.count)
@@ -77,8 +84,7 @@ class AsynchronousExecutor(Executor):
             requires = stack.rule.requirements(stack.shape)
             powers = requires.powers or (None, None)
             has = (_has(stack, "P", powers[0]), _has(stack, "Q", powers[1]))
-            more = MORE_ROUNDS * decomposition_cost(stack.shape, has[0], False) if self.draws_labels else 0.0
-            works.append(Work([groups for _, groups in stack.layers], decomposition_cost(stack.shape, *has), more))
+            works.append(Work([groups for _, groups in stack.layers], decomposition_cost(stack.shape, *has)))
         for stack, turns in zip(self.stacks, balanced(works, self.every, LAUNCHES), strict=True):
             stack.memory["turns"] = turns
 
@@ -90,6 +96,8 @@ class AsynchronousExecutor(Executor):
         """Captured, where it can be."""
         self.health.on_device = True
         try:
+            for tables in self.tables.values():
+                tables.send()
             if together is not None or not self.captured.run(contexts, seen, scale):
                 parts = self.parts(contexts, self.gather(scale))
                 if together is not None:
@@ -105,20 +113,41 @@ class AsynchronousExecutor(Executor):
         `places` remembers on the devices which sizes belong together, in place of the memory of other steps.
         """
         places = self._places if places is None else places
-        sizes = sizes_of(p for stack in self.stacks for p in stack.params.values())
+        sizes: dict[torch.device, GradientSizes] = {}
+        for device, tables in self.tables.items():
+            on_device = sizes_of([stack for stack in self.stacks if stack.shape.device == device], tables)
+            if on_device is not None:
+                sizes[device] = on_device
         finite = self._all_finite(scale, sizes)
         grads, active, largest = [], [], dict[int, Tensor]()
         for stack in self.stacks:
-            grad, on = _gradient(stack, scale, finite[stack.shape.device])
+            grad, on = self._gradient(stack, scale, finite[stack.shape.device])
             grads.append(grad)
             active.append(on)
         for device, on_device in finite.items():
             split = [stack for stack in self.stacks if stack.shape.device == device and splits_gradient(stack)]
             if split and device in sizes:
                 largest |= bounds(split, sizes[device], on_device, scale, places.setdefault(device, {}))
-        return Gathered(finite, grads, active, [largest.get(id(stack)) for stack in self.stacks])
+        return Gathered(finite, grads, active, [largest.get(id(stack)) for stack in self.stacks], scale)
 
-    def _all_finite(self, scale: float, sizes: dict) -> dict[torch.device, Tensor]:
+    def _gradient(self, stack: Stack, scale: float, finite: Tensor) -> tuple[Tensor, list[bool]]:
+        """All gradients times a number, and which layers have one; zero where there is none or the step is left out."""
+        tables = self.tables[stack.shape.device]
+        own = tables.reads(stack)
+        if own is not None and self._is_adamw(stack):
+            return own.like[:0], [True] * len(stack.specs)
+        if own is not None:
+            return tables.gather(own, scale, finite), [True] * len(stack.specs)
+        grad, active = stack.gradient(scale)
+        return torch.where(finite.to(grad.device), grad, 0.0).contiguous(), active
+
+    def _is_adamw(self, stack: Stack) -> bool:
+        """Whether a stack's step is AdamW's and nothing else: one pass takes it from gradients to parameters."""
+        plain = self.clip.kind is None and self.graft.method is None and not self.damping.adaptive
+        own_momentum = stack.rule is self.rule and stack.group["momentum"]
+        return plain and isinstance(stack.rule, AdamRule) and not own_momentum
+
+    def _all_finite(self, scale: float, sizes: dict[torch.device, GradientSizes]) -> dict[torch.device, Tensor]:
         """Whether this step is taken, as each device sees it; else gradients are zero.
 
         A gradient that overflows when it is scaled is not finite.
@@ -140,8 +169,8 @@ class AsynchronousExecutor(Executor):
             replay = partial(self._replay, stack.shape.device) if self._repeats(stack) else None
             own = grad if splits_gradient(stack) else None
             finite = gathered.all_finite[stack.shape.device]
-            context.device_step = DeviceStep(finite, own, largest, replay)
-            found.append(Part(stack, context, grad, active, grad))
+            context.device_step = DeviceStep(finite, own, largest, replay, gathered.scale)
+            found.append(Part(stack, context, grad, active, grad, rates=self.tables[stack.shape.device].rate_of(stack)))
         return found
 
     # --- what rules learn --------------------------------------------------------------------------------------
@@ -213,7 +242,14 @@ class AsynchronousExecutor(Executor):
     # --- the update --------------------------------------------------------------------------------------------
 
     def descend(self, parts: Sequence[Part]) -> None:
-        """Directions, and what is made of them."""
+        """Directions, and what is made of them; one stack after the other where none has to wait for all others."""
+        if self.clip.kind is None and not self.damping.adaptive:
+            for part in parts:
+                if part.grad.numel():
+                    self._finish(part, self._direction(part), 1.0)
+                else:
+                    self._adamw(part)
+            return
         directions = [self._direction(part) for part in parts]
         # Before momentum: an average of former directions may have any sign beside the present gradient.
         factor = self._clip_factor(parts, directions)
@@ -225,7 +261,7 @@ class AsynchronousExecutor(Executor):
         updates = []
         for part, D in zip(parts, directions, strict=True):
             updates.append(self._with_momentum(part, unscaled(D), factor))
-            _subtract(part, updates[-1])
+            self._subtract(part, updates[-1])
         lrs = [part.context.lr for part in parts]
         self.damping.predict(self.stacks, updates, [part.grad for part in parts], lrs)
 
@@ -238,7 +274,7 @@ class AsynchronousExecutor(Executor):
         if part.examples is not None:
             stack.rule.observe(stack.state, part.examples, context)
         if self.size.sets(stack):
-            D = self.size.direction(stack, part.handed, context, part.lr)
+            D = self._of_adams_size(part)
         else:
             D: Any = stack.rule.direction(stack.state, part.handed, context)
             D = unscaled(D) if as_tensor else D
@@ -247,6 +283,29 @@ class AsynchronousExecutor(Executor):
         if part.before is not None:
             stack.restore(part.before, part.active)
         return D
+
+    def _adamw(self, part: Part) -> None:
+        """The step of a stack whose gradients were not gathered."""
+        stack, rule, tables = part.stack, part.stack.rule, self.tables[part.stack.shape.device]
+        assert isinstance(rule, AdamRule)
+        own, state, finite = tables.pieces[id(stack)], stack.state, part.context.device_step.all_finite
+        betas = part.context.options.get("betas", rule.betas)
+        state["m"], state["v"] = own.laid_out(state["m"]), own.laid_out(state["v"])
+        corrections = corrections_(state["steps"], *betas, finite)
+        eps, scale = rule.eps * part.context.unit, part.context.device_step.scale
+        tables.adam_finish_(own, (state["m"], state["v"]), corrections, scale, betas, eps, finite)
+
+    def _of_adams_size(self, part: Part) -> Scaled:
+        """What `UpdateSize.direction` is, without a pass of its own: the ratio is one more scale to divide by."""
+        stack = part.stack
+        D, wanted = self.size.unsized(stack, part.handed, part.context)
+        C, scales = elementwise.parts(D)
+        size = norms(C)
+        for scale in scales:
+            size = size / scale
+        least = torch.finfo(torch.float32).tiny
+        by = self.size.ratio(stack, wanted, size, part.lr).reciprocal().clamp(min=least)
+        return Scaled(C.contiguous(), (*scales, by.to(C.device)))
 
     def _clip_factor(self, parts: Sequence[Part], directions: Sequence[Tensor | Scaled]) -> float | Tensor:
         """What all directions are multiplied by, at most 1: a tensor on the device."""
@@ -267,27 +326,35 @@ class AsynchronousExecutor(Executor):
         return torch.where(total > 0, (bound / total).sqrt().clamp(max=1.0), 1.0)
 
     def _finish(self, part: Part, D: Tensor | Scaled, factor: float | Tensor) -> None:
-        """Momentum, decay and descent in one pass, where the stack's layers allow it."""
-        stack, context, lists = part.stack, part.context, param_lists(part.stack)
+        """Momentum, decay and descent in one pass, where there are kernels and every layer has a gradient."""
+        stack, tables = part.stack, self.tables[part.stack.shape.device]
         factor = self._factor(part, factor)
-        factor = factor.to(stack.shape.device) if isinstance(factor, Tensor) else factor
-        layers = lists.parameters() if lists is not None and all(part.active) else None
-        if lists is None or layers is None:
-            _subtract(part, self._with_momentum(part, unscaled(D).to(stack.shape.dtype), factor))
+        own = tables.pieces.get(id(stack)) if all(part.active) else None
+        if own is None:
+            self._subtract(part, self._with_momentum(part, unscaled(D).to(stack.shape.dtype), factor))
             return
-        mu = self._momentum(part)
-        finish_(
-            *layers,
-            lists.directions(D),
-            lists.matrices(_momentum_of(stack, lists)) if mu else None,
-            lr=context.lr,
-            decay=stack.group["weight_decay"],
-            rates=part.rates,
-            mu=mu,
-            nesterov=stack.group["nesterov"],
-            factor=factor,
-            all_finite=part.context.device_step.all_finite,
-        )
+        mu, momentum = self._momentum(part), None
+        if mu:
+            if "momentum" not in stack.state:
+                stack.state["momentum"] = stack.shape.zeros(stack.shape.outputs, stack.shape.inputs)
+            momentum = stack.state["momentum"] = own.laid_out(stack.state["momentum"])
+        by = factor if isinstance(factor, Tensor) else None
+        tables.finish_(own, D, momentum, mu, stack.group["nesterov"], by, part.context.device_step.all_finite)
+
+    def _subtract(self, part: Part, update: Tensor) -> None:
+        """``W ← (1 − η·decay) W − η · update`` for active layers, by plain torch; nothing in a step left out."""
+        stack, tables = part.stack, self.tables[part.stack.shape.device]
+        finite, shape = part.context.device_step.all_finite.to(update.device), stack.shape
+        rates = {name: tables.rate_of(stack, name).to(update) for name in (None, *stack.own_groups)}
+        for (spec, groups), on in zip(stack.layers, part.active, strict=True):
+            if not on:
+                continue
+            own = update[groups, : shape.own_outputs, : shape.own_inputs]
+            for piece, entries in spec.form.split(own):
+                target = piece.of(stack.params)
+                keep, lr = rates[piece.name if piece.name in rates else None]
+                new = keep * target.to(update.dtype) - lr * entries
+                target.copy_(torch.where(finite, new.to(target.dtype), target))
 
     def _with_momentum(self, part: Part, D: Tensor, factor: float | Tensor) -> Tensor:
         """``μ · buffer + factor · D``, kept; with Nesterov's, one step ahead of it."""
@@ -295,14 +362,14 @@ class AsynchronousExecutor(Executor):
         D = D if isinstance(factor, float) and factor == 1.0 else D * factor
         if not mu:
             return D
-        old = stack.state.get("momentum")
-        buffer = D.clone() if old is None else D + mu * old
-        buffer = torch.where(part.context.device_step.all_finite.to(D.device), buffer, 0.0 if old is None else old)
-        stack.state["momentum"] = buffer
-        if not all(part.active):
-            for (_, groups), on in zip(stack.layers, part.active, strict=True):
-                if not on:
-                    buffer[groups] = 0.0 if old is None else old[groups]
+        if "momentum" not in stack.state:
+            stack.state["momentum"] = torch.zeros_like(D)
+        old = stack.state["momentum"]  # in place: a captured step finds it where it was
+        buffer = torch.where(part.context.device_step.all_finite.to(D.device), D + mu * old, old)
+        for (_, groups), on in zip(stack.layers, part.active, strict=True):
+            if not on:
+                buffer[groups] = old[groups]
+        old.copy_(buffer)
         return D + mu * buffer if stack.group["nesterov"] else buffer
 
     # --- checkpoints -------------------------------------------------------------------------------------------
@@ -328,55 +395,6 @@ def splits_gradient(stack: Stack) -> bool:
         entries = kept(stack.state)
         stack.memory["splits gradient"] = any(getattr(entry, "splits_gradient", False) for entry in entries)
     return stack.memory["splits gradient"]
-
-
-def param_lists(stack: Stack) -> ParamLists | None:
-    """The layers as lists, if they can be taken so: with one rate and decay for all."""
-    if "param lists" not in stack.memory:
-        found = None if stack.own_groups else ParamLists.of(stack.specs, stack.params, stack.shape)
-        stack.memory["param lists"] = found
-    return stack.memory["param lists"]
-
-
-def _gradient(stack: Stack, scale: float, finite: Tensor) -> tuple[Tensor, list[bool]]:
-    """All gradients times a number, and which layers have one; zero where there is none or the step is left out."""
-    lists = param_lists(stack)
-    # Rules of matrices multiply them: such gradients are gathered as the matrices are, not as they are stored.
-    if lists is not None and not (lists.transposed and stack.requires.matrices_only):
-        layers = lists.gradients()
-        if layers is not None:
-            out = lists.room(stack.shape)
-            gather_(lists.matrices(out), *layers, scale, finite)
-            return out, [True] * len(stack.specs)
-    grad, active = stack.gradient(scale)
-    return torch.where(finite.to(grad.device), grad, 0.0).contiguous(), active
-
-
-def _momentum_of(stack: Stack, lists: ParamLists) -> Tensor:
-    """The direction's running sum, zero at the start; in the memory's order of the parameters."""
-    if "momentum" not in stack.state:
-        stack.state["momentum"] = stack.shape.zeros(stack.shape.outputs, stack.shape.inputs)
-    stack.state["momentum"] = lists.laid_out(stack.state["momentum"])
-    return stack.state["momentum"]
-
-
-def _subtract(part: Part, update: Tensor) -> None:
-    """``W ← (1 − η·decay) W − η · update`` for active layers; the coefficients are 0 in a step left out."""
-    by_rates: dict[tuple[float, float], tuple[list[Tensor], list[Tensor]]] = {}
-    for target, piece, lr, decay in part.stack.pieces(update, part.context.lr, part.active):
-        targets, pieces = by_rates.setdefault((lr, lr * decay), ([], []))
-        targets.append(target)
-        pieces.append(piece)
-    finite = part.context.device_step.all_finite.to(update)
-    for (lr, decay), (targets, pieces) in by_rates.items():
-        factor = finite * -lr
-        if decay:
-            torch._foreach_mul_(targets, 1 - decay * finite)  # pyright: ignore[reportPrivateImportUsage]
-        for target, piece in zip(targets, pieces, strict=True):
-            if target.dtype == factor.dtype:
-                target.addcmul_(piece, factor)
-            else:
-                target.add_((piece * factor).to(target.dtype))
 
 
 def _along(D: Tensor | Scaled, grad: Tensor) -> Tensor:

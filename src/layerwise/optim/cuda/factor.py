@@ -77,11 +77,6 @@ def damped(M: Tensor, shift: Float[Tensor, "K"], own: int, fill: Float[Tensor, "
     return found
 
 
-def damped_operand(M: Tensor, shift: Float[Tensor, "K"], own: int, fill: Float[Tensor, "K"]) -> Tensor | HalfPair:
-    """The same as an inverse is refined with it; of what is packed, the pair."""
-    return packed.split(M, shift, own, fill) if is_packed(M) else damped(M, shift, own, fill)
-
-
 def alike(new: Tensor, M: Tensor) -> Tensor:
     """A second moment in the form that the factor M has."""
     return packed.pack(new, packed.size(M)) if is_packed(M) and not is_packed(new) else new

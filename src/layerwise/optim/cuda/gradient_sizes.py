@@ -1,13 +1,14 @@
 """How large a step's gradients are, by the pass that tells whether they are finite; nothing is asked of the device."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from layerwise.optim.cuda.magnitudes import magnitudes
+from layerwise.optim.cuda.pieces import Tables
 from layerwise.optim.step.stack import Stack
 
 
@@ -21,20 +22,24 @@ class GradientSizes:
     """Where the largest magnitude of a parameter's gradient is found, by the parameter's id."""
 
 
-def sizes_of(params: Iterable[nn.Parameter]) -> dict[torch.device, GradientSizes]:
-    """The largest magnitude of every gradient there is, one pass a device."""
-    by_device: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
-    for p in params:
-        grad = p.grad
-        if grad is not None:
-            names, grads = by_device.setdefault(grad.device, ([], []))
-            names.append(id(p))
-            grads.append(grad.coalesce().values() if grad.is_sparse else grad)
-    found = {}
-    for device, (names, grads) in by_device.items():
-        sizes = magnitudes(grads)
-        found[device] = GradientSizes(sizes.finite, sizes.largest, dict(zip(names, sizes.places, strict=True)))
-    return found
+def sizes_of(stacks: Sequence[Stack], tables: Tables) -> GradientSizes | None:
+    """The largest magnitude of every gradient that stacks on one device have, if there is one."""
+    pieces = [own for stack in stacks if (own := tables.reads(stack)) is not None]
+    by_table = {id(p) for own in pieces for p in own.stack.params.values()}
+    others = {id(p): p.grad for p in tables.params if p.grad is not None and id(p) not in by_table}
+    grads = [grad.coalesce().values() if grad.is_sparse else grad for grad in others.values()]
+    if not pieces and not grads:
+        return None
+    largest, places = list[Tensor](), dict[int, int]()
+    if pieces:
+        largest.append(tables.magnitudes(pieces))
+        places |= {name: tables.slots[name] for name in by_table}
+    if grads:
+        found, before = magnitudes(grads), len(tables.params) if pieces else 0
+        largest.append(found.largest)
+        places |= {n: before + at if at >= 0 else -1 for n, at in zip(others, found.places, strict=True)}
+    whole = largest[0] if len(largest) == 1 else torch.cat(largest)
+    return GradientSizes((whole < torch.inf).all(), whole, places)
 
 
 def bounds(

@@ -1,12 +1,9 @@
-"""Checkpoints what deferred examples would produce, and how bases were lately followed.
+"""Checkpoints what deferred examples would produce.
 
 Activations are no part of a checkpoint. But all pending examples are looked at before the next batch, and until then
 factors stay as they are: the basis that a layer will have at its turn can be made in advance, on a copy, as a run that
 goes on from the checkpoint will make it. The scalings in that basis are saved beside those of now, and taken at the
 turn. Where the basis has become another by then (other turns, another solver), they are left.
-
-A run that goes on takes as many sweeps for a basis as without a break, with one exception: what the device said in the
-last two steps (`monitor.LAG`) is known in the checkpoint, where a run that is not interrupted would hear of it later.
 """
 
 from collections.abc import Mapping
@@ -17,10 +14,8 @@ import torch
 from torch import Tensor
 
 from layerwise.layers.capture.model_call import in_own_arithmetic
-from layerwise.optim.cuda.basis import TrackedBasis, TrackedSide
 from layerwise.optim.cuda.deferred_examples import PENDING, PendingExamples
-from layerwise.optim.cuda.inverse import RefinedRoots
-from layerwise.optim.rule import Health, State, kept
+from layerwise.optim.rule import Health, State
 from layerwise.optim.step.refresh_schedule import freshness, is_due
 from layerwise.optim.step.stack import Stack
 
@@ -54,7 +49,7 @@ class PendingScalings:
 @in_own_arithmetic
 def pending(stack: Stack, every: int, step: int) -> dict[str, dict[str, Tensor]]:
     """After a step: what is saved of each layer beside its state, by name."""
-    found = _followed(stack)
+    found: dict[str, dict[str, Tensor]] = {spec.name: {} for spec in stack.specs}
     for one in stack.memory.get(PENDING, []):
         if isinstance(one, PendingExamples) and not one.intact:
             continue
@@ -74,8 +69,6 @@ def _ahead(stack: Stack, one: PendingExamples, every: int, step: int) -> Pending
         part = entry[groups] if isinstance(entry, Tensor) else entry.narrow(groups)
         renewed = name in stack.requires.renewed if isinstance(entry, Tensor) else entry.renewed
         state[name] = part.clone() if renewed else part  # what a refresh may change
-    for side, of in zip(_sides(state), tracked(stack), strict=True):
-        side.recalled = of.known()[groups]
     slot = next(turn.slot for turn in stack.memory["turns"] if turn.groups == groups)
     whole, memory = slice(0, groups.stop - groups.start), dict[str, Any](fresh=freshness(stack)[groups])
     factors = [state[name] for name in ("P", "Q") if name in state]
@@ -102,12 +95,7 @@ def _portable(stack: Stack, ahead: PendingScalings, groups: slice) -> dict[str, 
 
 
 def resume(stack: Stack, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Take up what was saved: how bases were followed, and scalings until their turn."""
-    for side in tracked(stack):
-        name = _sweeps(side)
-        rows = [saved.get(spec.name, {}).get(name) for spec in stack.specs]
-        if all(X is not None for X in rows):
-            side.recalled = [[int(x) for x in row] for X in rows for row in X.tolist()]  # type: ignore[union-attr]
+    """Take up what was saved: scalings until their turn."""
     if not stack.requires.examples or "basis" not in stack.state:
         return
     waiting = []
@@ -134,32 +122,3 @@ def _padded(X: Tensor, like: Tensor, own: tuple[int, ...]) -> Tensor | None:
     found = torch.zeros_like(like)
     found[(slice(None), *map(slice, own))] = X.to(found)
     return found
-
-
-def tracked(stack: Stack) -> list[TrackedSide]:
-    """All bases of a stack that are kept up to date by products."""
-    return _sides(stack.state)
-
-
-def _sides(state: State) -> list[TrackedSide]:
-    found: list[TrackedSide] = []
-    for entry in kept(state):
-        if isinstance(entry, TrackedBasis):
-            found += entry.sides
-        elif isinstance(entry, RefinedRoots):
-            found += [side for side in entry.sides.values() if isinstance(side, TrackedSide)]
-    return found
-
-
-def _sweeps(side: TrackedSide) -> str:
-    """Under which name it is saved how a basis was followed."""
-    return f"U_{side.side}_sweeps"
-
-
-def _followed(stack: Stack) -> dict[str, dict[str, Tensor]]:
-    """How each layer's bases were followed."""
-    known = {_sweeps(side): rows for side in tracked(stack) if (rows := side.known())}
-    return {
-        spec.name: {name: torch.tensor(rows[groups], dtype=stack.shape.dtype) for name, rows in known.items()}
-        for spec, groups in stack.layers
-    }

@@ -42,6 +42,8 @@ class Rows:
     """What the layer computed in; an x of single precision was rounded to it by autocast."""
     factor: float = 1.0
     bias: bool = False
+    by: Tensor | None = None
+    """A further factor, on the device; the same tensor for all layers of a backward."""
 
     @classmethod
     def of_inputs(cls, io: RecordedIO) -> "Rows":
@@ -82,6 +84,7 @@ class Rows:
         """The sum itself."""
         X = self.rounded
         total = self.factor * gram(X).unsqueeze(0)
+        total = total if self.by is None else total * self.by
         if not self.bias:
             return total
         n, sums = X.shape[-1], X.sum(0, dtype=total.dtype)
@@ -136,13 +139,13 @@ def together(layers: Sequence[Rows | None], counts: Sequence[int]) -> StackRows 
     if first is None or not counts[0] or any(count != counts[0] for count in counts):
         return None
     x = first.x
-    kind = (x.shape, x.stride(), x.dtype, first.half, first.factor, first.bias)
+    kind = (x.shape, x.stride(), x.dtype, first.half, first.factor, first.bias, id(first.by))
     found: list[Rows] = []
     for rows in layers:
         if rows is None:
             return None
         x = rows.x
-        if (x.shape, x.stride(), x.dtype, rows.half, rows.factor, rows.bias) != kind:
+        if (x.shape, x.stride(), x.dtype, rows.half, rows.factor, rows.bias, id(rows.by)) != kind:
             return None
         found.append(rows)
     return StackRows(found, counts[0]) if first.x.stride(-1) == 1 else None
@@ -160,7 +163,8 @@ def average_rows_(mean: Float[Tensor, "K *n"], count: Tensor, rows: StackRows, d
             mean.copy_(packed.pack(square))
         return
     X = [layer.X for layer in rows.layers]
-    skipped = average_grams_(mean, count, X, alpha, decay, all_finite=taken, border=first.bias, half=first.half)
+    how = {"all_finite": taken, "border": first.bias, "half": first.half, "by": first.by}
+    skipped = average_grams_(mean, count, X, alpha, decay, **how)
     context.health.count("skipped_statistics", skipped)
 
 
@@ -168,6 +172,7 @@ def _average_by_torch_(mean: Tensor, count: Tensor, rows: StackRows, decay: floa
     """The same in many calls, which the kernels are checked against."""
     first, X = rows.layers[0], torch.stack([layer.rounded.to(mean.dtype) for layer in rows.layers])
     n, alpha, taken = X.shape[-1], first.factor / rows.count, all_finite(context)
+    alpha = alpha if first.by is None else alpha * first.by
     squares = X.square().sum((-2, -1))
     take = torch.isfinite(squares) & torch.isfinite(squares * alpha)
     asked = torch.ones_like(take) if taken is None else taken.expand(len(take))

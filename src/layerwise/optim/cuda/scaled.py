@@ -10,7 +10,7 @@ from torch import Tensor
 class Scaled:
     """``C`` over the product of each group's `scales`, powers of two: a later pass divides on its way.
 
-    `elementwise.finish_`, `elementwise.dot` and the passes in an eigenbasis take one as it is, `unscaled` makes a
+    `pieces.Tables.finish_`, `elementwise.dot` and the passes in an eigenbasis take one as it is, `unscaled` makes a
     tensor of it.
 
     >>> import torch

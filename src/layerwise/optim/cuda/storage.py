@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.optim.cuda.linalg import moments_in_new_basis, packed_fp16
+from layerwise.optim.cuda.linalg import moments_in_new_basis, packed_fp16, two_sided_product
 from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
 from layerwise.optim.cuda.linalg.orthogonal import basis_pair
 from layerwise.optim.cuda.linalg.products import HALF_PAIRS, TORCH, Products
-from layerwise.optim.cuda.linalg.split_fp16 import halved, scaled_product, split
+from layerwise.optim.cuda.linalg.split_fp16 import halved, power_of_two_scale, scaled_product, split
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton import splits
 from layerwise.optim.cuda.triton.device import MOST_MATRICES, available
@@ -44,10 +44,12 @@ class StoredMatrix:
             return cls(X, None, orthogonal)
         if triangle:
             found = cls(packed_fp16.zeros(len(X), halves, X.shape[-1], X.device), _ones(X), orthogonal)
-            packed_fp16.put_(found.data, found.scale, X)  # type: ignore[arg-type]
-            return found
-        pair = basis_pair(X) if orthogonal else split(X)
-        return cls(torch.stack([pair.hi, pair.lo][:halves], dim=1), pair.scale, orthogonal)
+        else:
+            pair = basis_pair(X) if orthogonal else split(X)
+            found = cls(torch.stack([pair.hi, pair.lo][:halves], dim=1), pair.scale, orthogonal)
+        if not orthogonal:
+            found.write(ALL, X)
+        return found
 
     @property
     def halved(self) -> bool:
@@ -117,17 +119,19 @@ class StoredMatrix:
             old.copy_(X if good is None else torch.where(good.view(-1, *[1] * (X.ndim - 1)), X, old))
             return
         halves, scale = self.data[groups], self.scale[groups]
+        largest = two_sided_product.row_bound(X) if halves.shape[1] == 1 and not self.orthogonal else None
         if packed_fp16.is_packed(halves):
-            packed_fp16.put_(halves, scale, X, good)
+            packed_fp16.put_(halves, scale, X, good, largest)
             return
         if _by_kernels(X):
             fixed: dict[str, Any] = {"bound": 1.0, "cut": True} if self.orthogonal else {}
+            fixed |= {} if largest is None else {"amax": largest}
             if halves.shape[1] == 2:
                 splits.split(X, out=HalfPair(halves[:, 0], halves[:, 1], scale), where=good, **fixed)
             else:
                 splits.halved(X, out=Half(halves[:, 0], scale), where=good, **fixed)
             return
-        pair = basis_pair(X) if self.orthogonal else split(X)
+        pair = basis_pair(X) if self.orthogonal else split(X, None if largest is None else power_of_two_scale(largest))
         for place, half in enumerate((pair.hi, pair.lo)[: halves.shape[1]]):
             halves[:, place] = half if good is None else torch.where(good.view(-1, 1, 1), half, halves[:, place])
         scale.copy_(pair.scale if good is None else torch.where(good, pair.scale, scale))

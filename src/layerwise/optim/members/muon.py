@@ -50,7 +50,7 @@ class Orthogonalized(UpdateRule):
                 return ratio * polar(X)
             if squares is None:
                 return ratio * newton_schulz(X, self.steps, self.coefficients, eps)
-            return newton_schulz(X, self.steps, self.coefficients, eps, X.dtype, squares, ratio)
+            return newton_schulz(X, self.steps, self.coefficients, eps, None, squares, ratio, keep_dtype=False)
 
         mu, nesterov = context.option("momentum", self.momentum), context.option("nesterov", self.nesterov)
         return context.backend.orthogonalized_momentum_(
@@ -75,7 +75,7 @@ class Muon(Layerwise):
         nesterov: look ahead.
         weight_decay: decoupled.
         scale: "adam": the update has the norm of AdamW's, at AdamW's rate; "formula": c is `adjust`.
-        orthogonalize: "newton_schulz" (five steps in bfloat16), or "polar" (exact, by singular values).
+        orthogonalize: "newton_schulz" (five steps, in fp16 on a GPU), or "polar" (exact, by singular values).
         adjust: c: "original" (``√max(1, O/I)``) or "match_rms_adamw" (``0.2 √max(O, I)``).
         overrides: options for layers or parameters by pattern, ``{"*.bias": {"weight_decay": 0.0}}``.
         options: all others of `Layerwise`.

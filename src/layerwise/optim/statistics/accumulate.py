@@ -41,6 +41,12 @@ class Sums:
             self.outgrads = replace(self.outgrads, factor=self.outgrads.factor * factor**2)
         self.recorded = [call._replace(factor=call.factor * factor) for call in self.recorded]
 
+    def rescale_by(self, squared: Tensor) -> None:
+        """The same by a number on the device, of which the square is given; of layers whose examples nobody sees."""
+        self.G = None if self.G is None else self.G * squared
+        if self.outgrads is not None:
+            self.outgrads = replace(self.outgrads, by=squared)
+
     def settle(self) -> None:
         """Make moments of rows that were left for the step."""
         for rows, name in ((self.inputs, "A"), (self.outgrads, "G")):

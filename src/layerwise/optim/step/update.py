@@ -25,6 +25,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, describe, not_one_of
+from layerwise.optim.backend import norms
 from layerwise.optim.rule import Context, Health, Observation, UpdateRule
 from layerwise.optim.statistics.accumulate import Accumulator, Sums
 from layerwise.optim.step.clip import Clip
@@ -92,10 +93,17 @@ class UpdateSize:
         averaged, wanted = self._averaged(stack, grad, context)
         D = stack.rule.direction(stack.state, averaged, context)
         D = (D if isinstance(D, Tensor) else stack.backend.tensor(D)).to(stack.shape.dtype)
-        size = norms(D)
+        return D * self.ratio(stack, wanted, norms(D), lr).to(D.dtype).view(-1, 1, 1)  # zeros stay so
+
+    def unsized(self, stack: Stack, grad: Float[Tensor, "K O I"], context: Context) -> tuple[Any, Float[Tensor, "K"]]:
+        """The same direction as the rule leaves it, and the norm of AdamW's update; for `ratio`."""
+        averaged, wanted = self._averaged(stack, grad, context)
+        return stack.rule.direction(stack.state, averaged, context), wanted
+
+    def ratio(self, stack: Stack, wanted: Tensor, size: Tensor, lr: float | Tensor) -> Float[Tensor, "K"]:
+        """What a direction of some size is multiplied by, group by group."""
         limits = torch.finfo(size.dtype)
-        ratio = (self.bounded(stack, wanted, lr) / size.clamp_min(limits.tiny)).clamp(max=limits.max)
-        return D * ratio.to(D.dtype).view(-1, 1, 1)  # a direction of zeros stays so
+        return (self.bounded(stack, wanted, lr) / size.clamp_min(limits.tiny)).clamp(max=limits.max)
 
     def _averaged(self, stack: Stack, grad: Tensor, context: Context) -> tuple[Tensor, Float[Tensor, "K"]]:
         """What the rule gets in the gradient's place, and the norm of AdamW's update."""
@@ -105,7 +113,7 @@ class UpdateSize:
             state |= {f"graft_{name}": shape.zeros(shape.outputs, shape.inputs) for name in ("m", "v")}
             state["graft_steps"] = shape.zeros()
         moments = {"m": state["graft_m"], "v": state["graft_v"], "steps": state["graft_steps"]}
-        wanted = norms(context.backend.adam_(moments, grad, (mu or b1, b2), EPS * context.unit, context))
+        wanted = context.backend.adam_norms_(moments, grad, (mu or b1, b2), EPS * context.unit, context)
         state["graft_m"], state["graft_v"] = m, _ = moments["m"], moments["v"]  # a backend may lay them out anew
         if not mu:  # none is wanted, or the rule has its own
             return grad, wanted
@@ -125,11 +133,6 @@ class UpdateSize:
         return wanted * (most / step).clamp(max=1.0)
 
 
-def norms(X: Float[Tensor, "K O I"]) -> Float[Tensor, "K"]:
-    """Of each matrix, in no less than float32."""
-    return torch.linalg.vector_norm(X.flatten(1), dim=1, dtype=torch.promote_types(X.dtype, torch.float32))
-
-
 def weight_norms(stack: Stack) -> Float[Tensor, "K"]:
     """Of each matrix of weights, without a copy where every parameter is one."""
     if stack.weight_norms is not None:
@@ -139,8 +142,8 @@ def weight_norms(stack: Stack) -> Float[Tensor, "K"]:
         if spec.form.groups != 1 or len(spec.form.parts) != 1:
             return norms(stack.weight())
         p = stack.params[spec.parameters[0]] if stack.plain else spec.form.parts[0].of(stack.params)
-        found.append(torch.linalg.vector_norm(p.detach(), dtype=stack.shape.dtype))
-    return torch.stack(found)
+        found.append(p.detach())
+    return torch.stack(torch._foreach_norm(found, 2, stack.shape.dtype))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def unit_of(params: Iterable[nn.Parameter]) -> float | None:

@@ -4,6 +4,7 @@ U is nearly an eigenbasis of M: that of an earlier M, or one rounded to half pre
 diagonal, and says how to turn U. Nothing here waits for the device; columns keep their places and are not sorted.
 """
 
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -12,16 +13,9 @@ from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.optim.cuda.linalg.fp16 import HalfPair
-from layerwise.optim.cuda.linalg.newton_inverse import probe_columns
 from layerwise.optim.cuda.linalg.products import TORCH, HalfPairProducts, Products
 from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton.device import MOST_MATRICES
-
-COUPLING_LIMIT = 0.025
-"""Times the root: up to this `coupling`, `drifted_root` errs by 1e-2 at most (the worst of 1500 random drifts).
-
-Its errors are ``(2 coupling/root)²``, mostly up to a factor of two; without the correction, ``1.3 coupling/root``.
-"""
 
 FUSED_SIZE = 64
 """Smaller matrices are not worth kernels of their own."""
@@ -118,50 +112,6 @@ def _restored(V: Tensor, U: Tensor, left: Tensor, fused: bool) -> Tensor:
     return V
 
 
-def drifted_root(
-    M: Float[Tensor, "*batch n n"],
-    U: Float[Tensor, "*batch n n"],
-    root: int,
-    products: Products = TORCH,
-    *,
-    damping: int | float = 1e-3,
-) -> tuple[Float[Tensor, "*batch n n"], Float[Tensor, "*batch"]]:
-    """``(M + damping · mean · I)^(-1/root)`` in four products, from an eigenbasis of an earlier M; and its `coupling`.
-
-    To first order in what S has off the diagonal (`near_diagonal_root`), so that U need not be turned: the error grows
-    with the square of the coupling. Use it where the coupling is at most `COUPLING_LIMIT` times the root.
-
-    >>> M = torch.tensor([[2.0, 0.1], [0.1, 1.0]])
-    >>> X, left = drifted_root(M, torch.eye(2), root=2, damping=0)
-    >>> bool((X @ X @ M - torch.eye(2)).norm() < 0.01), round(float(left), 3)
-    (True, 0.071)
-    """
-    U_ = products.prepared(U)
-    S, scale = _seen_from(products.prepared(M, definite=True), U_, products)
-    inner = near_diagonal_root(S + damping * torch.eye(S.shape[-1], dtype=S.dtype, device=S.device), root)
-    X = products.precise(products.precise(U_, inner), U_.mT, symmetric=True)
-    return X * scale[..., None].pow(-1 / root), coupling(S, damping)
-
-
-def near_diagonal_root(S: Float[Tensor, "*batch n n"], root: int) -> Float[Tensor, "*batch n n"]:
-    """``S^(-1/root)`` to first order in the entries off the diagonal, without a product.
-
-    An entry is ``S_ij f[a, b]``, the divided difference of f at the diagonal entries a and b. With ``α = a^(1/root)``
-    and β likewise that is ``−1/(αβ Σₘ αᵐ β^(root−1−m))``, which cancels nowhere.
-
-    >>> near_diagonal_root(torch.tensor([[4.0, 0.3], [0.3, 1.0]]), root=2).tolist()[0]
-    [0.5, -0.05000000074505806]
-    """
-    if root < 1:
-        raise InputError(describe(f"root={root}", "an integer ≥ 1", "pass e.g. root=2 for the inverse square root"))
-    diagonal = S.diagonal(dim1=-2, dim2=-1).clamp(min=torch.finfo(S.dtype).tiny ** 0.5).pow(1 / root)
-    a, b = diagonal[..., :, None], diagonal[..., None, :]
-    total = torch.ones_like(S)  # by Horner's rule in b, with the powers of a
-    for m in range(1, root):
-        total = total * b + a**m
-    return torch.where(_on_diagonal(S), 1 / a, -S / (a * b * total))
-
-
 def coupling(S: Float[Tensor, "*batch n n"], damping: int | float = 1e-3) -> Float[Tensor, "*batch"]:
     """How far S is from diagonal: ``‖D^-½ off(S) D^-½‖_F/√n``, ``D = diag(S) + damping · mean``.
 
@@ -243,6 +193,35 @@ def _spectral_norm(E: Tensor, applications: int = APPLICATIONS) -> Tensor:
         v = v / v.norm(dim=-2, keepdim=True).clamp(min=torch.finfo(E.dtype).tiny)
         v = E @ v
     return v.norm(dim=-2).amax(-1)
+
+
+def probe_columns(n: int, columns: int, like: Tensor) -> Float[Tensor, "n k"]:
+    """`signs`, kept from call to call; up to twice as many rows as columns, the columns of I, which miss nothing.
+
+    >>> probe_columns(3, 1, like=torch.zeros(())).tolist(), probe_columns(2, 1, like=torch.zeros(())).tolist()
+    ([[-1.0], [-1.0], [1.0]], [[1.0, 0.0], [0.0, 1.0]])
+    """
+    return _kept_columns(n, columns, like.dtype, like.device)
+
+
+@lru_cache(maxsize=64)
+def _kept_columns(n: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        like = torch.empty(0, dtype=dtype, device=device)
+        return torch.eye(n, dtype=dtype, device=device) if n <= 2 * columns else signs(n, columns, like)
+
+
+def signs(n: int, columns: int, like: Tensor) -> Float[Tensor, "n k"]:
+    """±1 without a pattern, the same at every call: a hash of the position, made where `like` lies.
+
+    >>> signs(3, 2, torch.zeros(())).tolist()
+    [[-1.0, -1.0], [1.0, 1.0], [1.0, -1.0]]
+    """
+    x = torch.arange(1, n * columns + 1, device=like.device)
+    for _ in range(2):  # multiply and fold, modulo 2³²
+        x = (x * 0x45D9F3B) & 0xFFFFFFFF
+        x = x ^ (x >> 16)
+    return (1 - 2 * ((x >> 7) & 1)).to(like.dtype).reshape(n, columns)
 
 
 def _or_infinite(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
 from layerwise.optim.cuda.linalg.jacobi import FUSED_SIZE, STILL, coupling, rotation, second_order
 from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE, bounded_pair, product_bound, writes_halves
-from layerwise.optim.cuda.linalg.products import HALF_PAIRS
+from layerwise.optim.cuda.linalg.products import HALF_PAIRS, Products
 from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton.products import pair_product
 
@@ -49,6 +49,24 @@ def tracked_half(
         couplings.append(left)
     # S was computed of 2¹⁴ U and of M times its scale. Both reciprocals are exact, where the product may overflow.
     return U, values / BASIS_SCALE * M_.scale.reciprocal()[..., None], torch.stack(couplings)
+
+
+def rayleigh_quotients(
+    M: Float[Tensor, "*batch n n"] | HalfPair, U: Float[Tensor, "*batch n n"] | Half, products: Products
+) -> Float[Tensor, "*batch n"]:
+    """``uᵀ M u / uᵀ u`` of the columns of a basis, which is not rounded further: eigenvalues as this basis has them.
+
+    >>> from layerwise.optim.cuda.linalg.products import TORCH
+    >>> rayleigh_quotients(torch.tensor([[2.0, 1.0], [1.0, 4.0]]), torch.eye(2), TORCH).tolist()
+    [2.0, 4.0]
+    """
+    if isinstance(U, Half):
+        pair = HALF_PAIRS.prepared(M, definite=True)
+        C, _ = split_fp16.whole_product(pair, U)
+        V, unit = U.hi.float(), pair.scale.reciprocal()[..., None]
+    else:
+        C, V, unit = products.precise(M, U), U, 1.0
+    return (V * C).sum(-2) / V.square().sum(-2) * unit
 
 
 def _sweep(M: HalfPair, U: Half, damping: int | float, still: int | float) -> tuple[Half, Tensor, Tensor]:

@@ -51,10 +51,11 @@ def put_(
     scale: Float32[Tensor, "K"],
     X: Float32[Tensor, "K n n"],
     where: Bool[Tensor, "K"] | None = None,
+    largest: Float32[Tensor, "K"] | None = None,
 ) -> None:
     """Replace halves and scales by those of symmetric matrices; where `where` is false, nothing is read or changed.
 
-    Tiles of X above the diagonal are looked at for the largest entry alone.
+    Tiles of X above the diagonal are looked at for the largest entry alone; not, where `largest` bounds them.
 
     >>> H, scale = zeros(1, 2, 16), torch.ones(1)
     >>> put_(H, scale, torch.eye(16)[None] / 3)
@@ -70,9 +71,9 @@ def put_(
             )
         )
     if _by_kernels(H):
-        triton_packed.put_(H, scale, X, where)
+        triton_packed.put_(H, scale, X, where, largest)
         return
-    pair = split_fp16.split(X)
+    pair = split_fp16.split(X) if largest is None else split_fp16.split(X, split_fp16.power_of_two_scale(largest))
     for place, half in enumerate((pair.hi, pair.lo)[: H.shape[1]]):
         new = packed.tiles(half, packed.size(H))
         H[:, place] = new if where is None else torch.where(where.view(-1, 1, 1, 1), new, H[:, place])

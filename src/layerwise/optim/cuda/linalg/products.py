@@ -37,22 +37,15 @@ class Products(Protocol):
         alpha: int | float = 1,
         identity: int | float = 0,
         symmetric: bool = False,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """``identity·I + add + alpha·A B``."""
+        """``identity·I + add + alpha·A B``; written into `out`, which may be `add`, where that is given."""
         ...
 
     def rough(
         self, A: Any, B: Any, *, add: Tensor | None = None, alpha: int | float = 1, symmetric: bool = False
     ) -> Tensor:
         """The same for a product that only corrects, and need not be as precise."""
-        ...
-
-    def remainder(self, A: Any, B: Any) -> Any:
-        """``I − A B``, as an operand of rough products: of the product all bits are kept, of what is left not."""
-        ...
-
-    def improved(self, R: Any, Y: Any, X: Any, add: Tensor) -> Any:
-        """``add + R Y``, symmetric, as an operand of rough products; `X` is `add` prepared."""
         ...
 
 
@@ -81,9 +74,11 @@ class TorchProducts:
         alpha: int | float = 1,
         identity: int | float = 0,
         symmetric: bool = False,
+        out: Float[Tensor, "..."] | None = None,
     ) -> Tensor:
         """``identity·I + add + alpha·A B``."""
-        return finished(self.matmul(A, B), add, alpha, identity, symmetric)
+        C = finished(self.matmul(A, B), add, alpha, identity, symmetric)
+        return C if out is None else out.copy_(C)
 
     def rough(
         self,
@@ -97,16 +92,6 @@ class TorchProducts:
         """``add + alpha·A B`` by the rough product, if there is one."""
         return finished((self.roughly or self.matmul)(A, B), add, alpha, 0, symmetric)
 
-    def remainder(self, A: Float[Tensor, "..."], B: Float[Tensor, "..."]) -> Tensor:
-        """``I − A B``."""
-        return self.precise(A, B, alpha=-1, identity=1)
-
-    def improved(
-        self, R: Float[Tensor, "..."], Y: Float[Tensor, "..."], X: Float[Tensor, "..."], add: Float[Tensor, "..."]
-    ) -> Tensor:
-        """``add + R Y``."""
-        return self.rough(R, Y, add=add, symmetric=True)
-
 
 @dataclass(frozen=True)
 class HalfPairProducts:
@@ -119,12 +104,14 @@ class HalfPairProducts:
     """
 
     def prepared(self, X: Float[Tensor, "..."] | HalfPair, *, definite: bool = False) -> HalfPair:
-        """X as a pair."""
+        """X as a pair. The largest entry is torch's to find: a kernel for that is compiled for many sizes."""
         if isinstance(X, HalfPair):
             return X
-        if definite and split_fp16.on_kernels(X):
-            return triton_products.split(X, amax=X.diagonal(dim1=-2, dim2=-1).amax(-1))
-        return split_fp16.split(X)
+        if not split_fp16.on_kernels(X):
+            return split_fp16.split(X)
+        diagonal = X.diagonal(dim1=-2, dim2=-1)
+        amax = diagonal.amax(-1) if definite else torch.linalg.vector_norm(X, torch.inf, dim=(-2, -1))
+        return triton_products.split(X, amax=amax)
 
     def precise(
         self,
@@ -135,14 +122,16 @@ class HalfPairProducts:
         alpha: int | float = 1,
         identity: int | float = 0,
         symmetric: bool = False,
+        out: Float[Tensor, "..."] | None = None,
     ) -> Tensor:
         """``identity·I + add + alpha·A B``."""
         left, right = self.prepared(A), self.prepared(B)
         if _fused(left, right, add):
             return triton_products.pair_product(
-                left, right, add=add, alpha=alpha, identity=identity, symmetric=symmetric
+                left, right, add=add, alpha=alpha, identity=identity, symmetric=symmetric, out=out
             )
-        return finished(split_fp16.product(left, right), add, alpha, identity, symmetric)
+        C = finished(split_fp16.product(left, right), add, alpha, identity, symmetric)
+        return C if out is None else out.copy_(C)
 
     def rough(
         self,
@@ -158,21 +147,6 @@ class HalfPairProducts:
         if _fused(left, right, add):
             return triton_products.pair_product(left, right, add=add, alpha=alpha, symmetric=symmetric)
         return finished(split_fp16.rough_product(left, right), add, alpha, 0, symmetric)
-
-    def remainder(self, A: Float[Tensor, "..."] | HalfPair, B: Float[Tensor, "..."] | HalfPair) -> Half:
-        """``I − A B`` with 22 bits of the product, rounded to 11."""
-        left, right = self.prepared(A), self.prepared(B)
-        if _fused(left, right, None):
-            return _remainders().remainder(left, right)
-        return split_fp16.halved(finished(split_fp16.product(left, right), alpha=-1, identity=1))
-
-    def improved(self, R: Half, Y: HalfPair | Half, X: HalfPair, add: Float[Tensor, "..."]) -> Half:
-        """``add + R Y`` of first halves, rounded to 11 bits."""
-        right = split_fp16.halved(Y)
-        if _fused(R, right, add):
-            # Where it converges, 1 + t + t² + … of up to three terms, |t| < 1: no entry is three times X's largest.
-            return _remainders().improved(R, right, add, X.scale / 2)
-        return split_fp16.halved(self.rough(R, right, add=add, symmetric=True))
 
 
 TORCH = TorchProducts()
@@ -198,13 +172,6 @@ def finished(
     if identity != 0:
         C = C + identity * torch.eye(C.shape[-1], dtype=C.dtype, device=C.device)
     return (C + C.mT) / 2 if symmetric else C
-
-
-def _remainders() -> Any:
-    """Imported late, because its kernels are for GPUs alone."""
-    from layerwise.optim.cuda.triton import remainders as triton_remainders
-
-    return triton_remainders
 
 
 def _fused(A: HalfPair | Half, B: HalfPair | Half, add: Tensor | None) -> bool:

@@ -33,19 +33,9 @@ def add_up(partial: Tensor | None, along: Tensor | None) -> None:
         torch.sum(partial, (0, 1), out=along)
 
 
-def from_group(X: Tensor | None, start: int) -> Tensor | None:
-    """The stack from some group on; most have all their groups in one launch."""
-    return X if X is None or start == 0 else X[start:]
-
-
 def listed(scales: Sequence[Tensor], start: int) -> tuple[Tensor, ...] | None:
     """Numbers of the groups from some group on, as a kernel takes them."""
     return tuple(s.contiguous()[start:] for s in scales) or None
-
-
-def row_stride(W: Tensor) -> int:
-    """Entries from row to row; of a single row, its length."""
-    return W.stride(0) if W.shape[0] > 1 else W.shape[1]
 
 
 def power_of_two(n: int) -> int:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-from layerwise.optim.cuda.triton.product_kernels import _jit, packed_at, tl, triton
+from layerwise.optim.cuda.triton.product_kernels import _jit_varying, packed_at, tl, triton
 
 __all__ = ["border_kernel", "column_kernel", "triton"]
 
 # `no_type_check` keeps checkers that rewrite functions at import away from kernels, which Triton reads as text.
 
 
-@_jit
+@_jit_varying("rows_each", "first")
 @no_type_check
 def column_kernel(
     X, half, sums, squares, m, n, rows_each, X_row, first,
@@ -55,12 +55,13 @@ def column_kernel(
         tl.store(sums + at * n + columns, tl.sum(total, axis=0), mask=columns < n)
 
 
-@_jit
+@_jit_varying("parts", "blocks", "K")
 @no_type_check
 def border_kernel(
-    mean, count, weight, skipped, sums, squares, all_finite, alpha, rest_hi, rest_lo, log_hi, log_lo, n, parts, blocks,
-    K, mean_k, mean_row, BORDER: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, COLUMNS: tl.constexpr,
-    GROUPS: tl.constexpr, PARTS: tl.constexpr,
+    mean, count, weight, skipped, sums, squares, all_finite, by, alpha, rest_hi, rest_lo, log_hi, log_lo, n, parts,
+    blocks, K, mean_k, mean_row,
+    BORDER: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr,
+    PARTS: tl.constexpr, HAS_BY: tl.constexpr,
 ):  # fmt: skip
     """Of one mean: whether its layer is taken, its count, the weight of what is new, and the column of the bias.
 
@@ -68,6 +69,8 @@ def border_kernel(
     program counts the layers that are left out; for that every program looks at the squares of all, which are few.
     """
     k = tl.program_id(0).to(tl.int64)
+    if HAS_BY:
+        alpha = alpha * tl.load(by)
     groups = tl.arange(0, GROUPS)
     parts_at = tl.arange(0, PARTS)
     each = parts * blocks

@@ -19,10 +19,10 @@ from layerwise.optim.cuda.linalg import packed
 from layerwise.optim.cuda.linalg.packed import is_packed
 from layerwise.optim.cuda.triton import packed as triton_packed
 from layerwise.optim.cuda.triton.device import ceil, kernels, on
-from layerwise.optim.cuda.triton.products import gram_update_
+from layerwise.optim.cuda.triton.products import filled_up, gram_update_
 
 LISTED = 32
-"""Matrices that one launch takes; a kernel for every smaller count is compiled."""
+"""Matrices that one launch takes."""
 COLUMNS, ROWS = 128, 32
 PROGRAMS = 2112
 """Enough to keep 132 processors busy, sixteen each."""
@@ -41,6 +41,7 @@ def average_grams_(
     all_finite: Bool[Tensor, ""] | None = None,
     border: bool = False,
     half: torch.dtype = torch.bfloat16,
+    by: Float[Tensor, ""] | None = None,
     parts: int | None = None,
 ) -> Int64[Tensor, ""]:
     """Move each mean's leading block towards ``alpha·XᵀX`` by the weight ``(1−ρ)/(1−ρᵗ)``; count t first.
@@ -48,9 +49,10 @@ def average_grams_(
     Means are ``[K, N, N]``, or `packed`. With `border`, row and column n follow ``alpha·Xᵀ1`` and their corner 1, the
     moment of a bias. A matrix with an entry that is not finite, or whose squares are not, changes nothing; nor does any
     in a step that is left out. `X` has one matrix for each mean, alike in shape, strides and type; those of float32 are
-    rounded to `half`. Returns how many matrices were left out in a step that is taken.
+    rounded to `half`. `alpha` is multiplied by `by`, on the device, where that is given. Returns how many matrices were
+    left out in a step that is taken.
     """
-    first, K = X[0], len(X)
+    first, K, by = X[0], len(X), None if by is None else by.float()
     m, n = first.shape
     _check(mean, count, X, border)
     blocks = ceil(n, COLUMNS)
@@ -65,23 +67,24 @@ def average_grams_(
     with on(device):
         launch = kernels("column_kernels")
         for start in range(0, K, LISTED):
-            listed = tuple(X[start : start + LISTED])
-            launch.column_kernel[(blocks, parts, len(listed))](
+            few = tuple(X[start : start + LISTED])
+            listed = filled_up(few)
+            launch.column_kernel[(blocks, parts, len(few))](
                 listed, rounded, sums, squares, m, n, rows_each, first.stride(0), start,
                 LISTED=len(listed), SUMS=border, CAST=cast, COLUMNS=COLUMNS, ROWS=ROWS, num_warps=4,
             )  # fmt: skip
         launch.border_kernel[(K,)](
             mean, count, weight, skipped, sums, squares,
-            None if all_finite is None else all_finite.view(torch.uint8), float(alpha), *_memory(decay), n, parts,
+            None if all_finite is None else all_finite.view(torch.uint8), by, float(alpha), *_memory(decay), n, parts,
             blocks, K, mean.stride(0), mean.stride(1), BORDER=border, PACKED=is_packed(mean),
-            MASKED=all_finite is not None,
-            COLUMNS=_power_of_two(n), GROUPS=_power_of_two(K), PARTS=LOOKED_AT, num_warps=8,
+            MASKED=all_finite is not None, HAS_BY=by is not None,
+            COLUMNS=_power_of_two(n), GROUPS=max(16, _power_of_two(K)), PARTS=LOOKED_AT, num_warps=8,
         )  # fmt: skip
     made = X if rounded is None else rounded
     if is_packed(mean):
-        triton_packed.gram_update_(mean, made, weight, alpha)
+        triton_packed.gram_update_(mean, made, weight, alpha, by)
     else:
-        gram_update_(mean[:, :n, :n], made, weight, alpha)
+        gram_update_(mean[:, :n, :n], made, weight, alpha, by)
     return skipped
 
 

@@ -1,4 +1,4 @@
-"""The passes of `elementwise` as Triton's kernels: one launch a stack, or one for each 32 listed layers."""
+"""The passes of `elementwise` as Triton's kernels: one launch a stack."""
 
 import math
 from collections.abc import Sequence
@@ -12,72 +12,19 @@ from layerwise.optim.cuda.triton.arguments import (
     basis_kernels,
     bits,
     byte,
-    from_group,
     kernels,
     listed,
     power_of_two,
     room_for_sums,
-    row_stride,
 )
 from layerwise.optim.cuda.triton.device import on
 
-LISTED = 32
-"""Layers whose tensors are handed to one kernel; a kernel for every smaller count is compiled."""
 TILE = {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
 BLOCK = {"BLOCK": 2048, "num_warps": 4}
 SMALL = 256  # entries of groups that one block takes several of
 MOST_GROUPS = 65535  # of the second axis of a grid
 MOST_IN_A_BLOCK = 2**20  # Triton's own limit
 MOST_ENTRIES = 2**31 - 2**16  # of one group: offsets in it are 32 bits
-
-
-def gather_(
-    out: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, factor: int | float, all_finite: AllFinite
-) -> None:
-    """`elementwise.gather_`."""
-    (o, i), (O, I) = weights[0].shape, out.shape[1:]
-    with on(out.device):
-        for start in range(0, len(weights), LISTED):
-            these = tuple(weights[start : start + LISTED])
-            those = None if biases is None else tuple(biases[start : start + LISTED])
-            kernels().gather_kernel[(tiles(O, I), len(these))](
-                from_group(out, start), these, those, byte(all_finite), float(factor), O, I, o, i, out.stride(0),
-                row_stride(these[0]), LISTED=len(these), HAS_BIAS=those is not None, MASKED=all_finite is not None,
-                **TILE,
-            )  # fmt: skip
-
-
-def finish_(
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor] | None,
-    D: Tensor,
-    scales: Sequence[Tensor],
-    momentum: Tensor | None,
-    rates: Tensor | tuple[int | float, int | float],
-    mu: int | float,
-    nesterov: bool,
-    factor: Tensor | int | float,
-    all_finite: AllFinite,
-) -> None:
-    """`elementwise.finish_`."""
-    (o, i), (O, I) = weights[0].shape, D.shape[1:]
-    factor_at = factor.float() if isinstance(factor, Tensor) else None
-    host = 1.0 if isinstance(factor, Tensor) else float(factor)
-    momentum_k = 0 if momentum is None else momentum.stride(0)
-    rates_at, (keep, lr) = (rates, (1.0, 0.0)) if isinstance(rates, Tensor) else (None, rates)
-    with on(D.device):
-        for start in range(0, len(weights), LISTED):
-            these = tuple(weights[start : start + LISTED])
-            those = None if biases is None else tuple(biases[start : start + LISTED])
-            kernels().finish_kernel[(tiles(O, I), len(these))](
-                these, those, from_group(D, start), listed(scales, start), from_group(momentum, start), factor_at,
-                rates_at, byte(all_finite), host, float(keep), float(lr), float(mu), O, I, o, i, row_stride(these[0]),
-                *D.stride(), momentum_k, LISTED=len(these), SCALES=len(scales), HAS_BIAS=those is not None,
-                HAS_MOMENTUM=momentum is not None, NESTEROV=nesterov, HAS_FACTOR=factor_at is not None,
-                HAS_RATES=rates_at is not None, MASKED=all_finite is not None, **TILE,
-            )  # fmt: skip
-    # Autograd sees changes that torch makes; those of a kernel it must be told of.
-    torch.autograd.graph.increment_version([*weights, *(biases or ())])
 
 
 def ema_(mean: Tensor, new: Tensor, weight: Tensor, divisor: Tensor | int | float) -> None:
@@ -133,19 +80,42 @@ def adam_(
         )  # fmt: skip
 
 
-def momentum_half_(
+def adam_norms_(
+    M: Tensor,
+    V: Tensor,
+    G: Tensor,
+    beta1: int | float,
+    beta2: int | float,
+    eps: int | float,
+    correction1: Tensor,
+    correction2: Tensor,
+    all_finite: AllFinite,
+) -> tuple[Tensor, Tensor]:
+    """`elementwise.adam_norms_`."""
+    entries, groups = M[0].numel(), len(M)
+    partial = torch.empty(groups, blocks(entries), 2, dtype=torch.float32, device=M.device)
+    with on(M.device):
+        kernels().adam_norm_kernel[(blocks(entries), groups)](
+            M, V, G, partial, byte(all_finite), correction1.contiguous(), correction2.contiguous(), float(1 - beta1),
+            float(beta2), float(1 - beta2), float(eps), entries, M.stride(0), V.stride(0), G.stride(0),
+            MASKED=all_finite is not None, **BLOCK,
+        )  # fmt: skip
+    return partial[..., 0].sum(1).sqrt_(), partial[..., 1].amax(1)
+
+
+def momentum_update_(
     M: Tensor, G: Tensor, mu: int | float, nesterov: bool, all_finite: AllFinite
 ) -> tuple[Tensor, Tensor]:
-    """`elementwise.momentum_half_`."""
+    """`elementwise.momentum_update_`."""
     entries = M[0].numel()
-    half = torch.empty(M.shape, dtype=torch.bfloat16, device=M.device)
+    update = torch.empty(M.shape, dtype=M.dtype, device=M.device)
     partial = torch.empty(len(M), blocks(entries), dtype=torch.float32, device=M.device)
     with on(M.device):
-        kernels().momentum_half_kernel[(blocks(entries), len(M))](
-            M, G, half, partial, byte(all_finite), float(1 - mu), float(mu), entries, M.stride(0), G.stride(0),
+        kernels().momentum_update_kernel[(blocks(entries), len(M))](
+            M, G, update, partial, byte(all_finite), float(1 - mu), float(mu), entries, M.stride(0), G.stride(0),
             NESTEROV=nesterov, MASKED=all_finite is not None, **BLOCK,
         )  # fmt: skip
-    return half, partial.sum(1)
+    return update, partial.sum(1)
 
 
 def corrections_(

@@ -80,78 +80,6 @@ def stored(x, KIND: tl.constexpr):
 
 @_jit
 @no_type_check
-def gather_kernel(
-    out, weights, biases, all_finite, factor, O, I, o, i, out_k, weight_row,
-    LISTED: tl.constexpr, HAS_BIAS: tl.constexpr, MASKED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """One tile of factor·[weight, bias], with zeros around."""
-    k = tl.program_id(1).to(tl.int64)
-    rows, columns = tile(I, ROWS, COLUMNS)
-    own = rows < o
-    if MASKED:
-        own = own & (tl.load(all_finite) != 0)
-    weight = weights[0]
-    for q in tl.static_range(1, LISTED):
-        weight = tl.where(k == q, weights[q], weight)
-    value = tl.load(weight + rows * weight_row + columns, mask=own & (columns < i), other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        bias = biases[0]
-        for q in tl.static_range(1, LISTED):
-            bias = tl.where(k == q, biases[q], bias)
-        first = (tl.program_id(0) % tl.cdiv(I, COLUMNS)) * COLUMNS
-        if (first <= i) & (i < first + COLUMNS):
-            value = tl.where(columns == i, tl.load(bias + rows, mask=own, other=0.0).to(tl.float32), value)
-    tl.store(out + k * out_k + rows * I + columns, factor * value, mask=(rows < O) & (columns < I))
-
-
-@_jit
-@no_type_check
-def finish_kernel(
-    weights, biases, D, scales, momentum, factor_at, rates, all_finite, factor, keep, lr, mu, O, I, o, i, weight_row,
-    D_k, D_row, D_column, momentum_k,
-    LISTED: tl.constexpr, SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MOMENTUM: tl.constexpr,
-    NESTEROV: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_RATES: tl.constexpr, MASKED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Momentum and weights (and biases) of one tile: W ← keep·W − lr·update."""
-    k = tl.program_id(1).to(tl.int64)
-    rows, columns = tile(I, ROWS, COLUMNS)
-    inside = (rows < O) & (columns < I)
-    if MASKED:
-        inside = inside & (tl.load(all_finite) != 0)
-    at = rows * I + columns
-    update = tl.load(D + k * D_k + rows * D_row + columns * D_column, mask=inside, other=0.0).to(tl.float32)
-    update = unscaled(update, scales, k, SCALES) * factor
-    if HAS_FACTOR:
-        update = update * tl.load(factor_at)
-    if HAS_RATES:  # a recorded step reads them when it is replayed
-        keep, lr = tl.load(rates), tl.load(rates + 1)
-    if HAS_MOMENTUM:
-        momentum += k * momentum_k
-        buffer = update + mu * tl.load(momentum + at, mask=inside, other=0.0)
-        tl.store(momentum + at, buffer, mask=inside)
-        update = update + mu * buffer if NESTEROV else buffer
-    weight = weights[0]
-    for q in tl.static_range(1, LISTED):
-        weight = tl.where(k == q, weights[q], weight)
-    own = inside & (rows < o)
-    here = weight + rows * weight_row + columns
-    W = tl.load(here, mask=own & (columns < i), other=0.0).to(tl.float32)
-    tl.store(here, (keep * W - lr * update).to(weight.dtype.element_ty), mask=own & (columns < i))
-    if HAS_BIAS:
-        bias = biases[0]
-        for q in tl.static_range(1, LISTED):
-            bias = tl.where(k == q, biases[q], bias)
-        first = (tl.program_id(0) % tl.cdiv(I, COLUMNS)) * COLUMNS
-        if (first <= i) & (i < first + COLUMNS):
-            there = bias + rows + 0 * columns
-            b = tl.load(there, mask=own & (columns == i), other=0.0).to(tl.float32)
-            tl.store(there, (keep * b - lr * update).to(bias.dtype.element_ty), mask=own & (columns == i))
-
-
-@_jit
-@no_type_check
 def ema_kernel(
     mean, new, weight, divisor_at, divisor, rows_total, width, new_rows, new_width, mean_k, new_k, new_row,
     HAS_DIVISOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -217,11 +145,34 @@ def adam_kernel(
 
 @_jit
 @no_type_check
-def momentum_half_kernel(
-    M, G, half, partial, all_finite, weight, mu, entries, M_k, G_k,
+def adam_norm_kernel(
+    M, V, G, partial, all_finite, correction1, correction2, weight1, beta2, weight2, eps, entries, M_k, V_k, G_k,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Both moments on one block, the sum of squares of Adam's step there, and the largest magnitude of m."""
+    k = tl.program_id(1).to(tl.int64)
+    at, inside = block(entries, BLOCK)
+    if MASKED:
+        inside = inside & (tl.load(all_finite) != 0)
+    g = tl.load(G + k * G_k + at, mask=inside, other=0.0).to(tl.float32)
+    m = lerp(tl.load(M + k * M_k + at, mask=inside, other=0.0), g, weight1)
+    v = beta2 * tl.load(V + k * V_k + at, mask=inside, other=0.0) + weight2 * g * g
+    tl.store(M + k * M_k + at, m, mask=inside)
+    tl.store(V + k * V_k + at, v, mask=inside)
+    d = tl.div_rn(m / tl.load(correction1 + k), tl.sqrt_rn(v) / tl.sqrt_rn(tl.load(correction2 + k)) + eps)
+    d = tl.where(inside, d, 0.0)  # without ε nothing over nothing
+    here = partial + 2 * (k * tl.num_programs(0) + tl.program_id(0))
+    tl.store(here, tl.sum(d * d, 0))
+    tl.store(here + 1, tl.max(tl.abs(m), 0))
+
+
+@_jit
+@no_type_check
+def momentum_update_kernel(
+    M, G, update, partial, all_finite, weight, mu, entries, M_k, G_k,
     NESTEROV: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Muon's momentum on one block, what is orthogonalized in half precision, and the sum of its squares."""
+    """Muon's momentum on one block, what is orthogonalized, and the sum of its squares."""
     k = tl.program_id(1).to(tl.int64)
     at, inside = block(entries, BLOCK)
     taken = inside
@@ -232,7 +183,7 @@ def momentum_half_kernel(
     tl.store(M + k * M_k + at, m, mask=taken)
     if NESTEROV:
         m = lerp(g, m, mu)
-    tl.store(half + k * entries + at, m.to(half.dtype.element_ty), mask=inside)
+    tl.store(update + k * entries + at, m, mask=inside)
     tl.store(partial + k * tl.num_programs(0) + tl.program_id(0), tl.sum(m * m, 0))
 
 

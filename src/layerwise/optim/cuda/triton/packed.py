@@ -94,6 +94,7 @@ def gram_update_(
     X: Float[Tensor, "K m n"] | Sequence[Float[Tensor, "m n"]],
     weight: Numbers,
     alpha: int | float = 1.0,
+    by: Tensor | None = None,
     *,
     tiles: Tiles = GRAM_TILES,
     parts: int | None = None,
@@ -114,7 +115,7 @@ def gram_update_(
                 "cast X, or call `.contiguous()`",
             )
         )
-    launch_gram(_whole(P), matrices, weight, alpha, tiles, parts, packed=True)
+    launch_gram(_whole(P), matrices, weight, alpha, tiles, parts, packed=True, by=by)
     return P
 
 
@@ -142,11 +143,15 @@ def put_(
     scale: Float32[Tensor, "K"],
     X: Float32[Tensor, "K n n"],
     where: Bool[Tensor, "K"] | None = None,
+    largest: Float32[Tensor, "K"] | None = None,
 ) -> None:
-    """`packed_fp16.put_`, after one more launch that looks for the largest entries."""
+    """`packed_fp16.put_`; where nothing bounds the entries, after one more launch that looks for the largest."""
     X = X if X.stride(-1) == 1 else X.contiguous()
     if X.numel():
-        parts, n = largest_parts(X), X.shape[-1]
+        parts, n = (
+            largest_parts(X) if largest is None else largest.contiguous().view(torch.int32).view(-1, 1),
+            X.shape[-1],
+        )
         with on(X.device):
             kernels("packed_kernels").put_kernel[(_blocks(n), len(X))](
                 _whole(H), scale, X, parts, parts.shape[1],

@@ -18,6 +18,12 @@ def _jit(kernel: Any) -> Any:
     return kernel if triton is None else triton.jit(kernel)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def _jit_varying(*names: str) -> Any:
+    """The same for kernels with numbers that vary from launch to launch: not compiled anew where one is 1, or a
+    multiple of 16."""
+    return lambda kernel: kernel if triton is None else triton.jit(kernel, do_not_specialize=list(names))  # pyright: ignore[reportAttributeAccessIssue]
+
+
 # `no_type_check` keeps checkers that rewrite functions at import away from kernels, which Triton reads as text.
 
 
@@ -70,14 +76,15 @@ def store_update(total, stride, i, j, rows, columns, n, product, weight, PACKED:
             tl.store(total + columns[None, :] * stride + rows[:, None], updated, mask=inside)
 
 
-@_jit
+@_jit_varying("rows_each")
 @no_type_check
 def gram_kernel(
-    total, X, weight, alpha, partial, m, n, rows_each,
+    total, X, weight, by, alpha, partial, m, n, rows_each,
     total_k, total_row, X_k, X_row,
-    LISTED: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    LISTED: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr, HAS_BY: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of alpha·XᵀX: written into the total (SPLIT 1), or the part of some rows into `partial`.
+    """One tile of alpha·XᵀX: written into the total, or (SPLIT) the part of some rows into `partial`.
 
     X is a tuple: one stack, or as many matrices of equal strides as there are totals.
     """
@@ -105,19 +112,21 @@ def gram_kernel(
             left_at += BLOCK_ROWS * X_row
             right_at += BLOCK_ROWS * X_row
         acc *= alpha
-        if SPLIT == 1:
+        if HAS_BY:
+            acc *= tl.load(by)
+        if not SPLIT:
             store_update(total + k * total_k, total_row, i, j, left, right, n, acc, w, PACKED)
         else:
-            tile = (part + SPLIT * k) * tl.num_programs(0) + index
+            tile = (part + tl.num_programs(1) * k) * tl.num_programs(0) + index
             line, column = tl.arange(0, BLOCK), tl.arange(0, BLOCK)
             tl.store(partial + tile * BLOCK * BLOCK + line[:, None] * BLOCK + column[None, :], acc)
 
 
-@_jit
+@_jit_varying("parts")
 @no_type_check
 def gram_finish_kernel(
-    total, weight, partial, n, total_k, total_row,
-    SPLIT: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr,
+    total, weight, partial, parts, n, total_k, total_row,
+    PACKED: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """The sum of the parts that `gram_kernel` left, LINES lines of a tile at a time, written into the total."""
     index, chunk, k = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -127,8 +136,8 @@ def gram_finish_kernel(
         line = chunk * LINES + tl.arange(0, LINES)
         column = tl.arange(0, BLOCK)
         acc = tl.zeros((LINES, BLOCK), dtype=tl.float32)
-        for part in range(SPLIT):
-            tile = (part + SPLIT * k) * tl.num_programs(0) + index
+        for part in range(parts):
+            tile = (part + parts * k) * tl.num_programs(0) + index
             acc += tl.load(partial + tile * BLOCK * BLOCK + line[:, None] * BLOCK + column[None, :])
         store_update(total + k * total_k, total_row, i, j, i * BLOCK + line, j * BLOCK + column, n, acc, w, PACKED)
 

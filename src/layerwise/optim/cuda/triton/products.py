@@ -47,6 +47,7 @@ def gram_update_(
     X: Float[Tensor, "*K m n"] | Sequence[Float[Tensor, "m n"]],
     weight: Float32[Tensor, "*K"],
     alpha: int | float = 1.0,
+    by: Tensor | None = None,
     *,
     tiles: Tiles = GRAM_TILES,
     parts: int | None = None,
@@ -65,8 +66,18 @@ def gram_update_(
     if K == 0 or n == 0:
         return total
     _check_gram(total_, matrices)
-    launch_gram(total_, matrices, weight, alpha, tiles, parts)
+    launch_gram(total_, matrices, weight, alpha, tiles, parts, by=by)
     return total
+
+
+def filled_up(matrices: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Matrices that a kernel takes as a list, the first one repeated: few lengths, for each of which one is compiled.
+
+    >>> [len(filled_up((torch.empty(2, 2),) * n)) for n in (1, 2, 16, 17)]
+    [16, 16, 16, 32]
+    """
+    wanted = 1 if len(matrices) == 1 and matrices[0].ndim == 3 else max(16, 1 << (len(matrices) - 1).bit_length())
+    return (*matrices, *[matrices[0]] * (wanted - len(matrices)))
 
 
 def launch_gram(
@@ -77,6 +88,7 @@ def launch_gram(
     tiles: Tiles,
     parts: int | None,
     packed: bool = False,
+    by: Tensor | None = None,
 ) -> None:
     """The kernels of `gram_update_`, for totals ``[K, n, n]`` or `packed` ones."""
     first, weight, K = matrices[0], weight.reshape(-1).contiguous(), len(total)
@@ -88,17 +100,18 @@ def launch_gram(
     rows_each = ceil(ceil(m, parts), tiles.depth) * tiles.depth
     shape = (parts, K, count, tiles.n, tiles.n) if parts > 1 else (1,)
     partial = torch.empty(shape, dtype=torch.float32, device=total.device)
-    strides = total.stride()[:2]
+    strides, listed = total.stride()[:2], filled_up(matrices)
     with on(total.device):
         kernels().gram_kernel[(count, parts, K)](
-            total, matrices, weight, float(alpha), partial, m, n, rows_each, *strides, X_k, first.stride(-2),
-            LISTED=len(matrices), SPLIT=parts, PACKED=packed, BLOCK=tiles.n, BLOCK_ROWS=tiles.depth,
+            total, listed, weight, by, float(alpha), partial, m, n, rows_each, *strides, X_k, first.stride(-2),
+            LISTED=len(listed), SPLIT=parts > 1, PACKED=packed, HAS_BY=by is not None, BLOCK=tiles.n,
+            BLOCK_ROWS=tiles.depth,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         if parts > 1:
             lines = min(FINISH_LINES, tiles.n)
             kernels().gram_finish_kernel[(count, tiles.n // lines, K)](
-                total, weight, partial, n, *strides, SPLIT=parts, PACKED=packed, BLOCK=tiles.n, LINES=lines, num_warps=4
+                total, weight, partial, parts, n, *strides, PACKED=packed, BLOCK=tiles.n, LINES=lines, num_warps=4
             )
 
 

@@ -1,0 +1,130 @@
+"""Losses with eigenbases followed by one sweep of products a refresh, beside those with exact decompositions.
+
+    LAYERWISE_DATA=… python benchmarks/bases.py                    # text/tinyshakespeare.txt in that folder
+    python benchmarks/bases.py --members SOAP --seeds 5 --steps 600 --json bases.json
+    python benchmarks/bases.py --small --device cpu                # 2 × 48, minutes on a CPU
+    python benchmarks/bases.py --tiny --device cpu                 # seconds, to see that all runs
+
+The character GPT of `shakespeare.py`, trained twice for every member and seed from the same weights on the same
+batches: with `solver="products"` (begun by orthogonal iteration, one sweep at every refresh) and with `solver="eigh"`
+(for SOAP its own step of orthogonal iteration by QR, which is what its authors do). Without dropout, so that both see
+the same noise. The table has the validation loss at the end, and the mean training loss of the last fifth. On a CPU the
+code of the GPU runs, by plain torch.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from shakespeare import SAMPLE
+from shakespeare_members import MEMBERS
+from shakespeare_model import TINY, Size, Text, cross_entropy
+from shakespeare_runs import Race
+from torch import nn
+
+from layerwise.optim.engine import Layerwise
+
+SMALL = Size(2, 48, 4, 32, 16, steps=150, warm_up=15, evaluation_batches=40)
+SOLVERS = ("products", "eigh")
+
+
+def train(race: Race, member: str, solver: str) -> dict:
+    """One run: losses, what went wrong, and seconds of the first ten steps and of all."""
+    model = race.model()
+    (opt,) = MEMBERS[member].make(model, MEMBERS[member].rate, solver=solver)
+    rates = [float(group["lr"]) for group in opt.param_groups]
+    stream, losses, begin, first = race.text.generator(race.seed), [], time.perf_counter(), 0.0
+    for step in range(race.size.steps):
+        for group, rate in zip(opt.param_groups, rates, strict=True):
+            group["lr"] = rate * race.factor(step)
+        opt.zero_grad()
+        x, y = race.text.batch(race.text.train, stream)
+        with race.autocast():
+            loss = cross_entropy(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        opt.step()
+        losses.append(loss.detach())
+        if step == 9:
+            losses[-1].item()  # wait for the device
+            first = time.perf_counter() - begin
+    lately = float(torch.stack(losses[-max(1, len(losses) // 5) :]).mean())
+    seconds = time.perf_counter() - begin
+    assert isinstance(opt, Layerwise)
+    health = opt.health()
+    return {
+        "member": member, "solver": solver, "seed": race.seed,
+        "training": lately, "validation": validation(race, model), "first_ten_s": round(first, 3), "seconds": round(seconds, 2), "fallbacks": health.fallbacks,
+        "skipped_steps": health.skipped_steps,
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def validation(race: Race, model: nn.Module) -> float:
+    """Mean over batches that are the same for all."""
+    model.eval()
+    with race.autocast():
+        return float(torch.stack([cross_entropy(model(x), y) for x, y in race.text.validation_batches()]).mean())
+
+
+def summary(runs: list[dict], member: str) -> dict:
+    """Of one member: means over seeds, and the difference by pairs, with its standard error."""
+    found: dict = {"member": member}
+    by = {(run["solver"], run["seed"]): run for run in runs if run["member"] == member}
+    seeds = sorted({seed for _, seed in by})
+    for what in ("validation", "training"):
+        pairs = [[by[solver, seed][what] for solver in SOLVERS] for seed in seeds]
+        found[what] = {solver: statistics.mean(pair[i] for pair in pairs) for i, solver in enumerate(SOLVERS)}
+        apart = [a - b for a, b in pairs]
+        error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else None
+        found[what] |= {"difference": statistics.mean(apart), "standard_error": error}
+    return found
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--members", nargs="+", default=["SOAP", "EKFAC", "Shampoo"], choices=sorted(MEMBERS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--small", action="store_true", help="a model for a CPU")
+    parser.add_argument("--tiny", action="store_true", help="seconds, to see that all runs")
+    parser.add_argument("--json", type=Path, help="also write the JSON here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    asked = arguments()
+    size = replace(TINY if asked.tiny else SMALL if asked.small else Size(), dropout=0.0)
+    size = replace(size, steps=asked.steps or size.steps)
+    if asked.device == "cpu":  # the GPU's code, by plain torch
+        Layerwise.host_may_sync = property(lambda _: False)  # type: ignore[assignment]
+    data = Path(os.environ.get("LAYERWISE_DATA", "data")) / "text" / "tinyshakespeare.txt"
+    text = Text(SAMPLE, size, asked.device) if asked.tiny else Text.read(data, size, asked.device)
+    runs = []
+    print(f"  {'':10s}{'solver':>10s}{'seed':>6s}{'validation':>12s}{'training':>10s}{'first ten, s':>14s}  fallbacks")
+    for member in asked.members:
+        for seed in range(asked.seeds):
+            for solver in SOLVERS:
+                runs.append(run := train(Race(text, size, 0.0, 0.0, False, seed), member, solver))
+                losses = f"{run['validation']:12.4f}{run['training']:10.4f}{run['first_ten_s']:14.2f}"
+                print(f"  {member:10s}{solver:>10s}{seed:6d}{losses}{run['fallbacks']:11d}", flush=True)
+    found = [summary(runs, member) for member in asked.members]
+    for line in found:
+        of, error = line["validation"], line["validation"]["standard_error"]
+        said = "" if error is None else f" ± {error:.4f}"
+        both = f"{of['products']:.4f} by products, {of['eigh']:.4f} exact"
+        print(f"  {line['member']}: {both}, {of['difference']:+.4f}{said}")
+    record = json.dumps({"device": asked.device, "steps": size.steps, "runs": runs, "summary": found})
+    print(record)
+    if asked.json:
+        asked.json.write_text(record, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""How often `lw.doctor` names the planted fault first, and whether its ranking of optimizers is that of short runs.
+
+    python benchmarks/doctor.py                       all three parts, on seeds that no threshold was chosen on
+    python benchmarks/doctor.py zoo --seeds 10 11     planted faults and healthy networks: what is found first
+    python benchmarks/doctor.py ranking               predicted decrease of nine optimizers against tuned runs
+    python benchmarks/doctor.py gpt                   time and memory on a transformer of 6 × 384
+
+Prints tables, and one JSON line at the end. The zoo takes some five minutes a seed on one core, the ranking some ten.
+"""
+
+import argparse
+import copy
+import json
+import math
+import resource
+import statistics
+import time
+import warnings
+from collections.abc import Sequence
+
+import doctor_zoo
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import layerwise as lw
+
+RANKED = ("healthy-mlp", "healthy-regression", "healthy-trained", "fresh-gelu", "fresh-conv1d")
+"""Networks on which optimizers are compared."""
+STEPS = (10, 40)
+"""Lengths of the runs."""
+RATES = {"SGD": (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)}
+OTHER_RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+BATCH = 128
+
+
+# --- zoo -------------------------------------------------------------------------------------------------------------
+
+
+def zoo(seeds: Sequence[int], only: str = "") -> dict:
+    """Every patient with every seed; what is found first."""
+    rows = []
+    print(f"{'patient':32s}{'network':30s}{'seed':>5s}  {'planted':24s}{'found first':30s}{'s':>6s}")
+    for one in doctor_zoo.ZOO:
+        if only not in one.name:
+            continue
+        for seed in seeds:
+            case, start = doctor_zoo.made(one, seed), time.process_time()
+            report = lw.doctor(
+                case.model,
+                case.data,
+                case.likelihood,
+                optimizer=case.optimizer,
+                members=("SGD", "Adam", "KFAC"),
+                seconds=600,
+            )
+            first = report.findings[0] if report.findings else None
+            severe = bool(report.severe())
+            right = not severe if one.fault is None else first is not None and first.kind == one.fault
+            found = "nothing" if first is None else f"{first.kind} ({first.severity})"
+            planted = one.fault or "–"
+            cpu = time.process_time() - start
+            mark = " " if right else "✗"
+            print(
+                f"{one.name:32s}{one.architecture:30s}{seed:5d}  {planted:24s}{found:30s}{cpu:6.1f} {mark}", flush=True
+            )
+            rows.append(
+                {"name": one.name, "fault": one.fault, "tuned": one.tuned, "seed": seed, "found": found, "right": right}
+            )
+    summary = {}
+    for part, tuned in (("networks that thresholds were chosen on", True), ("networks never looked at", False)):
+        for what, healthy in (("fault named first", False), ("healthy: nothing severe", True)):
+            some = [row for row in rows if row["tuned"] == tuned and (row["fault"] is None) == healthy]
+            if some:
+                right = sum(row["right"] for row in some)
+                print(f"{part}, {what}: {right} of {len(some)} ({100 * right / len(some):.0f} %)")
+                summary[f"{part}: {what}"] = [right, len(some)]
+    return {"seeds": list(seeds), "summary": summary, "wrong": [row for row in rows if not row["right"]]}
+
+
+# --- ranking ---------------------------------------------------------------------------------------------------------
+
+
+def ranking(seeds: Sequence[int], names: Sequence[str] = RANKED) -> dict:
+    """Spearman's correlation of predicted decreases with those of runs, each at the best of six rates."""
+    found = []
+    for name in names:
+        one = next(patient for patient in doctor_zoo.ZOO if patient.name == name)
+        for seed in seeds:
+            case = doctor_zoo.made(one, seed)
+            report = lw.doctor(case.model, case.data, case.likelihood, seconds=600)
+            predicted = {step.name: step.predicted for step in report.measured.steps}
+            one_step = {step.name: step.measured or 0.0 for step in report.measured.steps}
+            row = {"network": name, "seed": seed, "members": len(predicted)}
+            runs = {member: best_runs(case, member) for member in predicted}
+            for steps in STEPS:
+                ends = {member: run[steps] for member, run in runs.items()}
+                decreases = {member: report.measured.loss - end for member, end in ends.items()}
+                row[f"predicted_{steps}"] = spearman(predicted, decreases)
+                row[f"measured_step_{steps}"] = spearman(one_step, decreases)
+                row[f"best_{steps}"] = min(ends, key=lambda member: ends[member])
+                chosen = max(predicted, key=lambda member: predicted[member])
+                order = sorted(ends, key=lambda member: ends[member])
+                row[f"place_of_choice_{steps}"] = order.index(chosen) + 1
+            found.append(row)
+            shown = ", ".join(
+                f"{key} {value:.2f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
+            )
+            print(shown, flush=True)
+    summary = {}
+    for key in [f"{what}_{steps}" for steps in STEPS for what in ("predicted", "measured_step", "place_of_choice")]:
+        values = [row[key] for row in found]
+        spread = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
+        summary[key] = [round(statistics.mean(values), 3), round(spread, 3)]
+        print(f"{key:24s} mean {statistics.mean(values):.2f} ± {spread:.2f} over {len(values)} networks")
+    return {"summary": summary, "runs": found}
+
+
+def best_runs(case: doctor_zoo.Case, member: str) -> dict[int, float]:
+    """The loss after so many steps, each at the best of the rates."""
+    runs = [run(case, member, rate) for rate in RATES.get(member, OTHER_RATES)]
+    return {steps: min(one[steps] for one in runs) for steps in STEPS}
+
+
+def run(case: doctor_zoo.Case, member: str, rate: float) -> dict[int, float]:
+    """The loss on all data after some steps on batches; infinite where it is not finite."""
+    model, (x, y) = copy.deepcopy(case.model).train(), case.data
+    values = y.is_floating_point()
+    law = {"likelihood": "gaussian" if values else "categorical"} if member in ("KFAC", "EKFAC") else {}
+    found = dict.fromkeys(STEPS, math.inf)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        f = model(x)
+        return 0.5 * (f - y).square().sum(-1).mean() if values else F.cross_entropy(f, y)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        opt = getattr(lw.optim, member)(model, lr=rate, weight_decay=0.0, **law)
+        order = torch.Generator().manual_seed(0)
+        for step in range(1, max(STEPS) + 1):
+            rows = torch.randint(len(x), (BATCH,), generator=order)
+            opt.zero_grad()
+            value = loss(x[rows], y[rows])
+            if not math.isfinite(value.item()):
+                break
+            value.backward()
+            opt.step()
+            if step in STEPS:
+                with torch.no_grad():
+                    end = loss(x, y).item()
+                found[step] = end if math.isfinite(end) else math.inf
+    return found
+
+
+def spearman(first: dict[str, float], second: dict[str, float]) -> float:
+    """Correlation of ranks; ties, of which there are none but among diverged runs, in any order."""
+    ranks = [torch.tensor([values[key] for key in first]).argsort().argsort().double() for values in (first, second)]
+    return float(torch.corrcoef(torch.stack(ranks))[0, 1])
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+
+
+def gpt(seconds: float, device: str) -> dict:
+    """Six blocks of width 384 on 8 sequences of 128 letters."""
+    with doctor_zoo.seeded(0):
+        model: nn.Module = doctor_zoo.GPT(letters=65, width=384, depth=6, heads=6, length=128)
+        data = doctor_zoo.text(n=8, length=128, letters=65)
+    model, data = model.to(device), tuple(t.to(device) for t in data)
+    start, cpu = time.perf_counter(), time.process_time()
+    report = lw.doctor(model, data, seconds=seconds)
+    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(report)
+    print(f"{wall:.1f} s wall, {cpu:.1f} s CPU, {torch.get_num_threads()} threads, peak {peak:.0f} MB")
+    steps = [step.name for step in report.measured.steps]
+    spent = {key: round(value, 2) for key, value in report.measured.seconds.items()}
+    return {"wall": wall, "cpu": cpu, "peak_mb": peak, "steps": steps, "spent": spent, "device": device}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=("all", "zoo", "ranking", "gpt"), default="all")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[10])
+    parser.add_argument("--only", default="", help="patients whose name has this in it")
+    parser.add_argument("--seconds", type=float, default=60.0, help="budget of the part gpt")
+    parser.add_argument("--device", default="cpu", help="of the part gpt")
+    options = parser.parse_args()
+    results: dict = {"benchmark": "doctor", "torch": torch.__version__}
+    if options.part in ("all", "zoo"):
+        results["zoo"] = zoo(options.seeds, options.only)
+    if options.part in ("all", "ranking"):
+        results["ranking"] = ranking(options.seeds)
+    if options.part in ("all", "gpt"):
+        results["gpt"] = gpt(options.seconds, options.device)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What `benchmarks/shakespeare.py` races: a character model, its optimizers, and single runs."""

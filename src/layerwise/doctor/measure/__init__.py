@@ -1,0 +1,1 @@
+"""Measurements, a file for each kind."""

@@ -1,0 +1,109 @@
+"""Passes over a stack's parameters and gradients as Triton kernels, one launch each; see `cuda.pieces`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtyping import Bool, Float, Int32, Int64
+from torch import Tensor
+
+from layerwise.optim.cuda.triton.arguments import byte, listed
+from layerwise.optim.cuda.triton.device import kernels, on
+
+ROWS, COLUMNS = 32, 128
+"""Of the tile that a program takes."""
+VECTOR = 8
+"""Entries that are read at once where everything is aligned."""
+FIELDS = 11
+"""Numbers that say where a piece lies (`cuda.pieces.Piece`)."""
+
+
+def _how(aligned: bool) -> dict[str, Any]:
+    return {"ROWS": ROWS, "COLUMNS": COLUMNS, "FIELDS": FIELDS, "ALIGNED": aligned, "num_warps": 8}
+
+
+def magnitudes_(
+    bits: Int32[Tensor, "n"],
+    tiles: Int32[Tensor, "T 3"],
+    pieces: Int64[Tensor, "p f"],
+    addresses: Int64[Tensor, "n"],
+    like: Tensor,
+    aligned: bool,
+) -> None:
+    """The largest magnitude of each tensor that the table has, where it is more than what is there."""
+    with on(bits.device):
+        kernels("piece_kernels").magnitude_kernel[(len(tiles),)](
+            bits, tiles, pieces, addresses, like, **_how(aligned)
+        )  # fmt: skip
+
+
+def gather_(
+    out: Float[Tensor, "K O I"],
+    tiles: Int32[Tensor, "T 3"],
+    pieces: Int64[Tensor, "p f"],
+    addresses: Int64[Tensor, "n"],
+    like: Tensor,
+    factor: float,
+    all_finite: Bool[Tensor, ""],
+    aligned: bool,
+) -> None:
+    """Fill a stack with `factor` times the tensors; zeros in a step that is left out."""
+    with on(out.device):
+        kernels("piece_kernels").gather_kernel[(len(tiles),)](
+            out, tiles, pieces, addresses, like, byte(all_finite), float(factor), **_how(aligned)
+        )
+
+
+def finish_(
+    tiles: Int32[Tensor, "T 3"],
+    pieces: Int64[Tensor, "p f"],
+    addresses: Int64[Tensor, "n"],
+    like: Tensor,
+    D: Float[Tensor, "K O I"],
+    scales: Sequence[Tensor],
+    momentum: Float[Tensor, "K O I"] | None,
+    rates: Float[Tensor, "r 2"],
+    mu: float,
+    nesterov: bool,
+    factor: Tensor | None,
+    all_finite: Bool[Tensor, ""],
+    aligned: bool,
+) -> None:
+    """The end of a step: momentum, decoupled decay and descent.
+
+        momentum ← mu·momentum + factor·D,    W ← (1 − lr·decay) W − lr·momentum
+
+    `rates` are ``(1 − lr·decay, lr)``. With `nesterov` the update is ``factor·D + mu·momentum``, without `momentum` it
+    is ``factor·D``. D may be of half precision, and has `scales` that it is divided by, ``[K]`` each.
+    """
+    with on(D.device):
+        kernels("piece_kernels").finish_kernel[(len(tiles),)](
+            tiles, pieces, addresses, like, D, listed(scales, 0), momentum, factor, rates, byte(all_finite), float(mu),
+            SCALES=len(scales), HAS_MOMENTUM=momentum is not None, NESTEROV=nesterov, HAS_FACTOR=factor is not None,
+            **_how(aligned),
+        )  # fmt: skip
+
+
+def adam_finish_(
+    tiles: Int32[Tensor, "T 3"],
+    pieces: Int64[Tensor, "p f"],
+    addresses: tuple[Int64[Tensor, "n"], Int64[Tensor, "n"]],
+    like: Tensor,
+    moments: tuple[Float[Tensor, "K O I"], Float[Tensor, "K O I"]],
+    corrections: tuple[Float[Tensor, "K"], Float[Tensor, "K"]],
+    rates: Float[Tensor, "r 2"],
+    scale: float,
+    betas: tuple[float, float],
+    eps: float,
+    all_finite: Bool[Tensor, ""],
+    aligned: bool,
+) -> None:
+    """A whole step of AdamW, from gradients (the first addresses) to parameters; gradients are times `scale`.
+
+    The corrections are ``1 − βᵗ``, of the first group of a piece for all of it.
+    """
+    (b1, b2), (M, V) = betas, moments
+    with on(M.device):
+        kernels("piece_kernels").adam_finish_kernel[(len(tiles),)](
+            tiles, pieces, *addresses, like, M, V, *corrections, rates, byte(all_finite), float(scale), float(1 - b1),
+            float(b2), float(1 - b2), float(eps), **_how(aligned),
+        )  # fmt: skip
