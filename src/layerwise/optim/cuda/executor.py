@@ -2,9 +2,9 @@
 
 The same order as `step.update.EagerExecutor`, which is the one to read first. What the host would have to ask the
 device for stays there: whether gradients are finite is a mask (`DeviceStep.all_finite`); where it is false the gathered
-gradient is zero, and kernels write nothing. Counts are added up on the device, refinements report two steps late
-(`monitor`). So that no step is slow, refreshes are staggered (`stagger`), statistics and examples of a batch deferred,
-and whole steps captured as CUDA graphs (`captured_step`).
+gradient is zero, and kernels write nothing. Counts are added up on the device. So that no step is slow, refreshes are
+staggered (`stagger`), statistics and examples of a batch deferred, and whole steps captured as CUDA graphs
+(`captured_step`).
 """
 
 from collections.abc import Callable, Hashable, Sequence
