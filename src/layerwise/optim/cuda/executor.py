@@ -245,10 +245,10 @@ class AsynchronousExecutor(Executor):
         """Directions, and what is made of them; one stack after the other where none has to wait for all others."""
         if self.clip.kind is None and not self.damping.adaptive:
             for part in parts:
-                if part.grad.numel():
-                    self._finish(part, self._direction(part), 1.0)
-                else:
+                if part.grad.ndim == 1:  # left where it lies (`_gradient`); a gathered one may be empty too
                     self._adamw(part)
+                else:
+                    self._finish(part, self._direction(part), 1.0)
             return
         directions = [self._direction(part) for part in parts]
         # Before momentum: an average of former directions may have any sign beside the present gradient.
