@@ -68,7 +68,7 @@ def zoo(seeds: Sequence[int], only: str = "") -> dict:
                 {"name": one.name, "fault": one.fault, "tuned": one.tuned, "seed": seed, "found": found, "right": right}
             )
     summary = {}
-    for part, tuned in (("networks that thresholds were chosen on", True), ("networks never looked at", False)):
+    for part, tuned in (("networks that thresholds were chosen on", True), ("networks written down afterwards", False)):
         for what, healthy in (("fault named first", False), ("healthy: nothing severe", True)):
             some = [row for row in rows if row["tuned"] == tuned and (row["fault"] is None) == healthy]
             if some:

@@ -34,13 +34,11 @@ from pathlib import Path
 import torch
 from processes import ProcessError, cold_caches, output_of
 from shakespeare.members import MEMBERS, RATES
-from shakespeare.model import TINY, Size, Text
+from shakespeare.model import SAMPLE, TINY, Size, Text
 from shakespeare.runs import Race, Run, run
 
 AIM_SECONDS, AIM_MEMBERS = 14.0, 4
 TUNING_SEED = 0
-SAMPLE = "Shall I compare thee to a summer's day? Thou art more lovely and more temperate. " * 40
-"""For --tiny, where no data is at hand."""
 
 
 def print_head(target: float) -> None:

@@ -30,24 +30,27 @@ def _torch_muon(model: nn.Module, lr: float) -> Optimizers:
     return [muon, _adamw(rest, lr)]
 
 
-def _own(member: str, **options: Any) -> Make:
-    """With its defaults, but for betas and decay, which are everybody's."""
+def own(member: str, **options: Any) -> Make:
+    """With its defaults and `OPTIONS`, but for betas and decay, which are everybody's."""
 
     def make(model: nn.Module, lr: float) -> Optimizers:
         overrides = {name: {"update": "fallback"} for name in REST}
         usual = {"lr": lr, "betas": BETAS, "weight_decay": DECAY, "overrides": overrides}
-        return [getattr(lw.optim, member)(model, **usual, **options)]
+        return [getattr(lw.optim, member)(model, **usual, **OPTIONS[member], **options)]
 
     return make
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "Muon": {},
+    "SOAP": {},
+    "Shampoo": {},
+    # statistics of drawn labels cost a backward: every tenth step
+    "KFAC": {"factor_every": 10},
+    "EKFAC": {"factor_every": 10, "scaling": "running"},
+}
 MEMBERS: dict[str, Make] = {
     "torch AdamW": lambda model, lr: [_adamw(list(model.parameters()), lr)],
     "torch Muon": _torch_muon,
-    "Muon": _own("Muon"),
-    "SOAP": _own("SOAP"),
-    "Shampoo": _own("Shampoo"),
-    # statistics of drawn labels cost a backward: every tenth step
-    "KFAC": _own("KFAC", factor_every=10),
-    "EKFAC": _own("EKFAC", factor_every=10, scaling="running"),
+    **{member: own(member) for member in OPTIONS},
 }

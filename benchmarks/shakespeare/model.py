@@ -25,6 +25,8 @@ class Size:
 
 
 TINY = Size(2, 32, 4, 16, 8, steps=30, warm_up=5, evaluate_every=10)
+SAMPLE = "Shall I compare thee to a summer's day? Thou art more lovely and more temperate. " * 40
+"""For --tiny, where no data is at hand."""
 
 
 class Block(nn.Module):

@@ -120,10 +120,11 @@ def test_norms_of_adam(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], 
     def call() -> list[Tensor]:
         m, v, g = randn(2 * K, *shape[1:])[::2], randn(*shape, seed=1).square(), randn(*shape, seed=2)
         g = g * torch.nan if all_finite == "shut" else g
-        return [m, v, elementwise.adam_norms_(m, v, g, **numbers, all_finite=mask_of(all_finite))]
+        return [m, v, *elementwise.adam_norms_(m, v, g, **numbers, all_finite=mask_of(all_finite))]
 
     found, expected = both(monkeypatch, call)
-    close(found, expected, 1e-5)
+    known = 3 if all_finite == "shut" else 4  # of a step left out the largest of m may be zero
+    close(found[:known], expected[:known], 1e-5)
     assert all(torch.isfinite(x).all() for x in found)
     assert bool((found[2] > 0).all()) == (all_finite != "shut")
     assert torch.equal(call()[2], found[2])  # added in an order that does not change

@@ -1,4 +1,4 @@
-"""Inverses by products of blocks, and first bases, on a GPU: against float64, captured, whatever TF32 is set to."""
+"""Inverses by products of blocks on a GPU: against float64, captured, whatever TF32 is set to."""
 
 from collections.abc import Iterator
 
@@ -8,8 +8,6 @@ from torch import Tensor
 
 from layerwise.optim.cuda.linalg import block_inverse as blocks
 from layerwise.optim.cuda.linalg.block_inverse import block_inverse, leaf_inverse
-from layerwise.optim.cuda.linalg.first_basis import first_basis
-from layerwise.optim.cuda.linalg.jacobi import tracked_basis
 from layerwise.optim.cuda.linalg.products import HALF_PAIRS
 from layerwise.optim.cuda.triton import products as triton_products
 from random_tensors import cuda_randn as randn
@@ -103,14 +101,3 @@ def test_captured_as_a_graph():
     graph.replay()
     torch.cuda.synchronize()
     assert error(out, held) < 1e-4
-
-
-@pytest.mark.parametrize("n", [64, 784, 3088])
-def test_a_first_basis(n: int):
-    M = factor(n)
-    U, good = first_basis(M, HALF_PAIRS)
-    assert good.all()
-    left = tracked_basis(M.double(), U.double(), 0, measured=True)[2].max()
-    assert float(left) < 1.0
-    assert float(torch.linalg.matrix_norm(U.mT @ U - torch.eye(n, device="cuda"), ord=2).max()) < 0.5
-    assert float(tracked_basis(M, U, 3, HALF_PAIRS)[2][-1].max()) < 0.7 * float(left)

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.linalg.block_inverse import block_inverse
-from layerwise.optim.cuda.linalg.first_basis import first_basis
 from layerwise.optim.cuda.linalg.jacobi import coupling, rotation, second_order, tracked_basis
 from layerwise.optim.cuda.linalg.products import HALF_PAIRS
 from layerwise.optim.cuda.linalg.split_fp16 import HalfPair
@@ -150,7 +149,6 @@ def test_nothing_waits():
     M, U = torch.eye(128, device="cuda").expand(2, 128, 128), torch.eye(128, device="cuda").repeat(2, 1, 1)
     tracked_basis(M, U, 2, HALF_PAIRS)
     block_inverse(M.clone(), HALF_PAIRS)
-    first_basis(M, HALF_PAIRS)
     split_fp16.rough_product(M, U)
 
 

@@ -251,7 +251,7 @@ def test_a_resumed_basis_is_not_begun_again(name: str, monkeypatch: pytest.Monke
     other = make(model, lr=0.01, refresh_every=2, solver="products")
     other.load_state_dict(copy.deepcopy(opt.state_dict()))
     begun = list[str]()
-    monkeypatch.setattr("layerwise.optim.cuda.basis.first_basis", lambda *_: begun.append("begun"))
+    monkeypatch.setattr("layerwise.optim.cuda.basis.TrackedSide._begin", lambda *_: begun.append("begun"))
     train(other, model, 3, 6)
     assert not begun
     assert other.health().refreshes > 0

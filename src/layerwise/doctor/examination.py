@@ -255,7 +255,7 @@ class Examination:
             targets.add(recorded.terms)
             per_example = self.law.loss(recorded.terms).detach().sum(1)
             losses.extend(zip(per_example.tolist(), recorded.terms.weight.sum(1).tolist(), strict=True))
-            pairs = self._more()
+            pairs = number == 0 or self._more()  # a first batch is finished whatever the time
 
             def gradient(spec: LayerSpec, io: LayerIO) -> None:
                 of(spec).add_gradient(io, number)
@@ -275,7 +275,7 @@ class Examination:
         """What the sums say of each layer."""
         sums, terms, (loss, _) = seen.sums, max(float(seen.totals.terms), 1e-300), seen.loss()
         factored = [one.spec for one in sums.values() if one.kronecker]
-        allowed = max(SPECTRA_SHARE * self.clock.seconds, 0.5)
+        allowed = max(min(SPECTRA_SHARE * self.clock.seconds, self.clock.left() / 2), 0.5)
         largest = affordable_spectrum(factored, allowed, self.device)
         if largest < max((max(spec.form.shape[1:]) for spec in factored if not spec.form.one_hot), default=0):
             self.notes.append(f"Spectra of layers with more features are those of {largest} of them.")

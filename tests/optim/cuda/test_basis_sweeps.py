@@ -1,4 +1,4 @@
-"""How bases are kept: begun once, one sweep a refresh, and what is not finite keeps the last one."""
+"""How bases are kept: begun once by eigh, one sweep a refresh, and what is not finite keeps the last one."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from gpu_objects import context_at, initial_state, matrix, set_factors
 from torch import Tensor
 
 from layerwise.optim.cuda import basis as bases
-from layerwise.optim.cuda.basis import FIRST_SWEEPS, YOUNG_STEPS, YOUNG_SWEEPS
+from layerwise.optim.cuda.basis import YOUNG_STEPS, YOUNG_SWEEPS
 from layerwise.optim.kronecker import KroneckerRoots
 from layerwise.optim.members.ekfac import CorrectedEigenvalues
 from layerwise.optim.members.soap import RotatedAdam
@@ -26,13 +26,13 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was made of products, in order."""
+    """Decompositions and sweeps, in order."""
     found = list[str]()
 
     def spied(name: str, own: Any) -> Any:
-        return lambda *args: found.append(name) or own(*args)
+        return lambda *args, **options: found.append(name) or own(*args, **options)
 
-    for name in ("first_basis", "tracked_half", "tracked_basis"):
+    for name in ("settled_eigh", "tracked_half", "tracked_basis"):
         monkeypatch.setattr(bases, name, spied(name, getattr(bases, name)))
     return found
 
@@ -52,7 +52,7 @@ def test_one_sweep_a_refresh(dtype: torch.dtype, calls: list[str]):
         X = normal(1, 8, 8, seed=turn).to(dtype)
         set_factors(state, P=X @ X.mT)
         refresh(ROOTS, state, shape, turn, health, [turn > 0])
-    assert calls == ["first_basis", *[sweep] * (FIRST_SWEEPS + 3)]
+    assert calls == ["settled_eigh", *[sweep] * 3]
     assert (health.fallbacks, health.refusals, health.restarts) == (0, 0, 0)
 
 
@@ -67,7 +67,7 @@ def test_some_sweeps_while_statistics_are_young(calls: list[str]):
         context = context_at(step, 1e-3, shape, memory={"fresh": [step > 1]})
         ROOTS.refresh(state, slice(0, 1), context)
         taken.append(calls.count("tracked_half"))
-    assert taken == [FIRST_SWEEPS, YOUNG_SWEEPS, YOUNG_SWEEPS, 1, 1]
+    assert taken == [0, YOUNG_SWEEPS, YOUNG_SWEEPS, 1, 1]
 
 
 def test_a_group_that_comes_later_is_begun(calls: list[str]):
@@ -76,7 +76,7 @@ def test_a_group_that_comes_later_is_begun(calls: list[str]):
     X = normal(2, 8, 8, seed=0)
     set_factors(state, P=X @ X.mT)
     refresh(ROOTS, state, shape, 0, Health(), [True, False])
-    assert calls == ["first_basis", *["tracked_half"] * FIRST_SWEEPS]
+    assert calls == ["settled_eigh"]
 
 
 @pytest.mark.parametrize("rule", [ROOTS, CorrectedEigenvalues(scaling="none")], ids=["Shampoo", "EKFAC"])
@@ -158,7 +158,7 @@ def test_one_factor_that_is_not_finite_does_not_cost_the_others(rule: UpdateRule
     S = U[1].mT @ M @ U[1]
     assert float((S - torch.diag(S.diagonal())).norm() / S.norm()) < 1e-2
     sides = 1 if rule is ROOTS else 2
-    assert health.fallbacks == sides * (1 + FIRST_SWEEPS + 11)
+    assert health.fallbacks == sides * 12
 
 
 def test_a_factor_of_zeros_keeps_what_it_has():

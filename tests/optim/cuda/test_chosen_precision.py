@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import layerwise as lw
 from layerwise.foundations.errors import InputError
 from layerwise.optim.cuda.backend import CudaBackend
-from layerwise.optim.cuda.precision import are_half
+from layerwise.optim.cuda.precision import ENTRIES, TELLING, are_half
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.options import Execution
 from random_tensors import randn
@@ -44,33 +44,61 @@ def test_half_precision_by_type_or_by_value(dtype: torch.dtype):
 
 
 def test_single_precision_of_one_entry_alone():
+    """Of those that are looked at: the first that are neither zero nor infinite."""
     X, Y = rounded(randn(5, 3), torch.bfloat16), rounded(randn(400, seed=1), torch.bfloat16)
-    Y[399] = 1 / 3
+    Y[ENTRIES - 1] = torch.pi / 10  # not 1/3: three times a number of bfloat16 has no more than 10 bits
     assert not are_half([X, Y])
     assert not are_half([Y])
-    assert not are_half([randn(3).double()])
+    assert not are_half([torch.cat([torch.zeros(100), Y])])
+    assert not are_half([randn(4).double()])
 
 
-def test_two_half_types_are_not_one():
-    """Numbers of bfloat16 in one tensor and of float16 in another: no type holds both."""
-    large, fine = torch.tensor([2.0**100]), torch.tensor([1.0 + 2.0**-10])
-    assert are_half([large])
-    assert are_half([fine])
-    assert not are_half([large, fine])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_that_were_clipped_or_scaled(dtype: torch.dtype, seed: int):
+    """By one number, as `clip_grad_norm_` and a gradient scaler do: the bits of a quotient stay. By two they do not."""
+    parameters = [nn.Parameter(torch.zeros(40, 30)), nn.Parameter(torch.zeros(40))]
+    for place, p in enumerate(parameters):
+        p.grad = rounded(randn(*p.shape, seed=10 * seed + place), dtype)
+    nn.utils.clip_grad_norm_(parameters, 0.1 + 0.077 * seed)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    assert are_half(grads)
+    assert are_half([grad * 0.7531 for grad in grads])
+    assert are_half([grad / 65536.0 for grad in grads])
+    assert not are_half([grad + 0.123 * rounded(randn(*grad.shape, seed=5), dtype) for grad in grads])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_single_precision_is_not_taken_for_half(seed: int):
+    """Also of few entries, which are multiples of some number by chance; of fewer nothing is said."""
+    assert not are_half([randn(TELLING, seed=seed)])
+    assert not are_half([randn(TELLING - 1, seed=seed)])
+    assert are_half([randn(TELLING - 1, seed=seed), rounded(randn(30, seed=seed), torch.bfloat16)])
+
+
+def test_bits_count_and_not_the_range():
+    """Numbers of bfloat16 in one tensor and of float16 in another: each has its own scale."""
+    large, fine = randn(20, seed=1).bfloat16().float() * 2.0**100, rounded(randn(20), torch.float16)
+    assert are_half([large, fine])
+    assert not are_half([large, fine, randn(20, seed=2)])
 
 
 def test_no_gradient_and_sparse_ones():
     assert not are_half([])
-    X = torch.sparse_coo_tensor([[1, 1]], torch.tensor([[1.0, 2.0], [0.5, 0.25]]), (4, 2), check_invariants=True)
+    values = rounded(randn(2, 30), torch.bfloat16)
+    X = torch.sparse_coo_tensor([[1, 2]], values, (4, 30), check_invariants=True)
     assert are_half([X])
-    assert not are_half([X / 7])
+    assert are_half([X / 7])
+    assert not are_half([X + torch.sparse_coo_tensor([[1, 2]], randn(2, 30, seed=1), (4, 30), check_invariants=True)])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_says_nothing_of_the_others(value: float):
     X = randn(5, 3)
-    X[2, 1] = value
+    X[2, 1] = X[0, 0] = value
     assert not are_half([X])
+    assert are_half([rounded(X, torch.bfloat16)])
+    assert not are_half([torch.full((5, 3), value)])
 
 
 # --- the choice -----------------------------------------------------------------------------------------------
@@ -109,7 +137,7 @@ def train(opt: Layerwise, model: nn.Module, steps: range, edit: Callable[[Tensor
 
 
 def kfac(model: nn.Module, **options: str) -> Layerwise:
-    return lw.optim.KFAC(model, lr=0.01, refresh_every=1, solver="newton", estimator="empirical", **options)
+    return lw.optim.KFAC(model, lr=0.01, refresh_every=1, solver="products", estimator="empirical", **options)
 
 
 def precisions(opt: Layerwise) -> set[str]:
@@ -161,13 +189,15 @@ def test_what_is_asked_for_wins(asked: str, edit: Callable[[Tensor], Tensor], mo
 @pytest.mark.usefixtures("asynchronous")
 def test_gradients_of_the_fallback_do_not_choose():
     model = net()
-    opt = lw.optim.KFAC(model, lr=0.01, solver="newton", estimator="empirical", overrides={"2": {"update": "fallback"}})
+    opt = lw.optim.KFAC(
+        model, lr=0.01, solver="products", estimator="empirical", overrides={"2": {"update": "fallback"}}
+    )
     train(opt, model, range(1), lambda grad: grad if grad.shape[0] == 3 else bfloat16(grad))
     assert opt._precision == "half"
 
 
 def test_on_a_cpu_nobody_chooses():
-    """Where "newton" is asked for there, products have 22 bits as before."""
+    """Where "products" is asked for there, products have 22 bits as before."""
     model = net()
     opt = kfac(model)
     train(opt, model, range(1), bfloat16)
@@ -197,7 +227,7 @@ def test_steps_are_those_of_what_was_chosen(edit: Callable[[Tensor], Tensor], sa
 
 def foof(model: nn.Module) -> Layerwise:
     """Which resumes without any number of the batch before."""
-    return lw.optim.FOOF(model, lr=0.01, refresh_every=1, solver="newton")
+    return lw.optim.FOOF(model, lr=0.01, refresh_every=1, solver="products")
 
 
 @pytest.mark.parametrize("how", ["pickle", "copy"])

@@ -1,5 +1,6 @@
 """Deferred statistics: every refresh sees the factors it would have seen, and nothing is kept longer."""
 
+import copy
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU 
 WIDTH, BATCH, DEPTH = 16, 12, 3
 MEMBERS: dict[str, Callable[..., Layerwise]] = {
     "KFAC": partial(lw.optim.KFAC, scale="formula"),
+    "KFAC of any scale": lw.optim.KFAC,
     "EKFAC": partial(lw.optim.EKFAC, scale="formula"),
     "EKFAC running": lambda model, **options: lw.optim.EKFAC(model, scaling="running", **options, scale="formula"),
     "K-FAC in a basis": lambda model, **options: lw.optim.KFAC(
@@ -128,6 +130,21 @@ def test_a_checkpoint_has_all_of_its_batch():
     resumed.steps(5)
     assert_same(resumed, expected.steps(5))
     assert_same(found.steps(5), expected)
+
+
+@pytest.mark.parametrize("over", [1, 4])
+@pytest.mark.parametrize("stopped", [4, 6, 7])
+def test_a_run_of_empirical_statistics_is_resumed(over: int, stopped: int):
+    """Whose loss's scale is taken out on the device: as without a break, wherever it stopped."""
+    options: dict[str, Any] = {"estimator": "empirical", "scale": "adam", "likelihood": None, "solver": "products"}
+    whole = Run(over, "KFAC of any scale", **options).steps(stopped)
+    resumed = Run(over, "KFAC of any scale", **options)
+    resumed.model.load_state_dict(whole.model.state_dict())
+    resumed.opt.load_state_dict(copy.deepcopy(whole.opt.state_dict()))
+    resumed.taken = stopped
+    begun = whole.weights()
+    assert_same(resumed.steps(5), whole.steps(5))
+    assert not any(torch.equal(a, b) for a, b in zip(begun, whole.weights(), strict=True))
 
 
 def test_a_report_changes_nothing():

@@ -167,7 +167,7 @@ def test_dot(way: str, shape: tuple[int, ...]):
 
 
 def adam_norms(shape: tuple[int, int, int], all_finite: Tensor | None, dtype: torch.dtype = torch.float32) -> None:
-    """Moments and norms against the formula in float64."""
+    """Moments, norms and the largest of m against the formula in float64."""
     K, b1, b2, eps = shape[0], 0.9, 0.99, 1e-3
     m, v, g = strided(*shape), strided(*shape, seed=1).square_(), strided(*shape, seed=2).to(dtype)
     t = torch.arange(1.0, K + 1).double().view(-1, 1, 1)
@@ -178,8 +178,8 @@ def adam_norms(shape: tuple[int, int, int], all_finite: Tensor | None, dtype: to
     if is_shut(all_finite):
         g[:] = torch.nan
     corrections = {"correction1": c1.flatten().float(), "correction2": c2.flatten().float()}
-    found = elementwise.adam_norms_(m, v, g, beta1=b1, beta2=b2, eps=eps, **corrections, all_finite=all_finite)
-    assert found.shape == (K,)
+    found, largest = elementwise.adam_norms_(m, v, g, beta1=b1, beta2=b2, eps=eps, **corrections, all_finite=all_finite)
+    assert found.shape == largest.shape == (K,)
     if is_shut(all_finite):
         assert found.tolist() == [0.0] * K
         assert torch.equal(m, before[0])
@@ -188,6 +188,7 @@ def adam_norms(shape: tuple[int, int, int], all_finite: Tensor | None, dtype: to
     close(m, M)
     close(v, V)
     close(found, expected, 1e-5)
+    assert torch.equal(largest, m.abs().amax((1, 2)))
 
 
 @pytest.mark.parametrize("all_finite", STEPS)
@@ -208,20 +209,21 @@ def test_norms_are_those_of_the_step_itself(way: str, all_finite: Tensor | None)
     numbers = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "correction1": ones, "correction2": 0.5 * ones}
     moments = [(torch.zeros(3, 17, 31), torch.zeros(3, 17, 31)) for _ in range(2)]
     step = elementwise.adam_(*moments[0], g, **numbers, all_finite=all_finite)
-    found = elementwise.adam_norms_(*moments[1], g, **numbers, all_finite=all_finite)
+    found, largest = elementwise.adam_norms_(*moments[1], g, **numbers, all_finite=all_finite)
     close(found, step.flatten(1).norm(dim=1), 1e-5)
-    assert found[1] == 0
+    assert found[1] == largest[1] == 0
     assert all(torch.equal(x, y) for x, y in zip(*moments, strict=True))
     none = torch.zeros(3, 0, 4)
-    assert elementwise.adam_norms_(none, none, none, **numbers).tolist() == [0.0] * 3
+    assert [x.tolist() for x in elementwise.adam_norms_(none, none, none, **numbers)] == [[0.0] * 3] * 2
 
 
 def test_a_norm_that_is_not_finite_stays_visible(way: str):
     g, ones = torch.ones(2, 20, 30), torch.ones(2)
     g[1, 19, 29] = torch.nan
     numbers = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "correction1": ones, "correction2": ones}
-    found = elementwise.adam_norms_(torch.zeros(2, 20, 30), torch.zeros(2, 20, 30), g, **numbers)
+    found, largest = elementwise.adam_norms_(torch.zeros(2, 20, 30), torch.zeros(2, 20, 30), g, **numbers)
     assert found.isfinite().tolist() == [True, False]
+    assert largest[0] == torch.tensor(0.0).lerp(torch.tensor(1.0), 1 - 0.9)
 
 
 def test_float64_stays_float64(monkeypatch: pytest.MonkeyPatch):
@@ -231,8 +233,9 @@ def test_float64_stays_float64(monkeypatch: pytest.MonkeyPatch):
     step = elementwise.adam_(m, v, g + 1e-12, **numbers)
     assert step.dtype == torch.float64
     assert torch.equal(m, g + 1e-12)
-    norms = elementwise.adam_norms_(m, v, g + 1e-12, **numbers)
+    norms, largest = elementwise.adam_norms_(m, v, g + 1e-12, **numbers)
     torch.testing.assert_close(norms, step.flatten(1).norm(dim=1), rtol=1e-14, atol=0)
+    assert torch.equal(largest, m.abs().amax((1, 2)))
 
 
 def test_what_fused_passes_do_not_take():
@@ -248,7 +251,7 @@ def test_what_fused_passes_do_not_take():
     with pytest.raises(InputError, match="out of shape"):
         elementwise.adam_(whole, whole, whole, **numbers, out=torch.zeros(1, 4, 3).mT)
     with pytest.raises(InputError, match="M of shape"):
-        elementwise.momentum_half_(torch.zeros(1, 4, 3).mT, whole, 0.9)
+        elementwise.momentum_update_(torch.zeros(1, 4, 3).mT, whole, 0.9)
     with pytest.raises(InputError, match="X of shape"):
         elementwise.dot(apart, whole)
     with pytest.raises(InputError, match="no larger"):

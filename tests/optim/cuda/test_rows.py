@@ -14,7 +14,7 @@ from layerwise.optim.cuda.factor import DeviceFactor
 from layerwise.optim.cuda.rows import Rows, StackRows, average_rows_, together
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.rule import Context, Health
-from layerwise.optim.statistics.accumulate import Accumulator
+from layerwise.optim.statistics.accumulate import Accumulator, Sums
 from random_tensors import randn
 
 
@@ -76,6 +76,37 @@ def test_only_layers_alike_go_together():
         assert together([one, other], [4, 4]) is None
     across = Rows(torch.ones(16, 16).half().mT, torch.float16)
     assert together([across, across], [16, 16]) is None
+
+
+# --- the loss's scale -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [0.37, 250.0])
+def test_rescaled_by_a_number_on_the_device(factor: float):
+    """As by the host's number: moments and rows of output gradients, not those of inputs."""
+    found, expected = (
+        Sums(randn(1, 16, 16), 40, randn(1, 8, 8, seed=1), 40, [], Rows(randn(40, 16).bfloat16(), torch.bfloat16),
+             Rows(randn(40, 8, seed=2).bfloat16(), torch.bfloat16, 4.0))
+        for _ in range(2)
+    )  # fmt: skip
+    found.rescale_by(torch.tensor(factor**2, dtype=torch.float64))
+    expected.rescale(factor)
+    for name in ("A", "G"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-6, atol=0)
+    for name in ("inputs", "outgrads"):
+        torch.testing.assert_close(
+            getattr(found, name).moment(), getattr(expected, name).moment(), rtol=1e-6, atol=1e-6
+        )
+    assert found.G is not None
+    assert found.G.dtype == torch.float32
+    assert not torch.allclose(found.G, randn(1, 8, 8, seed=1))
+    means, counts = [randn(1, 8, 8, seed=7) for _ in range(2)], [torch.ones(1) for _ in range(2)]
+    for sums, mean, count in zip((found, expected), means, counts, strict=True):
+        stack = together([sums.outgrads], [40])
+        assert stack is not None
+        average_rows_(mean, count, stack, 0.9, context_of())
+    torch.testing.assert_close(*means, rtol=1e-5, atol=1e-6 * factor**2)
+    assert not torch.allclose(means[0], randn(1, 8, 8, seed=7))
 
 
 class Residual(nn.Module):
@@ -231,3 +262,35 @@ def test_gradients_in_between_do_not_count(kept_rows: dict[str, int]):
                 opt.step()
             results.append([p.detach().clone() for p in m.parameters()])
     assert_close(*results)
+
+
+def trained_by(scale: float) -> tuple[Layerwise, list[Tensor]]:
+    """Empirical statistics of a loss times a number, with updates of Adam's size, which do not depend on it."""
+    torch.manual_seed(0)
+    model = Residual()
+    opt = lw.optim.KFAC(model, lr=0.01, estimator="empirical", factor_every=1, refresh_every=2, solver="products")
+    for step in range(6):
+        opt.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            f = model(randn(6, 8, seed=step))
+        (scale * f.float().square().sum(1).mean()).backward()
+        opt.step()
+    return opt, [p.detach().clone() for p in model.parameters()]
+
+
+def test_the_scale_of_the_loss_is_taken_out_on_the_device(kept_rows: dict[str, int], monkeypatch: pytest.MonkeyPatch):
+    """Trainings are those with the number that a host would have read, whatever the loss is multiplied by."""
+    called = []
+    own = Sums.rescale_by
+    monkeypatch.setattr(Sums, "rescale_by", lambda sums, squared: called.append(squared) or own(sums, squared))
+    _, found = trained_by(1.0)
+    assert kept_rows["averaged"] > 0
+    assert called
+    _, larger = trained_by(2.0**12)
+    monkeypatch.setattr(Sums, "rescale_by", lambda sums, squared: sums.rescale(float(squared) ** 0.5))
+    _, by_host = trained_by(1.0)
+    torch.manual_seed(0)
+    way = torch.cat([(a - p.detach()).flatten() for a, p in zip(found, Residual().parameters(), strict=True)]).norm()
+    for others in (larger, by_host):
+        apart = torch.cat([(a - b).flatten() for a, b in zip(found, others, strict=True)]).norm()
+        assert float(apart) < 1e-3 * float(way)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from interpreter import only_interpreted
 from layerwise.foundations.errors import InputError
+from layerwise.optim.cuda.linalg import packed
 from layerwise.optim.cuda.triton import columns as triton_columns
 from layerwise.optim.cuda.triton.columns import average_grams_
 from layerwise.optim.reference import running_weight
@@ -96,6 +97,42 @@ def test_more_matrices_than_one_launch_takes(monkeypatch: pytest.MonkeyPatch):
     expected = expected_mean(mean, [x.half() for x in X], 1.0, torch.ones(5).double(), True)
     average_grams_(mean, count, X, 1.0, 0.9, border=True, half=torch.float16)
     torch.testing.assert_close(mean.double(), expected, rtol=0, atol=1e-4)
+
+
+@only_interpreted
+@pytest.mark.parametrize("layers", [1, 2, 12, 16, 17])
+@pytest.mark.parametrize("packs", [False, True])
+def test_lists_of_any_length(layers: int, packs: bool):
+    """Lists are filled up, so that few lengths are compiled: what stands in for a matrix changes nothing."""
+    n, m, K = 16, 20, layers
+    X = [randn(m, n, seed=k).half() for k in range(K)]
+    square, count, by = symmetric(K, 32, 32), torch.arange(float(K)), torch.tensor(0.37)
+    weight = running_weight(count + 1, 0.9)
+    expected = expected_mean(square, X, 0.37 / m, weight, False)
+    mean = packed.pack(square) if packs else square.clone()
+    skipped = average_grams_(mean, count, X, 1 / m, 0.9, by=by)
+    assert int(skipped) == 0
+    assert torch.equal(count, torch.arange(1.0, K + 1))
+    found = packed.unpack(mean) if packs else mean
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+    alone = packed.pack(square) if packs else square.clone()
+    for k in range(K):  # each in a list of its own
+        average_grams_(alone[k : k + 1], torch.tensor([float(k)]), X[k : k + 1], 1 / m, 0.9, by=by)
+    torch.testing.assert_close(mean, alone, rtol=1e-6, atol=1e-6)
+
+
+@only_interpreted
+@pytest.mark.parametrize("by", [0.25, 4.0])
+@pytest.mark.parametrize("border", [False, True])
+def test_a_factor_on_the_device_is_one_of_the_host(by: float, border: bool):
+    """Also of double precision, as the loss's scale is measured; powers of two are not rounded."""
+    X = [randn(20, 16, seed=k).half() for k in range(3)]
+    means = [symmetric(3, 32, 32) for _ in range(2)]
+    counts = [torch.tensor([0.0, 1.0, 5.0]) for _ in range(2)]
+    average_grams_(means[0], counts[0], X, 0.1, 0.9, border=border, by=torch.tensor(by, dtype=torch.float64))
+    average_grams_(means[1], counts[1], X, 0.1 * by, 0.9, border=border)
+    torch.testing.assert_close(*means, rtol=1e-6, atol=1e-7)
+    assert torch.equal(*counts)
 
 
 def test_what_is_not_taken():

@@ -23,9 +23,9 @@ from random_tensors import randn
 
 pytestmark = pytest.mark.usefixtures("untyped")
 MEMBERS: dict[str, dict[str, Any]] = {
-    "KFAC": {"estimator": "empirical", "solver": "newton", "refresh_every": 1},
-    "FOOF": {"solver": "newton", "refresh_every": 1},
-    "Shampoo": {"solver": "newton", "refresh_every": 1},
+    "KFAC": {"estimator": "empirical", "solver": "products", "refresh_every": 1},
+    "FOOF": {"solver": "products", "refresh_every": 1},
+    "Shampoo": {"solver": "products", "refresh_every": 1},
     "Muon": {},
 }
 
@@ -100,10 +100,10 @@ def test_a_gradient_of_zeros_moves_nothing(monkeypatch: pytest.MonkeyPatch):
     """Zero over zero is no update, on this way too."""
     asynchronous(monkeypatch)
     model = net()
-    opt = lw.optim.Shampoo(model, lr=3e-3, scale="adam", solver="newton", weight_decay=0.0)
+    opt = lw.optim.Shampoo(model, lr=3e-3, scale="adam", solver="products", weight_decay=0.0)
     train(opt, model, range(2))
     fresh = net()
-    opt = lw.optim.Shampoo(fresh, lr=3e-3, scale="adam", solver="newton", weight_decay=0.0)
+    opt = lw.optim.Shampoo(fresh, lr=3e-3, scale="adam", solver="products", weight_decay=0.0)
     for p in fresh.parameters():
         p.grad = torch.zeros_like(p)
     opt.step()

@@ -127,10 +127,14 @@ def measure_steps(
     line: Line, training: Sequence[Batch], clock: Clock, share: float, members: Sequence[str] = MEMBERS
 ) -> tuple[tuple[Step, ...], list[str]]:
     """A `Step` for each member of `lw.optim` that there is time for, best first, and notes on the others."""
+    if members and not clock.has(share):
+        return (), [f"No time for the steps of {', '.join(members)} (seconds={clock.seconds:g})."]
+    begun = time.perf_counter()
     start = line.loss()
     gradient = line.gradient()
+    slowest = 3 * (time.perf_counter() - begun)  # a first guess of what a step takes
     theta = ParamVector({name: p.detach() for name, p in line.model.named_parameters() if name in gradient.dict()})
-    found, notes, slowest = list[Step](), list[str](), 0.0
+    found, notes = list[Step](), list[str]()
     for place, name in enumerate(members):
         if not clock.has(share) or clock.left() < 1.5 * slowest:
             notes.append(f"No time for the steps of {', '.join(members[place:])} (seconds={clock.seconds:g}).")
@@ -145,7 +149,7 @@ def measure_steps(
         except (LayerwiseError, RuntimeError) as error:
             notes.append(f"The step of {name} was not measured: {error}")
             continue
-        slowest = max(slowest, time.perf_counter() - begun)
+        slowest = time.perf_counter() - begun if place == 0 else max(slowest, time.perf_counter() - begun)
         if step is not None:
             found.append(step)
     found.sort(key=lambda step: -step.predicted)

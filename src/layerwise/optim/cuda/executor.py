@@ -2,9 +2,9 @@
 
 The same order as `step.update.EagerExecutor`, which is the one to read first. What the host would have to ask the
 device for stays there: whether gradients are finite is a mask (`DeviceStep.all_finite`); where it is false the gathered
-gradient is zero, and kernels write nothing. Counts are added up on the device, refinements report two steps late
-(`monitor`). So that no step is slow, refreshes are staggered (`stagger`), statistics and examples of a batch deferred,
-and whole steps captured as CUDA graphs (`captured_step`).
+gradient is zero, and kernels write nothing. Counts are added up on the device. So that no step is slow, refreshes are
+staggered (`stagger`), statistics and examples of a batch deferred, and whole steps captured as CUDA graphs
+(`captured_step`).
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -245,10 +245,10 @@ class AsynchronousExecutor(Executor):
         """Directions, and what is made of them; one stack after the other where none has to wait for all others."""
         if self.clip.kind is None and not self.damping.adaptive:
             for part in parts:
-                if part.grad.numel():
-                    self._finish(part, self._direction(part), 1.0)
-                else:
+                if part.grad.ndim == 1:  # left where it lies (`_gradient`); a gathered one may be empty too
                     self._adamw(part)
+                else:
+                    self._finish(part, self._direction(part), 1.0)
             return
         directions = [self._direction(part) for part in parts]
         # Before momentum: an average of former directions may have any sign beside the present gradient.

@@ -9,6 +9,8 @@ from torch import Tensor
 HALF = (torch.bfloat16, torch.float16)
 LOOKED_AT, ENTRIES = 8, 64
 """Gradients, and entries of each."""
+TELLING = 4
+"""Entries from which on a gradient says something: two or three random ones often look like multiples of a number."""
 ROUNDING = 2.0**-21
 """Of a quotient of two products that were rounded to float32, with room."""
 
@@ -17,12 +19,13 @@ ROUNDING = 2.0**-21
 def are_half(grads: Iterable[Tensor]) -> bool:
     """Whether gradients have the bits of half precision alone: by their type, or, under autocast, because each is a
     number times numbers of bfloat16 or float16 (the number may come from a clipped norm, or a gradient scaler). Some
-    entries of some gradients are looked at; the host waits for them. A sum over several backwards has more bits.
+    entries of some gradients are looked at, of those that are finite and not zero; the host waits for them. A sum over
+    several backwards has more bits.
 
     Rounding such a gradient to float16 once more changes it by an eighth of what rounding to bfloat16 has changed it by
     before, and whatever magnifies the one in a direction ``P⁻¹ ∇L Q⁻¹`` magnifies the other.
 
-    >>> x = torch.linspace(0.1, 3.0, 50)
+    >>> x = torch.linspace(0.1, 3.0, 50).exp()
     >>> are_half([x]), are_half([x.bfloat16().float() * 0.123]), are_half([torch.zeros(3)]), are_half([])
     (False, True, False, False)
     """
@@ -32,8 +35,9 @@ def are_half(grads: Iterable[Tensor]) -> bool:
         return len(dense) > 0
     chosen = unknown[:: max(1, len(unknown) // LOOKED_AT)]
     some = [grad.flatten()[:: max(1, grad.numel() // (16 * ENTRIES))].cpu().double().numpy() for grad in chosen]
-    known = [x[x != 0][:ENTRIES] for x in some]
-    return any(len(x) > 1 for x in known) and all(_has_few_bits(x) for x in known if len(x) > 1)
+    known = [x[np.isfinite(x) & (x != 0)][:ENTRIES] for x in some]
+    telling = [x for x in known if len(x) >= TELLING]
+    return len(telling) > 0 and all(_has_few_bits(x) for x in telling)
 
 
 def _has_few_bits(x: np.ndarray) -> bool:
