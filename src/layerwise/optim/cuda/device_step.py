@@ -25,8 +25,6 @@ class DeviceStep:
     """What none of its entries exceeds, one number a group, where that is known."""
     replay: Callable[[Hashable, Callable[[], None], str], None] | None = None
     """Makes a call as a CUDA graph, or captures it; None: calls of this step are only made."""
-    scale: float = 1.0
-    """What gradients are multiplied by; of the step's own gradient they have been."""
     asks_along: bool = False
     """Whether the step will ask for ``⟨D, ∇L⟩``: a pass that has both in hand may leave it (`room_for_along`)."""
     along: Float[Tensor, ""] | None = None

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from layerwise.optim.backend import norms
 from layerwise.optim.cuda import deferred_examples, deferred_statistics, elementwise
-from layerwise.optim.cuda.adam_corrections import corrections_
 from layerwise.optim.cuda.captured_step import CapturedStep
 from layerwise.optim.cuda.deferred_examples import DeferredExamples
 from layerwise.optim.cuda.deferred_statistics import DeferredStatistics
@@ -28,7 +27,6 @@ from layerwise.optim.cuda.pieces import Tables
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.stagger import LAUNCHES, Work, balanced, decomposition_cost
 from layerwise.optim.cuda.unscaled import unscaled
-from layerwise.optim.elementwise import AdamRule
 from layerwise.optim.rule import Context, Observation, kept
 from layerwise.optim.statistics.accumulate import Sums
 from layerwise.optim.step.refresh_schedule import freshness, is_due
@@ -47,7 +45,6 @@ class Gathered:
     """Which layers have a gradient."""
     largest: list[Tensor | None]
     """What no entry of each group exceeds, for stacks that split their gradient into fp16."""
-    scale: float
 
 
 @dataclass
@@ -128,24 +125,16 @@ class AsynchronousExecutor(Executor):
             split = [stack for stack in self.stacks if stack.shape.device == device and splits_gradient(stack)]
             if split and device in sizes:
                 largest |= bounds(split, sizes[device], on_device, scale, places.setdefault(device, {}))
-        return Gathered(finite, grads, active, [largest.get(id(stack)) for stack in self.stacks], scale)
+        return Gathered(finite, grads, active, [largest.get(id(stack)) for stack in self.stacks])
 
     def _gradient(self, stack: Stack, scale: float, finite: Tensor) -> tuple[Tensor, list[bool]]:
         """All gradients times a number, and which layers have one; zero where there is none or the step is left out."""
         tables = self.tables[stack.shape.device]
         own = tables.reads(stack)
-        if own is not None and self._is_adamw(stack):
-            return own.like[:0], [True] * len(stack.specs)
         if own is not None:
             return tables.gather(own, scale, finite), [True] * len(stack.specs)
         grad, active = stack.gradient(scale)
         return torch.where(finite.to(grad.device), grad, 0.0).contiguous(), active
-
-    def _is_adamw(self, stack: Stack) -> bool:
-        """Whether a stack's step is AdamW's and nothing else: one pass takes it from gradients to parameters."""
-        plain = self.clip.kind is None and self.graft.method is None and not self.damping.adaptive
-        own_momentum = stack.rule is self.rule and stack.group["momentum"]
-        return plain and isinstance(stack.rule, AdamRule) and not own_momentum
 
     def _all_finite(self, scale: float, sizes: dict[torch.device, GradientSizes]) -> dict[torch.device, Tensor]:
         """Whether this step is taken, as each device sees it; else gradients are zero.
@@ -169,7 +158,7 @@ class AsynchronousExecutor(Executor):
             replay = partial(self._replay, stack.shape.device) if self._repeats(stack) else None
             own = grad if splits_gradient(stack) else None
             finite = gathered.all_finite[stack.shape.device]
-            context.device_step = DeviceStep(finite, own, largest, replay, gathered.scale)
+            context.device_step = DeviceStep(finite, own, largest, replay)
             found.append(Part(stack, context, grad, active, grad, rates=self.tables[stack.shape.device].rate_of(stack)))
         return found
 
@@ -245,10 +234,7 @@ class AsynchronousExecutor(Executor):
         """Directions, and what is made of them; one stack after the other where none has to wait for all others."""
         if self.clip.kind is None and not self.damping.adaptive:
             for part in parts:
-                if part.grad.ndim == 1:  # left where it lies (`_gradient`); a gathered one may be empty too
-                    self._adamw(part)
-                else:
-                    self._finish(part, self._direction(part), 1.0)
+                self._finish(part, self._direction(part), 1.0)
             return
         directions = [self._direction(part) for part in parts]
         # Before momentum: an average of former directions may have any sign beside the present gradient.
@@ -283,17 +269,6 @@ class AsynchronousExecutor(Executor):
         if part.before is not None:
             stack.restore(part.before, part.active)
         return D
-
-    def _adamw(self, part: Part) -> None:
-        """The step of a stack whose gradients were not gathered."""
-        stack, rule, tables = part.stack, part.stack.rule, self.tables[part.stack.shape.device]
-        assert isinstance(rule, AdamRule)
-        own, state, finite = tables.pieces[id(stack)], stack.state, part.context.device_step.all_finite
-        betas = part.context.options.get("betas", rule.betas)
-        state["m"], state["v"] = own.laid_out(state["m"]), own.laid_out(state["v"])
-        corrections = corrections_(state["steps"], *betas, finite)
-        eps, scale = rule.eps * part.context.unit, part.context.device_step.scale
-        tables.adam_finish_(own, (state["m"], state["v"]), corrections, scale, betas, eps, finite)
 
     def _of_adams_size(self, part: Part) -> Scaled:
         """What `UpdateSize.direction` is, without a pass of its own: the ratio is one more scale to divide by."""

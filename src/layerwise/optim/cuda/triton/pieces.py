@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
@@ -83,27 +84,6 @@ def finish_(
         )  # fmt: skip
 
 
-def adam_finish_(
-    tiles: Int32[Tensor, "T 3"],
-    pieces: Int64[Tensor, "p f"],
-    addresses: tuple[Int64[Tensor, "n"], Int64[Tensor, "n"]],
-    like: Tensor,
-    moments: tuple[Float[Tensor, "K O I"], Float[Tensor, "K O I"]],
-    corrections: tuple[Float[Tensor, "K"], Float[Tensor, "K"]],
-    rates: Float[Tensor, "r 2"],
-    scale: float,
-    betas: tuple[float, float],
-    eps: float,
-    all_finite: Bool[Tensor, ""],
-    aligned: bool,
-) -> None:
-    """A whole step of AdamW, from gradients (the first addresses) to parameters; gradients are times `scale`.
-
-    The corrections are ``1 − βᵗ``, of the first group of a piece for all of it.
-    """
-    (b1, b2), (M, V) = betas, moments
-    with on(M.device):
-        kernels("piece_kernels").adam_finish_kernel[(len(tiles),)](
-            tiles, pieces, *addresses, like, M, V, *corrections, rates, byte(all_finite), float(scale), float(1 - b1),
-            float(b2), float(1 - b2), float(eps), **_how(aligned),
-        )  # fmt: skip
+def empty_like(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What tells a kernel the type that addresses point to."""
+    return torch.empty(1, dtype=dtype, device=device)
