@@ -19,6 +19,8 @@ pytestmark = [
         not (dist.is_available() and dist.is_gloo_available()), reason="torch.distributed has no gloo here"
     ),
     pytest.mark.usefixtures("untyped"),
+    pytest.mark.slow,
+    pytest.mark.distributed,
 ]
 CONSTANT = 4096
 """Bytes of state that a rank may have beyond its share: what the largest layer of these small models is."""
