@@ -2,9 +2,9 @@
 A sharded run
 =============
 
-With ``fully_shard`` (FSDP2) every process holds a part of each parameter. The optimizer is given the sharded model; each
-layer has an owner, gradients go to it and updates come back in one packed exchange each way. Here two processes on one
-CPU, with half of the batch and half of every matrix each, take the steps that one process takes with all of it.
+With ``fully_shard`` (FSDP2) every process holds a part of each parameter. The optimizer is given the sharded model;
+each layer has an owner, gradients go to it and updates come back in one packed exchange each way. Here two processes on
+one CPU, with half of the batch and half of every matrix each, take the steps that one process takes with all of it.
 """
 
 import json
@@ -17,8 +17,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 # %%
-# The script that every process runs; on a cluster ``torchrun`` starts it. Three lines are about processes: the group, the mesh, and
-# the sharded model; the optimizer is made after it.
+# The script that every process runs; on a cluster ``torchrun`` starts it. Three lines are about processes: the group,
+# the mesh, and the sharded model; the optimizer is made after it.
 
 SCRIPT = """
 import json, os, sys
