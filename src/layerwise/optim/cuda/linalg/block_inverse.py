@@ -5,8 +5,9 @@ With ``M = [A Bᵀ; B C]`` the inverse X of Cholesky's factor L is found by halv
     X₁₁ = X(A),   L₂₁ = B X₁₁ᵀ,   X₂₂ = X(C − L₂₁ L₂₁ᵀ),   X₂₁ = −X₂₂ L₂₁ X₁₁,        M⁻¹ = XᵀX
 
 Nearly all of the work is products of large blocks, which a GPU runs near its peak. In float32 it is as accurate as
-Cholesky's factorization itself, in split fp16 to a tenth of that where one direction is much larger than others. (``C − B A⁻¹ Bᵀ`` with explicit inverses needs half the products, but loses the square of the
-condition number: at 2·10⁵ nothing is left in float32.) Nothing waits for the device: which matrices are not positive
+Cholesky's factorization itself; in split fp16, where one direction is much larger than others, to a tenth of that.
+(``C − B A⁻¹ Bᵀ`` with explicit inverses needs half the products, but loses the square of the condition number: at 2·10⁵
+nothing is left in float32.) Nothing waits for the device: which matrices are not positive
 definite is said by a tensor, and every matrix of one size takes the same launches.
 """
 
