@@ -26,10 +26,9 @@ NOT_UNIQUE = {("SOAP", "transformer"): 1e-4}
 
 SHORT = {
     2: [
-        Case("KFAC adam"),
-        Case("SOAP"),
-        Case("KFAC exact", "transformer"),
-        Case("Muon adam", how={"accumulate": 3}),
+        Case("KFAC adam", steps=8),
+        Case("SOAP", steps=8),
+        Case("Muon adam", steps=4, how={"accumulate": 3}),
     ],
 }
 """By number of processes, of which each start takes seconds."""

@@ -4,6 +4,7 @@ import dataclasses
 
 from layerwise.cli import exits
 from layerwise.cli.check import CheckOptions
+from layerwise.cli.doctor import DoctorOptions
 from layerwise.cli.listing import ListOptions
 from layerwise.cli.named import ALL
 from layerwise.cli.report import ReportOptions
@@ -23,10 +24,18 @@ examples:
   layerwise completion zsh >> ~/.zshrc
   layerwise completion fish > ~/.config/fish/completions/layerwise.fish
 """
-COMMANDS = {"list": ListOptions, "run": RunOptions, "report": ReportOptions, "check": CheckOptions}
+COMMANDS = {
+    "list": ListOptions,
+    "run": RunOptions,
+    "report": ReportOptions,
+    "check": CheckOptions,
+    "doctor": DoctorOptions,
+}
+OF_EXPERIMENTS = ("list", "run", "report", "check")
+"""Commands that take names of experiments."""
 SHELLS = ("bash", "zsh", "fish")
 VALUES = {"--preset": PRESETS, "--engine": ("batched", "processes", "ray")}
-FOLDERS = ("--out", "--to")
+FOLDERS = ("--out", "--to", "--html")
 
 
 def completion(argv: list[str]) -> int:
@@ -65,7 +74,7 @@ def bash(*, zsh: bool = False) -> str:
     values = "\n".join(f'        {option}) words="{" ".join(known)}" ;;' for option, known in VALUES.items())
     own = "\n".join(f'        {name}) own="{" ".join(options)}" ;;' for name, options in _own().items())
     commands = "\n".join(
-        f'        {command}) words="$names {" ".join(flags(options()))} --help" ;;'
+        f'        {command}) words="{"$names " * (command in OF_EXPERIMENTS)}{" ".join(flags(options()))} --help" ;;'
         for command, options in COMMANDS.items()
     )
     script = f"""\
@@ -102,7 +111,8 @@ def fish() -> str:
     known = " ".join(names())
     for command, options in COMMANDS.items():
         seen = f"__fish_seen_subcommand_from {command}"
-        lines.append(f"complete -c layerwise -n '{seen}' -a '{known}'")
+        if command in OF_EXPERIMENTS:
+            lines.append(f"complete -c layerwise -n '{seen}' -a '{known}'")
         for option in flags(options()):
             values = f" -x -a '{' '.join(VALUES[option])}'" if option in VALUES else ""
             folder = " -r -F" if option in FOLDERS else ""
