@@ -152,7 +152,7 @@ def test_numbers_do_not_compile_again_and_nothing_waits():
         scaled(R, s[..., 0], s[:, 0], out=R, along=along)
 
     def compiled() -> int:
-        kernels = triton_elementwise.basis_kernels()
+        kernels = triton_elementwise.kernels("eigenbasis_kernels")
         names = ("squares_ema_kernel", "damped_quotient_kernel", "scaled_kernel")
         caches = [getattr(kernels, name).device_caches[torch.cuda.current_device()][0] for name in names]
         return sum(len(cache) for cache in caches)

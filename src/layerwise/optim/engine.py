@@ -81,6 +81,8 @@ OWN_MOMENTUM = {"momentum", "nesterov", "betas"}
 
 REQUIRES_GRAD = attrgetter("requires_grad")
 
+LIKELY_PRECISION = "half"
+"""What `precision="auto"` will be, where no gradient has been seen: most who train on a GPU do so under autocast."""
 MOST = 0.5
 """Share of the matrix parameters above which falling back is said."""
 
@@ -253,6 +255,8 @@ class Layerwise(Checkpointed):
         self._accumulator = self._make_accumulator()
         self._capture = self._make_capture(statistics.example_axis, seed_of(seed))
         self.param_groups[0]["engine"] = self._engine()
+        self._rehearsed: str | None = None
+        self._rehearse(LIKELY_PRECISION)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -280,14 +284,14 @@ class Layerwise(Checkpointed):
         """Whether the host may look at values of tensors. On a GPU it would wait for the whole backward."""
         return self.param_groups[0]["params"][0].device.type == "cpu"
 
-    def _make_backend(self, device: torch.device) -> Backend:
+    def _make_backend(self, device: torch.device, precision: str | None = None) -> Backend:
         """The reference on a CPU; that of `cuda` on a GPU, or where factors are to be refined by products."""
         _, refresh, execution = self._how
         if self.host_may_sync and device.type == "cpu" and refresh.solver != "products":
             return Reference(refresh.solver)
         from layerwise.optim.cuda.backend import CudaBackend  # the GPU's code is not read where there is none
 
-        return CudaBackend(refresh.solver, self._precision or execution.precision)
+        return CudaBackend(refresh.solver, precision or self._precision or execution.precision)
 
     def _choose_precision(self, params: Collection[nn.Parameter]) -> str | None:
         """Of products on a GPU, where nothing was asked for: by the first gradients."""
@@ -443,6 +447,7 @@ class Layerwise(Checkpointed):
         if self._precision is None and sharding is None:  # ranks with shards would have to agree: they have "high"
             own = [spec for bucket in buckets if bucket.rule is self.rule for spec in bucket.specs]
             self._precision = self._choose_precision([params[name] for spec in own for name in spec.parameters])
+        self._rehearse(self._precision or LIKELY_PRECISION)
         loaded = self._loaded
         if sharding is not None:
             from layerwise.optim.sharding.state import StateExchange
@@ -556,6 +561,32 @@ class Layerwise(Checkpointed):
             draws_labels=self.requires.outgrads and self._settings["estimator"] != "empirical",
             cuda_graphs=self._how[2].cuda_graphs,
         )
+
+    def _rehearse(self, likely: str) -> None:
+        """On a GPU, begin to compile the kernels of a step in the background: at construction, and at the first step if
+        gradients ask for another precision than is likely."""
+        asked, device = self._how[2].precision, self.param_groups[0]["params"][0].device
+        precision = likely if asked == "auto" else asked
+        if device.type != "cuda" or self._rehearsed == precision or self._damping.adaptive:
+            return
+        from layerwise.optim.cuda.rehearsal import rehearse
+
+        self._rehearsed = precision
+        rehearse(lambda: self._stand_in(precision), lambda stack: self._context(stack, 1), device)
+
+    def _stand_in(self, precision: str) -> Any:
+        """An executor of the same stacks without data."""
+        from layerwise.optim.cuda.rehearsal import stand_ins
+
+        group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+        params, stacks = named_parameters(self.model), list[Stack]()
+        for bucket in self._buckets(params, group_of):
+            own = {name: params[name] for spec in bucket.specs for name in spec.parameters}
+            backend = self._make_backend(next(iter(own.values())).device, precision)
+            stacks.append(Stack(bucket.rule, bucket.specs, bucket.group, stand_ins(own), backend))
+            stacks[-1].fallback = bucket.fallback
+            stacks[-1].ensure_state({})
+        return self._make_executor(stacks)
 
     def rule_for(self, spec: LayerSpec, group: Mapping[str, Any]) -> UpdateRule:
         """The rule that a layer gets: the optimizer's own, or the fallback's."""

@@ -131,7 +131,7 @@ def _is_transposed(Y: Tensor) -> bool:
 
 def dtype_of_products(device: torch.device) -> torch.dtype:
     """What the iteration is computed in: a GPU multiplies fp16 as fast as bfloat16, and it has three more bits."""
-    if device.type == "cuda":
+    if device.type in ("cuda", "meta"):
         return torch.float16
     return torch.bfloat16 if fast_bfloat16(device) else torch.float32
 

@@ -37,7 +37,7 @@ def method(solver: str, power: float, dtype: torch.dtype, device: torch.device) 
         )
     if solver != "auto":
         return solver
-    if device.type == "cuda" and dtype == torch.float32:
+    if device.type in ("cuda", "meta") and dtype == torch.float32:  # without data: it stands for a GPU's
         return "products"
     return "cholesky" if power == 1 else "eigh"
 

@@ -157,8 +157,12 @@ class Flags:
 
 
 def noise(f: Tensor) -> Tensor:
-    """A random cotangent, the same for every output of this shape."""
-    return torch.randn(f.shape, generator=stream(0, "examine")).to(f)
+    """A random cotangent, the same for every output of this shape and kind of device.
+
+    Drawn where f lies: an output of 3 × 1024 tokens over 50,000 words takes a CPU more than a second.
+    """
+    device = f.device if f.device.type == "cuda" else "cpu"
+    return torch.randn(f.shape, generator=stream(0, "examine", device=device), device=device).to(f)
 
 
 def _pull(

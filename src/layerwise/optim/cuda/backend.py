@@ -31,6 +31,7 @@ from layerwise.optim.cuda.pieces import laid_out
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.scalings import kept_dtype
 from layerwise.optim.cuda.storage import StoredMatrix
+from layerwise.optim.cuda.triton.device import on_gpu
 from layerwise.optim.cuda.triton.splits import bound_scale
 from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.eigenbasis import squares_of_layer
@@ -39,7 +40,7 @@ from layerwise.optim.rule import Context, Observation, Recorded, Requirements, S
 from layerwise.optim.solver import method
 from layerwise.optim.step.stack import Stack
 
-PAD_TO = {"cuda": 16}
+PAD_TO = {"cuda": 16, "meta": 16}
 """Rows and columns of factors are padded to multiples of this, by kind of device."""
 SMALL_POWER = 0.25
 UNBOUNDED_STEP = 2.0**7
@@ -178,7 +179,7 @@ class CudaBackend(Backend):
         self, grad: Float[Tensor, "K O I"], sides: Sequence[Side], context: Context
     ) -> Iterator[tuple[Side, Tensor]]:
         """On a GPU in split fp16, one triangle."""
-        if grad.device.type != "cuda" or grad.dtype != torch.float32:
+        if not on_gpu(grad.device) or grad.dtype != torch.float32:
             yield from self.exact.gradient_moments(grad, sides, context)
             return
         pair = storage.operand_of(grad, largest_of(grad, context)) if sides else None
@@ -272,7 +273,7 @@ class CudaBackend(Backend):
     ) -> Tensor:  # fmt: skip
         """In one pass, which also measures what Newton–Schulz divides by."""
         finite = all_finite(context)
-        if finite is not None and grad.dtype == torch.float32 and fused and grad.device.type == "cuda":
+        if finite is not None and grad.dtype == torch.float32 and fused and on_gpu(grad.device):
             update, squares = momentum_update_(M, grad, mu, nesterov, finite)
             return orthogonal(update, squares)
         M.lerp_(grad, taken(1 - mu, grad, context))

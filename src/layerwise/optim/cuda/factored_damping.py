@@ -7,8 +7,7 @@ from torch import Tensor
 from layerwise.foundations.kronecker import split_damping
 from layerwise.optim.cuda import elementwise
 from layerwise.optim.cuda.triton import elementwise as triton_elementwise
-from layerwise.optim.cuda.triton.arguments import basis_kernels
-from layerwise.optim.cuda.triton.device import on
+from layerwise.optim.cuda.triton.device import kernels, on
 
 BLOCK = 1024
 Numbers = Float[Tensor, "K"]
@@ -39,7 +38,7 @@ def factored_damping(
     if elementwise.way_of(s_P, others=(s_Q,)) is triton_elementwise and s_Q.dtype == torch.float32:
         found = torch.empty(3, len(s_P), dtype=torch.float32, device=s_P.device)
         with on(s_P.device):
-            basis_kernels().factored_damping_kernel[(len(s_P),)](
+            kernels("eigenbasis_kernels").factored_damping_kernel[(len(s_P),)](
                 found, s_P.contiguous(), s_Q.contiguous(), float(damping), float(damping) ** 0.5, float(O), float(I),
                 s_P.shape[1], s_Q.shape[1], len(s_P), RELATIVE=relative, TRACE=split == "trace", BLOCK=BLOCK,
                 num_warps=4,

@@ -22,8 +22,8 @@ from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import ROOM, with_room
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton import elementwise as triton_elementwise
-from layerwise.optim.cuda.triton.arguments import add_up, basis_kernels, bits, listed, room_for_sums
-from layerwise.optim.cuda.triton.device import on
+from layerwise.optim.cuda.triton.arguments import add_up, bits, listed, room_for_sums
+from layerwise.optim.cuda.triton.device import kernels, on
 from layerwise.optim.cuda.triton.splits import HEADROOM
 
 Numbers = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]
@@ -66,11 +66,11 @@ def damped_half(
     kinds = _kinds(scales, HAS_FACTORS=added[2] is not None)
     with on(s.device):
         grid, factors = (triton_elementwise.tiles(O, I), K), listed(scales, 0)
-        basis_kernels().damped_quotient_kernel[grid](
+        kernels("eigenbasis_kernels").damped_quotient_kernel[grid](
             X, factors, s, hi, *numbers, bits(largest), partial, weight, bits(before), float(factor), *shape,
             HAS_LARGEST=True, HAS_PARTIAL=partial is not None, HAS_WEIGHT=weight is not None, **kinds,
         )  # fmt: skip
-        basis_kernels().quotient_again_kernel[grid](
+        kernels("eigenbasis_kernels").quotient_again_kernel[grid](
             X, factors, s, hi, *numbers, bits(largest), bits(before), scale, *shape, **kinds
         )
     add_up(partial, along)
@@ -109,11 +109,11 @@ def scaled_half(
     kinds = _kinds(scales, HAS_ROWS=a is not None, HAS_COLUMNS=b is not None)
     with on(X.device):
         grid, factors = (triton_elementwise.tiles(O, I), K), listed(scales, 0)
-        basis_kernels().scaled_kernel[grid](
+        kernels("eigenbasis_kernels").scaled_kernel[grid](
             X, factors, hi, *sides, bits(largest), partial, bits(before), *shape,
             HAS_LARGEST=True, HAS_PARTIAL=partial is not None, **kinds,
         )  # fmt: skip
-        basis_kernels().scaled_again_kernel[grid](
+        kernels("eigenbasis_kernels").scaled_again_kernel[grid](
             X, factors, hi, *sides, bits(largest), bits(before), scale, *shape, **kinds
         )
     add_up(partial, along)

@@ -116,7 +116,7 @@ def has_plain_rows(io: RecordedIO) -> bool:
         return False
     call = io.calls[0]
     x, dy, form = call.x, call.dy, io.spec.form
-    if dy is None or call.lent or dy.dtype not in HALF or not _fitting(form):
+    if dy is None or call.lent or dy.dtype not in HALF or not has_plain_form(form):
         return False
     if x.shape[-1] != form.weight_inputs or dy.shape[-1] != form.outputs or dy.shape[0] != 1:
         return False
@@ -128,7 +128,8 @@ def plain_linear(call: LayerCall) -> bool:
     return type(call.site.rule) is LinearRule
 
 
-def _fitting(form: Form) -> bool:
+def has_plain_form(form: Form) -> bool:
+    """Whether the rows of a layer of this form can be kept: one matrix, of widths that load fast."""
     plain = form.groups == 1 and not form.one_hot and form.taps == 1
     return plain and form.outputs % UNIT == 0 and form.weight_inputs % UNIT == 0
 

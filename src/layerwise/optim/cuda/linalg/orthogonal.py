@@ -21,7 +21,7 @@ from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton import splits as triton_splits
-from layerwise.optim.cuda.triton.device import MOST_MATRICES, available
+from layerwise.optim.cuda.triton.device import MOST_MATRICES, available, on_gpu
 
 BASIS_SCALE = 2.0**split_fp16.TOP_EXPONENT
 ROOM = 2.0**8
@@ -102,7 +102,7 @@ def writes_halves(X: Half) -> bool:
     Where it has a tile for every processor it does not cut sums into parts, whose totals it might keep in float16; and
     not where it was told to sum in that.
     """
-    if X.hi.ndim != 3 or X.device.type != "cuda":
+    if X.hi.ndim != 3 or not on_gpu(X.device):
         return False
     sums_in_half = getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False)
     return not sums_in_half and X.hi.numel() >= PROCESSORS * TILE

@@ -1,13 +1,10 @@
-"""How tensors are handed to the kernels of `elementwise`, and where those are found."""
+"""How tensors are handed to the kernels of `elementwise`."""
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from layerwise.foundations.errors import InputError, describe
 
 AllFinite = Tensor | None
 
@@ -44,19 +41,6 @@ def power_of_two(n: int) -> int:
 
 
 @cache
-def kernels() -> Any:
-    """The kernels, compiled at their first launch."""
-    from layerwise.optim.cuda.triton import elementwise_kernels as fused_kernels
-
-    if fused_kernels.triton is None:
-        raise InputError(describe("no Triton", "Triton, for these kernels", "ask `available(device)` first"))
-    return fused_kernels
-
-
-@cache
-def basis_kernels() -> Any:
-    """Those of `eigenbasis_elementwise`."""
-    kernels()
-    from layerwise.optim.cuda.triton import eigenbasis_kernels as fused_basis_kernels
-
-    return fused_basis_kernels
+def one(device: torch.device) -> Tensor:
+    """Of a number that is multiplied by one more on the device, where there is none: no kernel of its own."""
+    return torch.ones((), dtype=torch.float32, device=device)

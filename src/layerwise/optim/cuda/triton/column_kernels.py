@@ -61,7 +61,7 @@ def border_kernel(
     mean, count, weight, skipped, sums, squares, all_finite, by, alpha, rest_hi, rest_lo, log_hi, log_lo, n, parts,
     blocks, K, mean_k, mean_row,
     BORDER: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr,
-    PARTS: tl.constexpr, HAS_BY: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Of one mean: whether its layer is taken, its count, the weight of what is new, and the column of the bias.
 
@@ -69,8 +69,7 @@ def border_kernel(
     program counts the layers that are left out; for that every program looks at the squares of all, which are few.
     """
     k = tl.program_id(0).to(tl.int64)
-    if HAS_BY:
-        alpha = alpha * tl.load(by)
+    alpha = alpha * tl.load(by)
     groups = tl.arange(0, GROUPS)
     parts_at = tl.arange(0, PARTS)
     each = parts * blocks
@@ -97,26 +96,29 @@ def border_kernel(
     tl.store(weight + k, w)
     if BORDER:  # noqa: SIM102  known when the kernel is compiled, the next is not
         if take > 0:
-            columns = tl.arange(0, COLUMNS)
-            inside = columns < n
-            edge = tl.zeros((COLUMNS,), dtype=tl.float32)
-            for part in range(parts):
-                edge += tl.load(sums + (k * parts + part) * n + columns, mask=inside, other=0.0)
-            edge *= alpha
-            if PACKED:  # beside the diagonal there is only what is in its own tile
-                below = mean + k * mean_k + packed_at(n, columns)
-                beside = mean + k * mean_k + packed_at(columns, n)
+            for start in range(0, n, COLUMNS):
+                columns = start + tl.arange(0, COLUMNS)
+                inside = columns < n
+                edge = tl.zeros((COLUMNS,), dtype=tl.float32)
+                for part in range(parts):
+                    edge += tl.load(sums + (k * parts + part) * n + columns, mask=inside, other=0.0)
+                edge *= alpha
+                if PACKED:  # beside the diagonal there is only what is in its own tile
+                    below = mean + k * mean_k + packed_at(n, columns)
+                    beside = mean + k * mean_k + packed_at(columns, n)
+                    mirrored = inside & (columns // 16 == n // 16)
+                else:
+                    below = mean + k * mean_k + n * mean_row + columns  # offsets in one matrix are 32 bits
+                    beside = mean + k * mean_k + columns * mean_row + n
+                    mirrored = inside
+                former = tl.load(below, mask=inside, other=0.0)
+                # With weight 1 the former content is ignored, even if it is not finite.
+                edge = tl.where(w == 1.0, edge, former + w * (edge - former))
+                tl.store(below, edge, mask=inside)
+                tl.store(beside, edge, mask=mirrored)
+            if PACKED:  # noqa: SIM108 (decided when compiled)
                 corner = mean + k * mean_k + packed_at(n, n)
-                mirrored = inside & (columns // 16 == n // 16)
             else:
-                below = mean + k * mean_k + n * mean_row + columns  # offsets in one matrix are 32 bits
-                beside = mean + k * mean_k + columns * mean_row + n
                 corner = mean + k * mean_k + n * (mean_row + 1)
-                mirrored = inside
-            former = tl.load(below, mask=inside, other=0.0)
-            # With weight 1 the former content is ignored, even if it is not finite.
-            edge = tl.where(w == 1.0, edge, former + w * (edge - former))
-            tl.store(below, edge, mask=inside)
-            tl.store(beside, edge, mask=mirrored)
             last = tl.load(corner)
             tl.store(corner, tl.where(w == 1.0, 1.0, last + w * (1.0 - last)))

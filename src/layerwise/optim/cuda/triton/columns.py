@@ -18,6 +18,7 @@ from layerwise.foundations.errors import InputError, describe
 from layerwise.optim.cuda.linalg import packed
 from layerwise.optim.cuda.linalg.packed import is_packed
 from layerwise.optim.cuda.triton import packed as triton_packed
+from layerwise.optim.cuda.triton.arguments import one, power_of_two
 from layerwise.optim.cuda.triton.device import ceil, kernels, on
 from layerwise.optim.cuda.triton.products import filled_up, gram_update_
 
@@ -26,7 +27,7 @@ LISTED = 32
 COLUMNS, ROWS = 128, 32
 PROGRAMS = 2112
 """Enough to keep 132 processors busy, sixteen each."""
-LOOKED_AT = 64
+LOOKED_AT, BORDER_COLUMNS = 64, 1024
 NO_MEMORY = -1e4
 """A logarithm of 0, near enough: the exponential of it is 0."""
 
@@ -52,7 +53,8 @@ def average_grams_(
     rounded to `half`. `alpha` is multiplied by `by`, on the device, where that is given. Returns how many matrices were
     left out in a step that is taken.
     """
-    first, K, by = X[0], len(X), None if by is None else by.float()
+    first, K = X[0], len(X)
+    by = one(mean.device) if by is None else by.float()
     m, n = first.shape
     _check(mean, count, X, border)
     blocks = ceil(n, COLUMNS)
@@ -77,8 +79,8 @@ def average_grams_(
             mean, count, weight, skipped, sums, squares,
             None if all_finite is None else all_finite.view(torch.uint8), by, float(alpha), *_memory(decay), n, parts,
             blocks, K, mean.stride(0), mean.stride(1), BORDER=border, PACKED=is_packed(mean),
-            MASKED=all_finite is not None, HAS_BY=by is not None,
-            COLUMNS=_power_of_two(n), GROUPS=max(16, _power_of_two(K)), PARTS=LOOKED_AT, num_warps=8,
+            MASKED=all_finite is not None, COLUMNS=BORDER_COLUMNS, GROUPS=max(16, power_of_two(K)), PARTS=LOOKED_AT,
+            num_warps=8,
         )  # fmt: skip
     made = X if rounded is None else rounded
     if is_packed(mean):
@@ -96,10 +98,6 @@ def _memory(decay: int | float) -> tuple[float, ...]:
         high = struct.unpack("f", struct.pack("f", x))[0]
         found += [high, x - high]
     return tuple(found)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def _check(mean: Tensor, count: Tensor, X: Sequence[Tensor], border: bool) -> None:

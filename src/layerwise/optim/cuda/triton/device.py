@@ -9,9 +9,19 @@ from typing import Any
 import torch
 
 from layerwise.foundations.errors import InputError, describe
+from layerwise.optim.cuda.triton import ahead
 
 LEAST_CAPABILITY = (8, 0)  # asynchronous copies and bfloat16 in the tensor cores
 MOST_MATRICES = 65535  # of a stack: programs along the second axis of a launch
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether tensors there are treated as a GPU's: those without data are, which stand for them (`rehearsal`).
+
+    >>> on_gpu(torch.device("cpu"))
+    False
+    """
+    return device.type in ("cuda", "meta")
 
 
 @cache
@@ -21,18 +31,24 @@ def available(device: torch.device) -> bool:
     >>> available(torch.device("cpu"))
     False
     """
+    device = torch.device("cuda") if device.type == "meta" else device
     if device.type != "cuda" or torch.version.cuda is None or importlib.util.find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
 
 
-@cache
 def kernels(module: str = "product_kernels") -> Any:
-    """A module of kernels, imported at the first use.
+    """A module of kernels, to launch them.
 
     >>> kernels.__name__
     'kernels'
     """
+    return ahead.launched(_imported(module))
+
+
+@cache
+def _imported(module: str) -> Any:
+    """At the first use."""
     found = importlib.import_module(f"layerwise.optim.cuda.triton.{module}")
     if found.triton is None:
         raise InputError(describe("no Triton", "Triton, for these kernels", "ask `available(device)` first"))

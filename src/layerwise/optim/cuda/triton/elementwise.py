@@ -9,15 +9,13 @@ from torch import Tensor
 from layerwise.optim.cuda.triton.arguments import (
     AllFinite,
     add_up,
-    basis_kernels,
     bits,
     byte,
-    kernels,
     listed,
     power_of_two,
     room_for_sums,
 )
-from layerwise.optim.cuda.triton.device import on
+from layerwise.optim.cuda.triton.device import kernels, on
 
 TILE = {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
 BLOCK = {"BLOCK": 2048, "num_warps": 4}
@@ -33,7 +31,7 @@ def ema_(mean: Tensor, new: Tensor, weight: Tensor, divisor: Tensor | int | floa
     divisor_at = divisor.contiguous() if isinstance(divisor, Tensor) else None
     host = 1.0 if isinstance(divisor, Tensor) else float(divisor)
     with on(mean.device):
-        kernels().ema_kernel[(tiles(rows, width), K)](
+        kernels("elementwise_kernels").ema_kernel[(tiles(rows, width), K)](
             mean, new, weight.contiguous(), divisor_at, host, rows, width, new.shape[1], new.shape[2],
             mean.stride(0), new.stride(0), new.stride(1), HAS_DIVISOR=divisor_at is not None, **TILE,
         )  # fmt: skip
@@ -44,7 +42,7 @@ def finite_entries(X: Tensor) -> Tensor:
     K, n = X.shape
     flags = torch.empty(K, dtype=torch.int8, device=X.device)
     with on(X.device):
-        kernels().finite_kernel[(K,)](flags, X, n, X.stride(0), X.stride(1), BLOCK=power_of_two(n), num_warps=4)
+        kernels("elementwise_kernels").finite_kernel[(K,)](flags, X, n, X.stride(0), X.stride(1), BLOCK=power_of_two(n), num_warps=4)
     return flags.view(torch.bool)
 
 
@@ -70,12 +68,12 @@ def adam_(
     if flat and entries * groups <= MOST_ENTRIES:
         entries, groups = entries * groups, 1
     with on(M.device):
-        kernels().adam_kernel[(blocks(entries), groups)](
+        kernels("elementwise_kernels").adam_kernel[(blocks(entries), groups)](
             M, V, G, listed(scales, 0), step, byte(all_finite), correction1.contiguous(), correction2.contiguous(),
             correction2 if floor is None else floor.contiguous(),
-            float(1 - beta1), float(beta2), float(1 - beta2), float(eps), float(factor), entries,
+            float(1 - beta1), float(beta2), float(1 - beta2), float(eps), float(factor), entries, max(flat, 1),
             M.stride(0), V.stride(0), G.stride(0), step.stride(0),
-            SCALES=len(scales), ROTATED=rotated, FLAT=flat if groups == 1 else 0, HAS_FLOOR=floor is not None,
+            SCALES=len(scales), ROTATED=rotated, FLAT=flat > 0 and groups == 1, HAS_FLOOR=floor is not None,
             MASKED=all_finite is not None, **BLOCK,
         )  # fmt: skip
 
@@ -95,7 +93,7 @@ def adam_norms_(
     entries, groups = M[0].numel(), len(M)
     partial = torch.empty(groups, blocks(entries), 2, dtype=torch.float32, device=M.device)
     with on(M.device):
-        kernels().adam_norm_kernel[(blocks(entries), groups)](
+        kernels("elementwise_kernels").adam_norm_kernel[(blocks(entries), groups)](
             M, V, G, partial, byte(all_finite), correction1.contiguous(), correction2.contiguous(), float(1 - beta1),
             float(beta2), float(1 - beta2), float(eps), entries, M.stride(0), V.stride(0), G.stride(0),
             MASKED=all_finite is not None, **BLOCK,
@@ -111,7 +109,7 @@ def momentum_update_(
     update = torch.empty(M.shape, dtype=M.dtype, device=M.device)
     partial = torch.empty(len(M), blocks(entries), dtype=torch.float32, device=M.device)
     with on(M.device):
-        kernels().momentum_update_kernel[(blocks(entries), len(M))](
+        kernels("elementwise_kernels").momentum_update_kernel[(blocks(entries), len(M))](
             M, G, update, partial, byte(all_finite), float(1 - mu), float(mu), entries, M.stride(0), G.stride(0),
             NESTEROV=nesterov, MASKED=all_finite is not None, **BLOCK,
         )  # fmt: skip
@@ -129,7 +127,7 @@ def corrections_(
     """`adam_corrections.corrections_`."""
     logs = (math.log(max(beta, 1e-300)) for beta in (beta1, beta2))
     with on(steps.device):
-        kernels().corrections_kernel[(blocks(len(steps)),)](
+        kernels("elementwise_kernels").corrections_kernel[(blocks(len(steps)),)](
             steps,
             correction1,
             correction2,
@@ -145,7 +143,7 @@ def unscale(X: Tensor, scales: Sequence[Tensor], out: Tensor) -> None:
     """`unscaled`."""
     entries = X[0].numel()
     with on(X.device):
-        basis_kernels().unscale_kernel[(blocks(entries), len(X))](
+        kernels("eigenbasis_kernels").unscale_kernel[(blocks(entries), len(X))](
             out, X, listed(scales, 0), entries, out.stride(0), X.stride(0), SCALES=len(scales), **BLOCK
         )
 
@@ -155,7 +153,7 @@ def dot(X: Tensor, scales: Sequence[Tensor], Y: Tensor) -> Tensor:
     entries = X[0].numel()
     partial = torch.empty(len(X), blocks(entries), dtype=torch.float32, device=X.device)
     with on(X.device):
-        kernels().dot_kernel[(blocks(entries), len(X))](
+        kernels("elementwise_kernels").dot_kernel[(blocks(entries), len(X))](
             X, listed(scales, 0), Y, partial, entries, X.stride(0), Y.stride(0), SCALES=len(scales), **BLOCK
         )
     return partial.sum()
@@ -168,7 +166,7 @@ def squares_ema_(s: Tensor, R: Tensor, scales: Sequence[Tensor], weight: Tensor,
     """`eigenbasis_elementwise.squares_ema_`."""
     entries = s[0].numel()
     with on(s.device):
-        basis_kernels().squares_ema_kernel[(blocks(entries), len(s))](
+        kernels("eigenbasis_kernels").squares_ema_kernel[(blocks(entries), len(s))](
             s, R, listed(scales, 0), weight.contiguous(), float(factor), entries, s.stride(0), R.stride(0),
             SCALES=len(scales), **BLOCK,
         )  # fmt: skip
@@ -194,7 +192,7 @@ def damped_quotient(
     factors = [None if X is None or left is None else X.contiguous() for X in (s_P, s_Q, left, right)]
     partial, weight = room_for_sums(along, K, tiles(O, I)), None if weight is None else weight.contiguous()
     with on(s.device):
-        basis_kernels().damped_quotient_kernel[(tiles(O, I), K)](
+        kernels("eigenbasis_kernels").damped_quotient_kernel[(tiles(O, I), K)](
             R, listed(scales, 0), s, out, *factors, constant.contiguous(), bits(largest), partial, weight, None,
             float(factor), torch.finfo(s.dtype).tiny, O, I, R.stride(0), s.stride(0), out.stride(0),
             SCALES=len(scales), HAS_FACTORS=left is not None, HAS_LARGEST=largest is not None,
@@ -217,7 +215,7 @@ def scaled(
     sides = [None if x is None else x.contiguous() for x in (a, b)]
     partial = room_for_sums(along, K, tiles(O, I))
     with on(R.device):
-        basis_kernels().scaled_kernel[(tiles(O, I), K)](
+        kernels("eigenbasis_kernels").scaled_kernel[(tiles(O, I), K)](
             R, listed(scales, 0), out, *sides, bits(largest), partial, None, O, I, R.stride(0), out.stride(0),
             SCALES=len(scales), HAS_ROWS=a is not None, HAS_COLUMNS=b is not None, HAS_LARGEST=largest is not None,
             HAS_PARTIAL=partial is not None, ROOM=0, HEADROOM=0, **TILE,

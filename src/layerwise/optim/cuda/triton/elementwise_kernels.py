@@ -18,6 +18,12 @@ def _jit(kernel: Any) -> Any:
     return kernel if triton is None else triton.jit(kernel)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def _jit_varying(*names: str) -> Any:
+    """The same for kernels with numbers that vary from launch to launch: not compiled anew where one is 1, or a
+    multiple of 16."""
+    return lambda kernel: kernel if triton is None else triton.jit(kernel, do_not_specialize=list(names))  # pyright: ignore[reportAttributeAccessIssue]
+
+
 # `no_type_check` keeps checkers that rewrite functions at import away from kernels, which Triton reads as text.
 # `all_finite` is a byte on the device. Where it is 0, masks keep every load and store away: nothing is multiplied by 0.
 
@@ -110,15 +116,15 @@ def finite_kernel(flags, X, n, X_k, step, BLOCK: tl.constexpr):
     tl.store(flags + k, tl.min((tl.abs(x) < float("inf")).to(tl.int32), 0).to(tl.int8))
 
 
-@_jit
+@_jit_varying("flat")
 @no_type_check
 def adam_kernel(
     M, V, G, scales, step, all_finite, correction1, correction2, floor_at, weight1, beta2, weight2, eps, factor,
-    entries, M_k, V_k, G_k, step_k,
+    entries, flat, M_k, V_k, G_k, step_k,
     SCALES: tl.constexpr, ROTATED: tl.constexpr, FLAT: tl.constexpr, HAS_FLOOR: tl.constexpr, MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Both moments and Adam's step on one block, of FLAT > 0: of all groups, each so large; ROTATED: ε as it is."""
+    """Both moments and Adam's step on one block, with FLAT of all groups, each so large; ROTATED: ε as it is."""
     k = tl.program_id(1).to(tl.int64)
     at, inside = block(entries, BLOCK)
     taken = inside
@@ -129,16 +135,16 @@ def adam_kernel(
     v = beta2 * tl.load(V + k * V_k + at, mask=taken, other=0.0).to(tl.float32) + weight2 * g * g
     tl.store(M + k * M_k + at, m, mask=taken)
     tl.store(V + k * V_k + at, v.to(V.dtype.element_ty), mask=taken)
-    if FLAT > 0:
-        c1 = tl.load(correction1 + at // FLAT, mask=inside, other=1.0)
-        c2 = tl.load(correction2 + at // FLAT, mask=inside, other=1.0)
+    if FLAT:
+        c1 = tl.load(correction1 + at // flat, mask=inside, other=1.0)
+        c2 = tl.load(correction2 + at // flat, mask=inside, other=1.0)
     else:
         c1, c2 = tl.load(correction1 + k), tl.load(correction2 + k)
     root = tl.sqrt_rn(v)
     c = tl.sqrt_rn(c2)
     d = tl.div_rn(m, root + eps) * (c / c1) if ROTATED else tl.div_rn(m / c1, root / c + eps)
     if HAS_FLOOR:
-        floor = tl.load(floor_at + at // FLAT, mask=inside, other=0.0) if FLAT > 0 else tl.load(floor_at + k)
+        floor = tl.load(floor_at + at // flat, mask=inside, other=0.0) if FLAT else tl.load(floor_at + k)
         d = tl.where(floor < v, d * (1.0 - floor / v), 0.0)
     tl.store(step + k * step_k + at, stored(tl.where(taken, d * factor, 0.0), step.dtype.element_ty), mask=inside)
 
@@ -198,7 +204,7 @@ def dot_kernel(X, scales, Y, partial, entries, X_k, Y_k, SCALES: tl.constexpr, B
     tl.store(partial + k * tl.num_programs(0) + tl.program_id(0), tl.sum(x * y, 0))
 
 
-@_jit
+@_jit_varying("groups")
 @no_type_check
 def corrections_kernel(
     steps, correction1, correction2, all_finite, log1, log2, groups, MASKED: tl.constexpr, BLOCK: tl.constexpr

@@ -20,7 +20,7 @@ ENTRY_BOUND = 2.0  # of a basis; pairs hold four times as much
 UNIT = 2.0**14  # scale of E, of E + E²/2 and of I − VᵀV
 PROBES = 16  # columns, the least that tensor cores take
 APPLICATIONS, MARGIN = 6, 1.15  # as in `jacobi`, which says why
-ROWS, COLUMNS, FINISH_ROWS, COPY = 32, 64, 128, 4096
+ROWS, COLUMNS, FINISH_ROWS, COPY, DIAGONAL = 32, 64, 128, 4096, 1024
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def rotation(S: Float32[Tensor, "K n n"], damping: int | float, still: int | flo
     with on(S.device):
         found.diagonal_kernel[(K,)](
             S, scale, diagonal, width, weight, unit, float(still), float(damping), UNIT, n, S.stride(0),
-            BLOCK=1 << (n - 1).bit_length(), num_warps=4,
+            BLOCK=DIAGONAL, num_warps=4,
         )  # fmt: skip
         found.row_sums_kernel[grid](
             S, scale, diagonal, width, weight, squares, couplings, n, S.stride(0),

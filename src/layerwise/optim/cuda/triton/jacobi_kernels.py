@@ -27,19 +27,28 @@ __all__ = [
 def diagonal_kernel(S, scale, diagonal, width, weight, unit, still, damping, unit_number, n, S_k, BLOCK: tl.constexpr):
     """One matrix: its mean eigenvalue, and in units of that the diagonal, τ and the weights of the coupling."""
     k = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < n
-    d = tl.load(S + k * S_k + at.to(tl.int64) * (n + 1), mask=inside, other=0.0)
-    mean = tl.maximum(tl.sum(d, 0) / n, 1.1754943508222875e-38)
-    d = d / mean
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    largest = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        d = tl.load(S + k * S_k + at.to(tl.int64) * (n + 1), mask=at < n, other=0.0)
+        total += d
+        largest = tl.maximum(largest, tl.where(at < n, d, float("-inf")))
+    trace = tl.sum(total, 0)
+    mean = tl.maximum(trace / n, 1.1754943508222875e-38)
     floor = 1.0842021724855044e-19  # the root of the smallest normal number
-    shifted = tl.maximum(d, 0.0) + damping * (tl.sum(d, 0) / n)
-    rounding = 4 * 1.1920928955078125e-07 * tl.max(tl.where(inside, d, float("-inf")), 0) + floor
+    rounding = 4 * 1.1920928955078125e-07 * (tl.max(largest, 0) / mean) + floor
+    added = damping * (trace / mean / n)
     tl.store(scale + k, mean)
     tl.store(unit + k, unit_number)
-    tl.store(diagonal + k * n + at, d, mask=inside)
-    tl.store(width + k * n + at, 0.5 * still * shifted + rounding, mask=inside)
-    tl.store(weight + k * n + at, tl.rsqrt(tl.maximum(shifted, floor)), mask=inside)
+    for start in range(0, n, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < n
+        d = tl.load(S + k * S_k + at.to(tl.int64) * (n + 1), mask=inside, other=0.0) / mean
+        shifted = tl.maximum(d, 0.0) + added
+        tl.store(diagonal + k * n + at, d, mask=inside)
+        tl.store(width + k * n + at, 0.5 * still * shifted + rounding, mask=inside)
+        tl.store(weight + k * n + at, tl.rsqrt(tl.maximum(shifted, floor)), mask=inside)
 
 
 @_jit

@@ -157,7 +157,7 @@ def put_(
                 _whole(H), scale, X, parts, parts.shape[1],
                 X if where is None else where.contiguous().view(torch.uint8),
                 n, H.stride(0), H.stride(1), X.stride(0), X.stride(1),
-                PARTS=1 << (parts.shape[1] - 1).bit_length(), PAIR=H.shape[1] == 2, MASKED=where is not None,
+                PAIR=H.shape[1] == 2, MASKED=where is not None,
                 TILE=H.shape[-1], BLOCK=BLOCK, num_warps=8,
             )  # fmt: skip
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-from layerwise.optim.cuda.triton.product_kernels import _jit, lower_tile, packed_at, tl, triton
-from layerwise.optim.cuda.triton.split_kernels import power_of_two
+from layerwise.optim.cuda.triton.product_kernels import _jit, _jit_varying, lower_tile, packed_at, tl, triton
+from layerwise.optim.cuda.triton.split_kernels import largest_of, power_of_two
 
 __all__ = ["diagonal_kernel", "ema_kernel", "mirror_kernel", "put_kernel", "square_kernel", "triton"]
 
@@ -127,11 +127,11 @@ def mirror_kernel(
                 tl.store(out + 2 * out_half + here, x, mask=inside)
 
 
-@_jit
+@_jit_varying("parts")
 @no_type_check
 def put_kernel(
     P, scale, X, largest, parts, where, n, P_k, P_half, X_k, X_row,
-    PARTS: tl.constexpr, PAIR: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    PAIR: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """hi and, with PAIR, lo of scale·X on one block on or below the diagonal, into tiles; see `split_kernel`."""
     index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -139,8 +139,7 @@ def put_kernel(
     if MASKED:
         wanted = tl.load(where + k) != 0
     if wanted:
-        part = tl.arange(0, PARTS)
-        factor = power_of_two(tl.max(tl.load(largest + k * parts + part, mask=part < parts, other=0), 0))
+        factor = power_of_two(largest_of(largest + k * parts, parts))
         if index == 0:
             tl.store(scale + k, factor)
         i, j = lower_tile(index)

@@ -5,24 +5,11 @@ Imported on first use only; without Triton the module can be imported, and has n
 
 from __future__ import annotations
 
-from typing import Any, no_type_check
+from typing import no_type_check
 
-try:
-    import triton  # pyright: ignore[reportMissingImports]
-    import triton.language as tl  # pyright: ignore[reportMissingImports]
-except ImportError:
-    triton = tl = None
+from layerwise.optim.cuda.triton.elementwise_kernels import _jit, _jit_varying, tl, triton
 
-
-def _jit(kernel: Any) -> Any:
-    return kernel if triton is None else triton.jit(kernel)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _jit_varying(*names: str) -> Any:
-    """The same for kernels with numbers that vary from launch to launch: not compiled anew where one is 1, or a
-    multiple of 16."""
-    return lambda kernel: kernel if triton is None else triton.jit(kernel, do_not_specialize=list(names))  # pyright: ignore[reportAttributeAccessIssue]
-
+__all__ = ["gram_finish_kernel", "gram_kernel", "pair_product_kernel", "triton"]
 
 # `no_type_check` keeps checkers that rewrite functions at import away from kernels, which Triton reads as text.
 
@@ -81,8 +68,7 @@ def store_update(total, stride, i, j, rows, columns, n, product, weight, PACKED:
 def gram_kernel(
     total, X, weight, by, alpha, partial, m, n, rows_each,
     total_k, total_row, X_k, X_row,
-    LISTED: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr, HAS_BY: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    LISTED: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """One tile of alpha·XᵀX: written into the total, or (SPLIT) the part of some rows into `partial`.
 
@@ -111,9 +97,7 @@ def gram_kernel(
             acc = tl.dot(a, b, acc)
             left_at += BLOCK_ROWS * X_row
             right_at += BLOCK_ROWS * X_row
-        acc *= alpha
-        if HAS_BY:
-            acc *= tl.load(by)
+        acc *= alpha * tl.load(by)
         if not SPLIT:
             store_update(total + k * total_k, total_row, i, j, left, right, n, acc, w, PACKED)
         else:

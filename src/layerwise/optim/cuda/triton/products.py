@@ -14,6 +14,7 @@ from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.optim.cuda.linalg.split_fp16 import Half, HalfPair
+from layerwise.optim.cuda.triton.arguments import one
 from layerwise.optim.cuda.triton.device import MOST_MATRICES, available, ceil, kernels, on
 from layerwise.optim.cuda.triton.splits import halved, split
 
@@ -100,12 +101,11 @@ def launch_gram(
     rows_each = ceil(ceil(m, parts), tiles.depth) * tiles.depth
     shape = (parts, K, count, tiles.n, tiles.n) if parts > 1 else (1,)
     partial = torch.empty(shape, dtype=torch.float32, device=total.device)
-    strides, listed = total.stride()[:2], filled_up(matrices)
+    strides, listed, by = total.stride()[:2], filled_up(matrices), one(total.device) if by is None else by
     with on(total.device):
         kernels().gram_kernel[(count, parts, K)](
             total, listed, weight, by, float(alpha), partial, m, n, rows_each, *strides, X_k, first.stride(-2),
-            LISTED=len(listed), SPLIT=parts > 1, PACKED=packed, HAS_BY=by is not None, BLOCK=tiles.n,
-            BLOCK_ROWS=tiles.depth,
+            LISTED=len(listed), SPLIT=parts > 1, PACKED=packed, BLOCK=tiles.n, BLOCK_ROWS=tiles.depth,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
         if parts > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-from layerwise.optim.cuda.triton.product_kernels import _jit, tl, triton
+from layerwise.optim.cuda.triton.product_kernels import _jit, _jit_varying, tl, triton
 
 __all__ = ["largest_kernel", "split_kernel", "triple_kernel", "triton"]
 
@@ -17,6 +17,17 @@ def power_of_two(bits):
     scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     scale = tl.where(bits == 0, 1.0, scale)
     return tl.where((bits & 0x7F800000) == 0x7F800000, float("nan"), scale)
+
+
+@_jit
+@no_type_check
+def largest_of(bits, parts, BLOCK: tl.constexpr = 128):
+    """The largest of the parts' magnitudes."""
+    found = tl.zeros([BLOCK], dtype=tl.int32)
+    for start in range(0, parts, BLOCK):
+        part = start + tl.arange(0, BLOCK)
+        found = tl.maximum(found, tl.load(bits + part, mask=part < parts, other=0))
+    return tl.max(found, 0)
 
 
 @_jit
@@ -58,27 +69,25 @@ def entry(X, at, width, X_row, LINEAR: tl.constexpr):
     return place
 
 
-@_jit
+@_jit_varying("repeats")
 @no_type_check
-def largest_kernel(
-    parts, X, entries, width, X_k, X_row, LINEAR: tl.constexpr, REPEATS: tl.constexpr, BLOCK: tl.constexpr
-):
+def largest_kernel(parts, X, entries, width, X_k, X_row, repeats, LINEAR: tl.constexpr, BLOCK: tl.constexpr):
     """The largest magnitude of one part of a matrix, as bits: integers of the same order, in which NaN comes last."""
     index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
     largest = tl.zeros([BLOCK], dtype=tl.int32)
-    for q in tl.static_range(REPEATS):
-        at = (index * REPEATS + q) * BLOCK + tl.arange(0, BLOCK)
+    for q in range(repeats):
+        at = (index * repeats + q) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(entry(X + k * X_k, at, width, X_row, LINEAR), mask=at < entries, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     tl.store(parts + k * tl.num_programs(0) + index, tl.max(largest, 0))
 
 
-@_jit
+@_jit_varying("parts")
 @no_type_check
 def split_kernel(
     hi, lo, scale, X, largest, parts, where, number, entries, width, X_k, X_row, out_k,
-    FROM: tl.constexpr, PARTS: tl.constexpr, PAIR: tl.constexpr, LINEAR: tl.constexpr, MASKED: tl.constexpr,
-    CUT: tl.constexpr, BLOCK: tl.constexpr,
+    FROM: tl.constexpr, PAIR: tl.constexpr, LINEAR: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """hi and, with PAIR, lo of scale·X in one pass.
 
@@ -93,8 +102,7 @@ def split_kernel(
         if FROM == 0:
             factor = tl.load(scale + k)
         elif FROM == 1:
-            part = tl.arange(0, PARTS)
-            factor = power_of_two(tl.max(tl.load(largest + k * parts + part, mask=part < parts, other=0), 0)) * number
+            factor = power_of_two(largest_of(largest + k * parts, parts)) * number
         else:
             factor = number
         if FROM != 0:  # noqa: SIM102 (decided when compiled, the next when run)
@@ -112,11 +120,11 @@ def split_kernel(
             tl.store(lo + k * out_k + at, (scaled - upper.to(tl.float32)).to(tl.float16), mask=inside)
 
 
-@_jit
+@_jit_varying("parts")
 @no_type_check
 def triple_kernel(
     out, scale, X, largest, before, parts, rows_total, width, X_k, X_row, out_k, out_half, out_row,
-    PARTS: tl.constexpr, FORESEEN: tl.constexpr, HEADROOM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    FORESEEN: tl.constexpr, HEADROOM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """lo, hi and hi once more of scale·X, one tile.
 
@@ -126,8 +134,7 @@ def triple_kernel(
     index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
     wanted = True
     if FORESEEN == 0:
-        part = tl.arange(0, PARTS)
-        factor = power_of_two(tl.max(tl.load(largest + k * parts + part, mask=part < parts, other=0), 0))
+        factor = power_of_two(largest_of(largest + k * parts, parts))
     elif FORESEEN == 1:
         factor = foreseen_scale(before, k, 1.0, HEADROOM)
     else:

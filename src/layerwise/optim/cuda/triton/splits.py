@@ -8,6 +8,7 @@ from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.optim.cuda.linalg.split_fp16 import TOP_EXPONENT, Half, HalfPair
+from layerwise.optim.cuda.triton.arguments import power_of_two
 from layerwise.optim.cuda.triton.device import ceil, kernels, on
 
 SPLIT_BLOCK = 4096
@@ -89,7 +90,7 @@ def tripled(
             kernels("split_kernels").triple_kernel[(ceil(m, TILE["ROWS"]) * ceil(n, TILE["COLUMNS"]), K)](
                 out, scale, X, parts, None if before is None else before.view(torch.int32), parts.shape[1],
                 m, n, X.stride(0), X.stride(1), *out.stride()[:3],
-                PARTS=_power_of_two(parts.shape[1]), FORESEEN=foreseen, HEADROOM=HEADROOM, **TILE,
+                FORESEEN=foreseen, HEADROOM=HEADROOM, **TILE,
             )  # fmt: skip
     if before is not None:
         before.copy_(largest)
@@ -127,7 +128,7 @@ def _launch(
             X if where is None else where.contiguous().view(torch.uint8),
             (1.0 if bound is None else bound_scale(bound)) / room,
             m * n, n, X.stride(0), X.stride(1), out_k,
-            FROM=source, PARTS=_power_of_two(count), PAIR=lo is not None, LINEAR=_linear(X), MASKED=where is not None,
+            FROM=source, PAIR=lo is not None, LINEAR=_linear(X), MASKED=where is not None,
             CUT=cut, BLOCK=SPLIT_BLOCK, num_warps=8,
         )  # fmt: skip
 
@@ -140,12 +141,11 @@ def largest_parts(X: Float[Tensor, "K m n"]) -> Int32[Tensor, "K parts"]:
     X = _stacked(X)
     K, m, n = X.shape
     blocks = ceil(m * n, SPLIT_BLOCK)
-    repeats = min(_power_of_two(ceil(blocks, MOST_PARTS)), MOST_REPEATS)
+    repeats = min(power_of_two(ceil(blocks, MOST_PARTS)), MOST_REPEATS)
     parts = torch.empty(K, ceil(blocks, repeats), dtype=torch.int32, device=X.device)
     with on(X.device):
         kernels("split_kernels").largest_kernel[(parts.shape[1], K)](
-            parts, X, m * n, n, X.stride(0), X.stride(1),
-            LINEAR=_linear(X), REPEATS=repeats, BLOCK=SPLIT_BLOCK, num_warps=8,
+            parts, X, m * n, n, X.stride(0), X.stride(1), repeats, LINEAR=_linear(X), BLOCK=SPLIT_BLOCK, num_warps=8
         )  # fmt: skip
     return parts
 
@@ -163,10 +163,6 @@ def _linear(X: Tensor) -> bool:
 def _bits(amax: Tensor) -> Tensor:
     """Magnitudes as one part of each matrix."""
     return amax.reshape(-1, 1).float().contiguous().view(torch.int32)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def bound_scale(bound: int | float) -> float:

@@ -1,0 +1,117 @@
+"""Kernels that are compiled before they are launched, all at once.
+
+Triton compiles a kernel when it is first launched: for every combination of types, flags and divisible numbers, half a
+second of compiler and C compiler, one after the other. Under `listing` launches are not made, but handed to threads
+that compile what they would run (most of that does not need the interpreter's lock); their tensors are on the device
+"meta" and have no data. Whoever then launches such a kernel waits for it (`Awaited`). A kernel that was not listed, or
+could not be compiled here, is compiled at its launch, as ever.
+"""
+
+import os
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGNED = 16
+"""What addresses and integers are a multiple of, or not: Triton compiles a kernel for each case."""
+_STATE = threading.local()
+_SLOTS = threading.BoundedSemaphore(max(os.cpu_count() or 1, 1))
+_KNOWN: set[Hashable] = set()
+"""What has been compiled, or is being."""
+_THREADS: dict[str, list[threading.Thread]] = {}
+"""Those that have not ended when last looked at, by the kernel's name."""
+
+
+@contextmanager
+def listing(device: torch.device) -> Iterator[None]:
+    """Launches in this thread compile for this device, in the background, and run nothing."""
+    _STATE.device = device
+    try:
+        yield
+    finally:
+        _STATE.device = None
+
+
+def launched(module: Any) -> Any:
+    """A module of kernels as it is to be used now: as it is, unless launches are listed, or some have to wait."""
+    device = getattr(_STATE, "device", None)
+    if device is not None:
+        return Listed(module, device)
+    return Awaited(module) if _THREADS else module
+
+
+def wait(name: str | None = None) -> None:
+    """Until all variants of a kernel that were listed are compiled, or of all kernels."""
+    for key in [*_THREADS] if name is None else [name]:
+        for thread in _THREADS.get(key, ()):
+            thread.join()
+        _THREADS.pop(key, None)
+
+
+class Awaited:
+    """A module of kernels of which some are being compiled."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        wait(name)
+        return getattr(self._module, name)
+
+
+class Listed:
+    """A module of kernels whose launches are only listed."""
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self._module, self._device = module, device
+
+    def __getattr__(self, name: str) -> Any:
+        kernel, device = getattr(self._module, name), self._device
+
+        class Launch:
+            def __getitem__(self, grid: object) -> Any:
+                return lambda *args, **options: _begin(name, kernel, args, options, device)
+
+        return Launch()
+
+
+def _begin(name: str, kernel: Any, args: tuple[Any, ...], options: dict[str, Any], device: torch.device) -> None:
+    """Compile what a launch with these arguments would run, unless it is known."""
+    fixed = [getattr(param, "do_not_specialize", False) for param in kernel.params]
+    kinds = [_kind(arg, varies) for arg, varies in zip(args, fixed, strict=False)]
+    key = (name, kernel.fn.__module__, device, *kinds, *sorted((k, str(v)) for k, v in options.items()))
+    if key not in _KNOWN:
+        _KNOWN.add(key)
+        with torch.cuda.device(device):  # made here: of two threads that make it at once, one would compile in vain
+            _ = kernel.device_caches[torch.cuda.current_device()]
+        # No daemon: a compiler that runs while the interpreter is taken down may crash.
+        thread = threading.Thread(target=_compile, args=(kernel, args, options, device), name=f"compile {name}")
+        _THREADS.setdefault(name, []).append(thread)
+        thread.start()
+
+
+def _kind(arg: Any, varies: bool) -> Hashable:
+    """What Triton tells arguments apart by."""
+    if isinstance(arg, tuple):
+        return tuple(_kind(x, varies) for x in arg)
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.data_ptr() % ALIGNED == 0
+    if isinstance(arg, int) and not isinstance(arg, bool):
+        return -(2**31) <= arg < 2**31, not varies and arg == 1, not varies and arg % ALIGNED == 0
+    return type(arg)
+
+
+def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], device: torch.device) -> None:
+    with _SLOTS:
+        if not threading.main_thread().is_alive():  # the program has ended
+            return
+        try:
+            with torch.cuda.device(device):
+                compiled = kernel.warmup(*args, grid=(1,), **options)
+                _ = compiled.run  # what launches it, which the C compiler makes, and the code on the device
+        except Exception:  # the launch will say what is wrong
+            return
