@@ -9,7 +9,7 @@ See `step.update` for the order in which a step happens.
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -576,17 +576,18 @@ class Layerwise(Checkpointed):
 
     def _stand_in(self, precision: str) -> Any:
         """An executor of the same stacks without data."""
-        from layerwise.optim.cuda.rehearsal import stand_ins
+        from layerwise.optim.cuda.rehearsal import kind_of, stand_ins
 
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
-        params, stacks = named_parameters(self.model), list[Stack]()
+        params, stacks = named_parameters(self.model), dict[Hashable, Stack]()
         for bucket in self._buckets(params, group_of):
             own = {name: params[name] for spec in bucket.specs for name in spec.parameters}
             backend = self._make_backend(next(iter(own.values())).device, precision)
-            stacks.append(Stack(bucket.rule, bucket.specs, bucket.group, stand_ins(own), backend))
-            stacks[-1].fallback = bucket.fallback
-            stacks[-1].ensure_state({})
-        return self._make_executor(stacks)
+            stack = Stack(bucket.rule, bucket.specs, bucket.group, stand_ins(own), backend, fallback=bucket.fallback)
+            if kind_of(stack) not in stacks:
+                stack.ensure_state({})
+                stacks[kind_of(stack)] = stack
+        return self._make_executor([*stacks.values()])
 
     def rule_for(self, spec: LayerSpec, group: Mapping[str, Any]) -> UpdateRule:
         """The rule that a layer gets: the optimizer's own, or the fallback's."""

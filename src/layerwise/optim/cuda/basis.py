@@ -1,8 +1,9 @@
 """`TrackedBasis`: eigenvectors ``U_P ⊗ U_Q`` of a stack's factors that are kept up to date by products.
 
-A basis is begun by `torch.linalg.eigh`, and takes one sweep (`linalg.jacobi`) at every refresh, whatever its factor has
-become. That is as good as exact eigenvectors where what is divided by is measured in the basis
-as it is: second moments (SOAP, EKFAC), or else ``diag(Uᵀ M U)``. What is not finite keeps the last basis.
+A basis is begun by Cholesky and some sweeps (`linalg.first_basis`; a small one by `torch.linalg.eigh`), and takes one
+sweep (`linalg.jacobi`) at every refresh, whatever its factor has become. That is as good as exact eigenvectors where
+what is divided by is measured in the basis as it is: second moments (SOAP, EKFAC), or else ``diag(Uᵀ M U)``. What is
+not finite keeps the last basis.
 """
 
 from collections.abc import Callable
@@ -21,15 +22,21 @@ from layerwise.optim.cuda import factor as factors
 from layerwise.optim.cuda.device_step import largest_of, run, with_along
 from layerwise.optim.cuda.factor import DeviceFactor
 from layerwise.optim.cuda.linalg import orthogonal
+from layerwise.optim.cuda.linalg.first_basis import iterated_once
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.jacobi import carried, tracked_basis
 from layerwise.optim.cuda.linalg.jacobi_fp16 import rayleigh_quotients, tracked_half
 from layerwise.optim.cuda.linalg.moments_in_new_basis import turn_between, turn_moments_
+from layerwise.optim.cuda.linalg.products import HALF_PAIRS
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.storage import Kept, StoredMatrix, operand_of
+from layerwise.optim.cuda.triton.device import on_gpu
 from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.rule import Context, Health
 
+FIRST_SWEEPS, LEAST = 12, 256
+"""Of a first basis that is not decomposed by eigh: of how many rows on. Eleven sweeps left couplings of 0.01 to 0.1 on
+factors of many kinds, about those of exact eigenvectors that are rounded to fp16."""
 YOUNG_SWEEPS, YOUNG_STEPS = 3, 16
 """At each refresh before that step: a new batch weighs more than its steady share then, and bases turn fast."""
 
@@ -135,7 +142,22 @@ class TrackedSide:
         self._begin(M, slice(0, len(self.values)), context.health)
 
     def _begin(self, factor: DeviceFactor, groups: slice, health: Health) -> None:
-        """By eigh, largest last, padding apart; a factor that cannot be decomposed keeps its basis."""
+        """By sweeps where that is faster, else by eigh; a factor that cannot be decomposed keeps its basis."""
+        if not (self.matrix.halved and on_gpu(self.values.device) and self.values.shape[-1] >= LEAST):
+            self._decompose(factor, groups, health)
+            return
+        U, good = iterated_once(factor.dense(groups))
+        self._put(groups, U, self.values[groups], good)
+        rehearsal = good.device.type == "meta"
+        self._follow(factor, groups, 1 if rehearsal else FIRST_SWEEPS, health)
+        values = rayleigh_quotients(factors.operand(factor.mean[groups]), self.matrix.matrix(groups), HALF_PAIRS)
+        self.values[groups] = values.clamp_min(0)
+        failed = [] if rehearsal else torch.nonzero(~good).flatten().tolist()
+        for k in failed:
+            self._decompose(factor, slice(groups.start + k, groups.start + k + 1), health)
+
+    def _decompose(self, factor: DeviceFactor, groups: slice, health: Health) -> None:
+        """By eigh, largest last, padding apart."""
         M, own = factor.dense(groups), factor.own
         values, vectors, good = _decomposed(M[:, :own, :own])
         U, s = torch.eye(M.shape[-1], dtype=M.dtype, device=M.device).repeat(len(M), 1, 1), torch.zeros_like(M[:, 0])

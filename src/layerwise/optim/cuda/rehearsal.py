@@ -4,7 +4,7 @@ Stacks of the same shapes on the device "meta" go through the same code as a ste
 only says which kernel it would run (`triton.ahead`). That takes the host a tenth of a second.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -20,6 +20,7 @@ from layerwise.optim.step.stack import Stack
 
 TOKENS = 1024
 """Rows of a layer in a batch: any multiple of 16."""
+SHAPE_FIELDS = ("dtype", "one_hot", "taps", "bias")
 HALF = torch.bfloat16
 """What layers compute in, where that is not known."""
 
@@ -31,6 +32,16 @@ def stand_ins(params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         found[name] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         found[name].grad = torch.empty_like(found[name]) if p.requires_grad else None
     return found
+
+
+def kind_of(stack: Stack) -> Hashable:
+    """What kernels tell stacks apart by, as far as it can be seen: divisible sizes, about how large they are, forms."""
+    shape, forms = stack.shape, [spec.form for spec in stack.specs]
+    sides = (shape.outputs, shape.inputs)
+    sizes = sorted((side.bit_length(), side % ahead.ALIGNED == 0) for side in sides)
+    layout = tuple((form.transposed, form.cut, form.groups > 1, len(form.parts)) for form in forms)
+    rule = (id(stack.rule), stack.fallback, bool(stack.group["momentum"]))
+    return rule, tuple(sizes), min(sides) == 1, layout, len(forms), *(getattr(shape, f) for f in SHAPE_FIELDS)
 
 
 @torch.no_grad()
@@ -94,7 +105,11 @@ def _statistics(stack: Stack) -> Iterator[Observation]:
     requires, shape, state = stack.rule.requirements(stack.shape), stack.shape, stack.state
     if not (requires.inputs or requires.outgrads) or not requires.moments:
         return
-    how: dict[str, Any] = {"known": [True] * shape.groups, "examples": 1, "groups": [s.form.groups for s in stack.specs]}
+    how: dict[str, Any] = {
+        "known": [True] * shape.groups,
+        "examples": 1,
+        "groups": [s.form.groups for s in stack.specs],
+    }
     if not all(has_plain_form(spec.form) for spec in stack.specs):
         A, G = (state[side].dense() if side in state else None for side in ("Q", "P"))
         yield Observation(A if requires.inputs else None, G if requires.outgrads else None, **how)

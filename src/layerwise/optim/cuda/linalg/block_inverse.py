@@ -41,7 +41,7 @@ def block_inverse(
     """
     good = torch.ones(len(M), dtype=torch.int8, device=M.device)
     X = inverse_factor(M, good, products, leaf=leaf, large=large)
-    with _ieee_float32(M.device):
+    with ieee_float32(M.device):
         inverse = _gram(X, products, large)
     # An entry of X that is not finite is in a sum of squares on the diagonal.
     return inverse, (good != 0) & torch.isfinite(inverse.diagonal(dim1=-2, dim2=-1)).all(-1)
@@ -57,7 +57,7 @@ def inverse_factor(
 ) -> Float[Tensor, "K n n"]:
     """X, lower triangular, with ``X M Xᵀ = I``; zero is written into `good` where a pivot is not positive."""
     X = torch.zeros_like(M, memory_format=torch.contiguous_format)
-    with _ieee_float32(M.device):
+    with ieee_float32(M.device):
         _eliminate(M, X, good, products, leaf, large)
     return X
 
@@ -126,7 +126,7 @@ def leaf_inverse(
 
 
 @contextmanager
-def _ieee_float32(device: torch.device) -> Iterator[None]:
+def ieee_float32(device: torch.device) -> Iterator[None]:
     """Products in float32 proper: what is subtracted from a pivot must not be rounded to TF32's 11 bits."""
     matmul = torch.backends.cuda.matmul
     name, exact = ("fp32_precision", "ieee") if hasattr(matmul, "fp32_precision") else ("allow_tf32", False)

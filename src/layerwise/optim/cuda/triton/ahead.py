@@ -10,7 +10,7 @@ could not be compiled here, is compiled at its launch, as ever.
 import os
 import threading
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ ALIGNED = 16
 """What addresses and integers are a multiple of, or not: Triton compiles a kernel for each case."""
 _STATE = threading.local()
 _SLOTS = threading.BoundedSemaphore(max(os.cpu_count() or 1, 1))
+_PREPARING = threading.Lock()
 _KNOWN: set[Hashable] = set()
 """What has been compiled, or is being."""
 _THREADS: dict[str, list[threading.Thread]] = {}
@@ -86,8 +87,6 @@ def _begin(name: str, kernel: Any, args: tuple[Any, ...], options: dict[str, Any
     key = (name, kernel.fn.__module__, device, *kinds, *sorted((k, str(v)) for k, v in options.items()))
     if key not in _KNOWN:
         _KNOWN.add(key)
-        with torch.cuda.device(device):  # made here: of two threads that make it at once, one would compile in vain
-            _ = kernel.device_caches[torch.cuda.current_device()]
         # No daemon: a compiler that runs while the interpreter is taken down may crash.
         thread = threading.Thread(target=_compile, args=(kernel, args, options, device), name=f"compile {name}")
         _THREADS.setdefault(name, []).append(thread)
@@ -111,7 +110,18 @@ def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], device
             return
         try:
             with torch.cuda.device(device):
+                _prepare(kernel)
                 compiled = kernel.warmup(*args, grid=(1,), **options)
                 _ = compiled.run  # what launches it, which the C compiler makes, and the code on the device
         except Exception:  # the launch will say what is wrong
             return
+
+
+def _prepare(kernel: Any) -> None:
+    """What Triton makes once, for all kernels and for one, and would make in every thread that asks for it at once."""
+    with _PREPARING:
+        _ = kernel.device_caches[torch.cuda.current_device()]
+        with suppress(ImportError):  # it lies elsewhere in other versions
+            from triton.runtime.cache import triton_key  # pyright: ignore[reportMissingImports]
+
+            triton_key()  # of Triton's own files, a third of a second

@@ -79,7 +79,7 @@ def average_grams_(
             mean, count, weight, skipped, sums, squares,
             None if all_finite is None else all_finite.view(torch.uint8), by, float(alpha), *_memory(decay), n, parts,
             blocks, K, mean.stride(0), mean.stride(1), BORDER=border, PACKED=is_packed(mean),
-            MASKED=all_finite is not None, COLUMNS=BORDER_COLUMNS, GROUPS=max(16, power_of_two(K)), PARTS=LOOKED_AT,
+            MASKED=all_finite is not None, COLUMNS=BORDER_COLUMNS, GROUPS=max(64, power_of_two(K)), PARTS=LOOKED_AT,
             num_warps=8,
         )  # fmt: skip
     made = X if rounded is None else rounded

@@ -42,7 +42,9 @@ def finite_entries(X: Tensor) -> Tensor:
     K, n = X.shape
     flags = torch.empty(K, dtype=torch.int8, device=X.device)
     with on(X.device):
-        kernels("elementwise_kernels").finite_kernel[(K,)](flags, X, n, X.stride(0), X.stride(1), BLOCK=power_of_two(n), num_warps=4)
+        kernels("elementwise_kernels").finite_kernel[(K,)](
+            flags, X, n, X.stride(0), X.stride(1), BLOCK=power_of_two(n), num_warps=4
+        )
     return flags.view(torch.bool)
 
 

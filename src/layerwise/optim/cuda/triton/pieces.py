@@ -79,8 +79,8 @@ def finish_(
     with on(D.device):
         kernels("piece_kernels").finish_kernel[(len(tiles),)](
             tiles, pieces, addresses, like, D, listed(scales, 0), momentum, factor, rates, byte(all_finite), float(mu),
-            SCALES=len(scales), HAS_MOMENTUM=momentum is not None, NESTEROV=nesterov and momentum is not None, HAS_FACTOR=factor is not None,
-            **_how(aligned),
+            SCALES=len(scales), HAS_MOMENTUM=momentum is not None, NESTEROV=nesterov and momentum is not None,
+            HAS_FACTOR=factor is not None, **_how(aligned),
         )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.optim.cuda.linalg.split_fp16 import Half, HalfPair
-from layerwise.optim.cuda.triton.arguments import one
+from layerwise.optim.cuda.triton.arguments import one, power_of_two
 from layerwise.optim.cuda.triton.device import MOST_MATRICES, available, ceil, kernels, on
 from layerwise.optim.cuda.triton.splits import halved, split
 
@@ -74,10 +74,10 @@ def gram_update_(
 def filled_up(matrices: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Matrices that a kernel takes as a list, the first one repeated: few lengths, for each of which one is compiled.
 
-    >>> [len(filled_up((torch.empty(2, 2),) * n)) for n in (1, 2, 16, 17)]
-    [16, 16, 16, 32]
+    >>> [len(filled_up((torch.empty(2, 2),) * n)) for n in (1, 2, 32, 33)]
+    [32, 32, 32, 64]
     """
-    wanted = 1 if len(matrices) == 1 and matrices[0].ndim == 3 else max(16, 1 << (len(matrices) - 1).bit_length())
+    wanted = 1 if len(matrices) == 1 and matrices[0].ndim == 3 else max(32, power_of_two(len(matrices)))
     return (*matrices, *[matrices[0]] * (wanted - len(matrices)))
 
 
