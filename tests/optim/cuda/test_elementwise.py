@@ -78,15 +78,6 @@ def test_ema(way: str, sizes: tuple[int, int], vectors: bool, dtype: torch.dtype
         close(mean, expected, 2e-6 if kept_in == torch.float32 else HALF)
 
 
-def test_finite_diagonals(way: str):
-    for dtype in (torch.float32, torch.bfloat16):
-        X = torch.ones(6, 37, 40, dtype=dtype)[:, :, :37]
-        X[0, 0, 0], X[1, 36, 36], X[2, 5, 5], X[3, 4, 5] = torch.nan, torch.inf, -torch.inf, torch.nan
-        assert elementwise.finite_diagonals(X).tolist() == [False, False, False, True, True, True]
-        assert elementwise.finite_diagonals(X[:, 0]).tolist() == [False, True, True, True, True, True]
-        assert elementwise.finite_diagonals(X).dtype == torch.bool
-
-
 @pytest.mark.parametrize("all_finite", STEPS)
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("shape", [(1, 3, 5), (3, 17, 31), (40, 2, 1)])

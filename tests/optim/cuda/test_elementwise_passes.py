@@ -155,13 +155,3 @@ def test_what_is_not_finite_makes_its_matrix_nan(value: float):
     X = randn(3, 20, 20)
     X[1, 3, 4] = value
     assert torch.isnan(triton_splits.split(X).scale).tolist() == [False, True, False]
-
-
-@only_interpreted
-def test_a_vocabulary_larger_than_a_block(monkeypatch: pytest.MonkeyPatch):
-    """The diagonal input factor of an embedding with more than 2**20 rows."""
-    monkeypatch.setattr(elementwise, "available", lambda device: True)
-    new = torch.ones(1, 2**20 + 1)
-    assert elementwise.finite_diagonals(new).tolist() == [True]
-    new[0, -1] = torch.nan
-    assert elementwise.finite_diagonals(new).tolist() == [False]

@@ -1,24 +1,11 @@
-"""Factored damping in one launch, against its formulas: by torch, and in Triton's interpreter."""
+"""Factored damping against its formulas."""
 
 import pytest
 import torch
 
-from interpreter import INTERPRETED
-from layerwise.optim.cuda import elementwise
-from layerwise.optim.cuda import factored_damping as fused_damping
 from layerwise.optim.cuda.factored_damping import factored_damping
 
-pytestmark = pytest.mark.interpreted
 O, I, OWN = 40, 24, (37, 21)
-
-
-@pytest.fixture(autouse=True)
-def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    if INTERPRETED:
-        monkeypatch.setattr(elementwise, "available", lambda device: True)
-        monkeypatch.setattr(elementwise, "elementwise_torch", None)
-        monkeypatch.setattr(fused_damping, "split_damping", None)
-        monkeypatch.setattr(fused_damping, "BLOCK", 16)
 
 
 @pytest.mark.parametrize("kind", ["relative", "trace", "equal"])

@@ -30,7 +30,8 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         for module in (orthogonal, triton_products, elementwise):
             monkeypatch.setattr(module, "available", lambda device: True)
         tiles = triton_products.Tiles(m=16, n=16, depth=16, warps=1, stages=1)
-        monkeypatch.setattr(triton_products, "tiles_for", lambda *given: tiles)
+        for name in ("PAIR_TILES", "ROUGH_TILES"):
+            monkeypatch.setattr(triton_products, name, tiles)
     for module, name in ((triton_splits, "_launch"), (triton_splits, "largest_parts"), (split_fp16, "pair_scale")):
         was = getattr(module, name)
 

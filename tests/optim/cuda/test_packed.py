@@ -128,7 +128,7 @@ def test_what_the_kernels_do_not_take():
         with pytest.raises(InputError, match="packed totals"):
             triton_packed.gram_update_(P, X, torch.ones(2))
     with pytest.raises(InputError, match="one piece"):
-        triton_packed.diagonal(P.mT, 32)
+        triton_packed.unpack(P.mT, 32, None, None, None)
 
 
 def test_sizes_that_do_not_fit():

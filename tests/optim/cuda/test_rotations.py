@@ -164,7 +164,8 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (elementwise, storage, orthogonal, triton_products):
         monkeypatch.setattr(module, "available", lambda device: True)
     tiles = triton_products.Tiles(m=16, n=16, depth=16, warps=1, stages=1)
-    monkeypatch.setattr(triton_products, "tiles_for", lambda *given: tiles)
+    for name in ("PAIR_TILES", "ROUGH_TILES"):
+        monkeypatch.setattr(triton_products, name, tiles)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:

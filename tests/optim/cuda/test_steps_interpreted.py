@@ -14,7 +14,6 @@ from interpreter import only_interpreted
 from layerwise.optim.cuda import backend, elementwise, factor, pieces, scalings, storage
 from layerwise.optim.cuda.linalg import packed, packed_fp16
 from layerwise.optim.cuda.triton import elementwise as launches
-from layerwise.optim.cuda.triton import joins
 from layerwise.optim.cuda.triton import packed as packed_launches
 from layerwise.optim.engine import Layerwise
 
@@ -43,7 +42,7 @@ def test_kernels_take_the_same_steps(name: str, dtype: torch.dtype, edit: Any, m
     found = []
     for kernels in (False, True):
         if kernels:
-            for module in (elementwise, pieces, storage, joins):
+            for module in (elementwise, pieces, storage):
                 monkeypatch.setattr(module, "available", lambda device: True)
             monkeypatch.setattr(launches, "TILE", {"ROWS": 16, "COLUMNS": 32, "num_warps": 1})
         model = zoo()

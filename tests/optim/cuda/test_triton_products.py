@@ -7,7 +7,6 @@ from interpreter import only_interpreted
 from layerwise.foundations.errors import InputError
 from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.linalg.split_fp16 import Half, HalfPair
-from layerwise.optim.cuda.triton import joins as triton_joins
 from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton.products import Tiles
 from random_tensors import randn
@@ -273,18 +272,6 @@ def test_what_the_kernels_do_not_take():
         triton_products.pair_product(pair, pair.mT, out=torch.ones(4, 8)[:, ::2])
     with pytest.raises(InputError, match="Flatten"):
         triton_products.pair_product(split_fp16.split(torch.ones(1, 1, 2, 2)), pair)
-
-
-@only_interpreted
-@pytest.mark.parametrize("kept", [False, True])
-def test_join(kept: bool):
-    """Also of halves that lie beside each other in one tensor, as an optimizer keeps them."""
-    pair = split_fp16.split(randn(3, 65, 70))
-    expected = pair.hi.float().add_(pair.lo).div_(pair.scale[..., None, None])
-    if kept:
-        both = torch.stack([pair.hi, pair.lo], dim=1)
-        pair = HalfPair(both[:, 0], both[:, 1], pair.scale)
-    assert torch.equal(triton_joins.value(pair), expected)
 
 
 @only_interpreted

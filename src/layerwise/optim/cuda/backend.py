@@ -324,7 +324,7 @@ class CudaBackend(Backend):
     def factored_damping(
         self, basis: Eigenbasis, damping: float, relative: bool, split: str, own: tuple[int, int]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """In one launch."""
+        """Nothing is asked of the device."""
         return factored_damping(basis.values_P, basis.values_Q, damping, relative=relative, split=split, own=own)
 
     def replace_scalings_(self, s: Tensor, total: Tensor, examples: int, good: Tensor, context: Context) -> None:

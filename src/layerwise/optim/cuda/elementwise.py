@@ -15,6 +15,7 @@ from torch import Tensor
 
 from layerwise.optim.cuda import elementwise_torch
 from layerwise.optim.cuda.checks import check_means, check_whole
+from layerwise.optim.cuda.elementwise_torch import over
 from layerwise.optim.cuda.magnitudes import are_finite as are_finite
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton import elementwise as triton_elementwise
@@ -47,17 +48,6 @@ def ema_(
         stacks = (mean, new) if mean.ndim == 3 else (mean.unsqueeze(1), new.unsqueeze(1))
         way_of(stacks[0], others=(new,), half=True).ema_(*stacks, weight, divisor)
     return mean
-
-
-def finite_diagonals(new: Float[Tensor, "K *n"]) -> Bool[Tensor, "K"]:
-    """Whether each matrix's diagonal (or each vector) is finite: for second moments, whether all of it is.
-
-    >>> finite_diagonals(torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.0, torch.inf]]]))
-    tensor([ True, False])
-    """
-    X = new if new.ndim == 2 else new.diagonal(dim1=-2, dim2=-1)
-    way = way_of(X, half=True) if X.shape[1] <= triton_elementwise.MOST_IN_A_BLOCK else elementwise_torch
-    return way.finite_entries(X)
 
 
 @torch.no_grad()
@@ -187,11 +177,8 @@ def dot(X: Float[Tensor, "K *n"] | Scaled, Y: Float[Tensor, "K *n"]) -> Float[Te
     X, scales = parts(X)
     check_whole(X, "X")
     check_whole(Y, "Y")
-    if X.ndim == 1 or (
-        not scales and X.is_contiguous() and Y.is_contiguous() and X.numel() <= triton_elementwise.MOST_ENTRIES
-    ):
-        X, Y = X.reshape(1, -1), Y.reshape(1, -1)
-    return way_of(X, others=(Y,), half=True).dot(X, scales, Y)
+    dtype = torch.promote_types(torch.promote_types(X.dtype, Y.dtype), torch.float32)
+    return (over(X.to(dtype), scales) * Y.to(dtype)).sum()
 
 
 def parts(X: Tensor | Scaled) -> tuple[Tensor, tuple[Tensor, ...]]:

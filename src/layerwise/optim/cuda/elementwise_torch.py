@@ -29,11 +29,6 @@ def ema_(mean: Tensor, new: Tensor, weight: Tensor, divisor: Tensor | int | floa
     mean.copy_(cut(torch.where(w == 0, former, moved), mean.dtype))
 
 
-def finite_entries(X: Tensor) -> Tensor:
-    """Whether all of each row are finite."""
-    return torch.isfinite(X).all(-1)
-
-
 def adam_(
     M: Tensor,
     V: Tensor,
@@ -121,11 +116,6 @@ def reciprocal(scales: Sequence[Tensor]) -> Tensor:
     return by
 
 
-def unscale(X: Tensor, scales: Sequence[Tensor], out: Tensor) -> None:
-    """`unscaled`."""
-    torch.mul(X, per_group(reciprocal(scales), X), out=out)
-
-
 def cut(X: Tensor, dtype: torch.dtype) -> Tensor:
     """What is too large for a half is cut off, where that is the type; NaN and infinity stay."""
     if dtype.itemsize > 2:
@@ -149,12 +139,6 @@ def product_of(Y: Tensor, R: Tensor, along: Tensor | None) -> None:
     """``⟨Y, R⟩``, where it is asked for."""
     if along is not None:
         along.copy_((Y * R).sum())
-
-
-def dot(X: Tensor, scales: Sequence[Tensor], Y: Tensor) -> Tensor:
-    """`elementwise.dot`."""
-    dtype = torch.promote_types(torch.promote_types(X.dtype, Y.dtype), torch.float32)
-    return (over(X.to(dtype), scales) * Y.to(dtype)).sum()
 
 
 def squares_ema_(s: Tensor, R: Tensor, scales: Sequence[Tensor], weight: Tensor, factor: int | float) -> None:

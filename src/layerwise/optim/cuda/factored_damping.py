@@ -1,15 +1,11 @@
-"""What factored damping adds to scalings in an eigenbasis, in one launch on a GPU."""
+"""What factored damping adds to scalings in an eigenbasis."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.kronecker import split_damping
-from layerwise.optim.cuda import elementwise
-from layerwise.optim.cuda.triton import elementwise as triton_elementwise
-from layerwise.optim.cuda.triton.device import kernels, on
 
-BLOCK = 1024
 Numbers = Float[Tensor, "K"]
 
 
@@ -35,16 +31,6 @@ def factored_damping(
     [0.354, 0.707, 0.25]
     """
     O, I = (s_P.shape[1], s_Q.shape[1]) if own is None else own
-    if elementwise.way_of(s_P, others=(s_Q,)) is triton_elementwise and s_Q.dtype == torch.float32:
-        found = torch.empty(3, len(s_P), dtype=torch.float32, device=s_P.device)
-        with on(s_P.device):
-            kernels("eigenbasis_kernels").factored_damping_kernel[(len(s_P),)](
-                found, s_P.contiguous(), s_Q.contiguous(), float(damping), float(damping) ** 0.5, float(O), float(I),
-                s_P.shape[1], s_Q.shape[1], len(s_P), RELATIVE=relative, TRACE=split == "trace", BLOCK=BLOCK,
-                num_warps=4,
-            )  # fmt: skip
-        left, right, constant = found
-        return left, right, constant
     mean_P, mean_Q = s_P.sum(-1) / O, s_Q.sum(-1) / I
     if not relative:
         return *split_damping(float(damping), split, mean_Q, mean_P), torch.full_like(mean_P, damping)

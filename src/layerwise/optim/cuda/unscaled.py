@@ -6,6 +6,7 @@ from torch import Tensor
 
 from layerwise.optim.cuda import elementwise
 from layerwise.optim.cuda.checks import check_whole
+from layerwise.optim.cuda.elementwise_torch import per_group, reciprocal
 from layerwise.optim.cuda.scaled import Scaled
 
 
@@ -20,6 +21,5 @@ def unscaled(X: Float[Tensor, "*B K O I"] | Scaled) -> Float[Tensor, "*B K O I"]
     if scales and C.numel():
         check_whole(C, "C")
         out = C if C.dtype.itemsize >= 4 else torch.empty(C.shape, dtype=torch.float32, device=C.device)
-        elementwise.way_of(C, half=True).unscale(C, scales, out)
-        return out
+        return torch.mul(C, per_group(reciprocal(scales), C), out=out)
     return C

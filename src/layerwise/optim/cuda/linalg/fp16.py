@@ -58,10 +58,6 @@ class HalfPair:
 
     def value(self) -> Float32[Tensor, "*batch m n"]:
         """The matrices in float32; NaN throughout where the matrix that was split had an entry not finite."""
-        from layerwise.optim.cuda.triton import joins as triton_joins  # late, because it imports this module
-
-        if triton_joins.takes(self):
-            return triton_joins.value(self)
         return self.hi.float().add_(self.lo).div_(self.scale[..., None, None])
 
 

@@ -71,7 +71,8 @@ def tracked_basis(
         S, scale = _seen_from(M_, products.prepared(V), products)
         values = scale * S.diagonal(dim1=-2, dim2=-1)
         couplings.append(coupling(S, damping))
-    return _restored(V, U, couplings[-1], fused), values, torch.stack(couplings)
+    good = torch.isfinite(couplings[-1])[..., None, None]
+    return torch.where(good, V, U), values, torch.stack(couplings)
 
 
 def _sweep(M: Any, U: Tensor, damping: int | float, still: int | float, products: Products) -> tuple[Tensor, ...]:
@@ -100,16 +101,6 @@ def _fused(M: Any, U: Tensor, damping: int | float, still: int | float, _: Produ
     from layerwise.optim.cuda.triton import jacobi as triton_sweeps
 
     return triton_sweeps.sweep(M, U, damping, still)
-
-
-def _restored(V: Tensor, U: Tensor, left: Tensor, fused: bool) -> Tensor:
-    """U where the coupling is infinite."""
-    if V is U or not fused:
-        return V if V is U else torch.where(torch.isfinite(left)[..., None, None], V, U)
-    from layerwise.optim.cuda.triton import jacobi as triton_sweeps
-
-    triton_sweeps.restore_(V, U, left)
-    return V
 
 
 def coupling(S: Float[Tensor, "*batch n n"], damping: int | float = 1e-3) -> Float[Tensor, "*batch"]:

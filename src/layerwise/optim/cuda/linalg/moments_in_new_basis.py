@@ -16,7 +16,7 @@ from layerwise.optim.cuda.triton.splits import halved
 
 SMALLEST_PART = 2.0**-38
 """Of a matrix's largest entry, in float16 with a common scale: a step between the smallest numbers."""
-ROWS, COLUMNS, COPY = 4, 1024, 4096
+ROWS, COLUMNS = 4, 1024
 
 
 def turn_between(U_new: Half, U_old: Half) -> Half:
@@ -87,18 +87,7 @@ def put_(out: Float16[Tensor, "K n n"], V: Float16[Tensor, "K n n"], where: Bool
     >>> out.flatten().tolist()
     [1.0, 0.0]
     """
-    if where is None:
-        out.copy_(V)
-        return
-    K, n = V.shape[:2]
-    alike = all(X.stride()[1:] == (n, 1) for X in (out, V))
-    if not alike or not _by_kernels(V):
-        out.copy_(torch.where(where[:, None, None], V, out))
-        return
-    with on(V.device):
-        kernels("jacobi_kernels").put_kernel[(ceil(n * n, COPY), K)](
-            out, V, where.contiguous().view(torch.uint8), n * n, out.stride(0), V.stride(0), BLOCK=COPY, num_warps=4
-        )
+    out.copy_(V if where is None else torch.where(where[:, None, None], V, out))
 
 
 def _halved(V: Tensor, largest: Tensor) -> Half:

@@ -102,8 +102,6 @@ def diagonal(P: Float32[Tensor, "K T 16 16"]) -> Float32[Tensor, "K n"]:
     >>> diagonal(pack(torch.diag(torch.arange(16.0))[None]))[0, -2:].tolist()
     [14.0, 15.0]
     """
-    if _by_kernels(P):
-        return triton_packed.diagonal(P, size(P))
     i = torch.arange(size(P) // TILE, device=P.device)
     return P[:, i * (i + 3) // 2].diagonal(dim1=-2, dim2=-1).flatten(1)
 

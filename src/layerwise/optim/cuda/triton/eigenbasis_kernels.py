@@ -9,13 +9,11 @@ from layerwise.optim.cuda.triton.split_kernels import final_scale, foreseen_scal
 
 __all__ = [
     "damped_quotient_kernel",
-    "factored_damping_kernel",
     "quotient_again_kernel",
     "scaled_again_kernel",
     "scaled_kernel",
     "squares_ema_kernel",
     "triton",
-    "unscale_kernel",
 ]
 
 
@@ -169,51 +167,3 @@ def scaled_again_kernel(
         r = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
         y = sides_scaled(r, a, b, k, rows, columns, rows_total, width, HAS_ROWS, HAS_COLUMNS)
         tl.store(out + k * out_k + at, stored(by * y, out.dtype.element_ty), mask=inside)
-
-
-@_jit
-@no_type_check
-def unscale_kernel(out, X, scales, entries, out_k, X_k, SCALES: tl.constexpr, BLOCK: tl.constexpr):
-    """One block over its group's scales."""
-    k = tl.program_id(1).to(tl.int64)
-    at, inside = block(entries, BLOCK)
-    x = tl.load(X + k * X_k + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + k * out_k + at, unscaled(x, scales, k, SCALES), mask=inside)
-
-
-@_jit
-@no_type_check
-def total(x, n, BLOCK: tl.constexpr):
-    """The sum of n numbers, in an order that does not change."""
-    found = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, n, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        found += tl.load(x + at, mask=at < n, other=0.0)
-    return tl.sum(found, 0)
-
-
-@_jit
-@no_type_check
-def factored_damping_kernel(
-    out, s_P, s_Q, damping, root, own_O, own_I, O, I, groups, RELATIVE: tl.constexpr, TRACE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """left, right and constant of one group."""
-    k = tl.program_id(0).to(tl.int64)
-    mean_P = tl.div_rn(total(s_P + k * O, O, BLOCK), own_O)
-    mean_Q = tl.div_rn(total(s_Q + k * I, I, BLOCK), own_I)
-    if RELATIVE:
-        left, right = root * mean_P, root * mean_Q
-        constant = left * right
-        known = constant > 0
-        left, right = tl.where(known, left, 0.0), tl.where(known, right, 0.0)
-        constant = tl.where(known, constant, 1.0)
-    else:
-        pi = 1.0
-        if TRACE:
-            known = (mean_P > 0) & (mean_Q > 0)
-            pi = tl.sqrt_rn(tl.where(known, tl.div_rn(mean_Q, tl.where(known, mean_P, 1.0)), 1.0))
-        left, right, constant = tl.div_rn(root, pi), root * pi, damping
-    tl.store(out + k, left)
-    tl.store(out + groups + k, right)
-    tl.store(out + 2 * groups + k, constant)

@@ -12,7 +12,6 @@ from layerwise.optim.cuda.triton.arguments import (
     bits,
     byte,
     listed,
-    power_of_two,
     room_for_sums,
 )
 from layerwise.optim.cuda.triton.device import kernels, on
@@ -21,7 +20,6 @@ TILE = {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
 BLOCK = {"BLOCK": 2048, "num_warps": 4}
 SMALL = 256  # entries of groups that one block takes several of
 MOST_GROUPS = 65535  # of the second axis of a grid
-MOST_IN_A_BLOCK = 2**20  # Triton's own limit
 MOST_ENTRIES = 2**31 - 2**16  # of one group: offsets in it are 32 bits
 
 
@@ -35,17 +33,6 @@ def ema_(mean: Tensor, new: Tensor, weight: Tensor, divisor: Tensor | int | floa
             mean, new, weight.contiguous(), divisor_at, host, rows, width, new.shape[1], new.shape[2],
             mean.stride(0), new.stride(0), new.stride(1), HAS_DIVISOR=divisor_at is not None, **TILE,
         )  # fmt: skip
-
-
-def finite_entries(X: Tensor) -> Tensor:
-    """Whether all of each row are finite."""
-    K, n = X.shape
-    flags = torch.empty(K, dtype=torch.int8, device=X.device)
-    with on(X.device):
-        kernels("elementwise_kernels").finite_kernel[(K,)](
-            flags, X, n, X.stride(0), X.stride(1), BLOCK=power_of_two(n), num_warps=4
-        )
-    return flags.view(torch.bool)
 
 
 def adam_(
@@ -139,26 +126,6 @@ def corrections_(
             MASKED=all_finite is not None,
             **BLOCK,
         )
-
-
-def unscale(X: Tensor, scales: Sequence[Tensor], out: Tensor) -> None:
-    """`unscaled`."""
-    entries = X[0].numel()
-    with on(X.device):
-        kernels("eigenbasis_kernels").unscale_kernel[(blocks(entries), len(X))](
-            out, X, listed(scales, 0), entries, out.stride(0), X.stride(0), SCALES=len(scales), **BLOCK
-        )
-
-
-def dot(X: Tensor, scales: Sequence[Tensor], Y: Tensor) -> Tensor:
-    """`elementwise.dot`."""
-    entries = X[0].numel()
-    partial = torch.empty(len(X), blocks(entries), dtype=torch.float32, device=X.device)
-    with on(X.device):
-        kernels("elementwise_kernels").dot_kernel[(blocks(entries), len(X))](
-            X, listed(scales, 0), Y, partial, entries, X.stride(0), Y.stride(0), SCALES=len(scales), **BLOCK
-        )
-    return partial.sum()
 
 
 # --- in an eigenbasis ----------------------------------------------------------------------------------------

@@ -106,16 +106,6 @@ def ema_kernel(
         tl.store(here, stored(moved, mean.dtype.element_ty), mask=inside)
 
 
-@_jit
-@no_type_check
-def finite_kernel(flags, X, n, X_k, step, BLOCK: tl.constexpr):
-    """Whether n entries of each group, so many apart, are finite."""
-    k = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    x = tl.load(X + k * X_k + at.to(tl.int64) * step, mask=at < n, other=0.0).to(tl.float32)
-    tl.store(flags + k, tl.min((tl.abs(x) < float("inf")).to(tl.int32), 0).to(tl.int8))
-
-
 @_jit_varying("flat")
 @no_type_check
 def adam_kernel(
@@ -191,17 +181,6 @@ def momentum_update_kernel(
         m = lerp(g, m, mu)
     tl.store(update + k * entries + at, m, mask=inside)
     tl.store(partial + k * tl.num_programs(0) + tl.program_id(0), tl.sum(m * m, 0))
-
-
-@_jit
-@no_type_check
-def dot_kernel(X, scales, Y, partial, entries, X_k, Y_k, SCALES: tl.constexpr, BLOCK: tl.constexpr):
-    """The part of ⟨X, Y⟩ of one block."""
-    k = tl.program_id(1).to(tl.int64)
-    at, inside = block(entries, BLOCK)
-    x = unscaled(tl.load(X + k * X_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
-    y = tl.load(Y + k * Y_k + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(partial + k * tl.num_programs(0) + tl.program_id(0), tl.sum(x * y, 0))
 
 
 @_jit_varying("groups")

@@ -20,7 +20,7 @@ ENTRY_BOUND = 2.0  # of a basis; pairs hold four times as much
 UNIT = 2.0**14  # scale of E, of E + E²/2 and of I − VᵀV
 PROBES = 16  # columns, the least that tensor cores take
 APPLICATIONS, MARGIN = 6, 1.15  # as in `jacobi`, which says why
-ROWS, COLUMNS, FINISH_ROWS, COPY, DIAGONAL = 32, 64, 128, 4096, 1024
+ROWS, COLUMNS, FINISH_ROWS, DIAGONAL = 32, 64, 128, 1024
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,6 @@ def sweep(
 def left_or_infinite(left: Tensor, V: Tensor) -> Tensor:
     """Infinity where V is not finite: ``V (I − VᵀV)`` brings what is not to every row."""
     return (left + 0 * V[..., 0, :].sum(-1)).nan_to_num_(nan=torch.inf, posinf=torch.inf)
-
-
-def restore_(V: Float32[Tensor, "K n n"], U: Float32[Tensor, "K n n"], left: Float32[Tensor, "K"]) -> None:
-    """V ← U where the coupling is infinite."""
-    K, n = V.shape[:2]
-    with on(V.device):
-        kernels("jacobi_kernels").restore_kernel[(ceil(n * n, COPY), K)](
-            V, U, left, n * n, U.stride(0), BLOCK=COPY, num_warps=4
-        )
 
 
 def rotation(S: Float32[Tensor, "K n n"], damping: int | float, still: int | float) -> Rotation:

@@ -13,8 +13,6 @@ from layerwise.optim.cuda.triton.product_kernels import _jit, tl, triton
 __all__ = [
     "diagonal_kernel",
     "finish_kernel",
-    "put_kernel",
-    "restore_kernel",
     "rotation_kernel",
     "row_sums_kernel",
     "squared_rows_kernel",
@@ -166,28 +164,6 @@ def finish_kernel(
         d += f * tl.load(first + at, mask=rows < n, other=0.0)
         d += f * f * tl.load(second + at, mask=rows < n, other=0.0)
         tl.store(values + at, mean * tl.where(d < 0.0, 0.0, d), mask=rows < n)
-
-
-@_jit
-@no_type_check
-def restore_kernel(V, U, left, entries, U_k, BLOCK: tl.constexpr):
-    """V ← U where the coupling is infinite; elsewhere nothing is read."""
-    k = tl.program_id(1).to(tl.int64)
-    if tl.load(left + k) == float("inf"):
-        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        inside = at < entries
-        tl.store(V + k * entries + at, tl.load(U + k * U_k + at, mask=inside), mask=inside)
-
-
-@_jit
-@no_type_check
-def put_kernel(out, V, where, entries, out_k, V_k, BLOCK: tl.constexpr):
-    """out ← V where that is wanted; elsewhere nothing is read."""
-    k = tl.program_id(1).to(tl.int64)
-    if tl.load(where + k) != 0:
-        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        inside = at < entries
-        tl.store(out + k * out_k + at, tl.load(V + k * V_k + at, mask=inside), mask=inside)
 
 
 @_jit

@@ -13,7 +13,6 @@ from layerwise.optim.cuda.triton.products import GRAM_TILES, Tiles, launch_gram
 from layerwise.optim.cuda.triton.splits import largest_parts
 
 BLOCK = 64
-LINE = 1024
 MIRROR_BLOCK, MIRROR_WARPS = 128, 8
 """Of halves that are unpacked: a program stores rows of 256 bytes, and three programs, as many as registers allow, have
 96 KiB under way on a multiprocessor, by estimate three times what hides the latency of the memory."""
@@ -64,17 +63,6 @@ def _square(
                 out, lo, scale, _whole(P), bits, *numbers[1:], n if own is None else own, n, P.stride(0), n * n,
                 PAIR=lo is not None, SHIFTED=shift is not None, FILLED=fill is not None, BLOCK=BLOCK, num_warps=4,
             )  # fmt: skip
-
-
-def diagonal(P: Float32[Tensor, "K T 16 16"], n: int) -> Float32[Tensor, "K n"]:
-    """`packed.diagonal`."""
-    found = torch.empty(len(P), n, dtype=torch.float32, device=P.device)
-    if P.numel():
-        with on(P.device):
-            kernels("packed_kernels").diagonal_kernel[(ceil(n, LINE), len(P))](
-                found, _whole(P), n, P.stride(0), BLOCK=LINE, num_warps=4
-            )
-    return found
 
 
 def ema_(P: Float32[Tensor, "K T 16 16"], new: Float[Tensor, "K *m"], n: int, weight: Numbers) -> None:

@@ -13,7 +13,7 @@ from typing import no_type_check
 from layerwise.optim.cuda.triton.product_kernels import _jit, _jit_varying, lower_tile, packed_at, tl, triton
 from layerwise.optim.cuda.triton.split_kernels import largest_of, power_of_two
 
-__all__ = ["diagonal_kernel", "ema_kernel", "mirror_kernel", "put_kernel", "square_kernel", "triton"]
+__all__ = ["ema_kernel", "mirror_kernel", "put_kernel", "square_kernel", "triton"]
 
 
 @_jit
@@ -38,15 +38,6 @@ def ema_kernel(P, new, weight, m, n, P_k, new_k, new_row, PACKED: tl.constexpr, 
         former = tl.load(here, mask=kept, other=0.0)
         # With weight 1 the former content is ignored, even if it is not finite.
         tl.store(here, tl.where(w == 1.0, x, former + w * (x - former)), mask=kept)
-
-
-@_jit
-@no_type_check
-def diagonal_kernel(out, P, n, P_k, BLOCK: tl.constexpr):
-    """Some entries of a diagonal."""
-    k = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + k * n + at, tl.load(P + k * P_k + packed_at(at, at), mask=at < n, other=0.0), mask=at < n)
 
 
 @_jit

@@ -39,8 +39,6 @@ class Tiles:
 GRAM_TILES = Tiles(stages=4)
 PAIR_TILES = Tiles()
 ROUGH_TILES = Tiles(stages=4)
-THIN = 32
-"""Products with at most as many columns have few tiles: low ones, so that all processors have some."""
 
 
 def gram_update_(
@@ -140,8 +138,7 @@ def pair_product(
     """
     pairs = isinstance(A, HalfPair), isinstance(B, HalfPair)
     pairs = pairs if whole or all(pairs) else (False, False)
-    rough = not any(pairs)
-    tiles = tiles or tiles_for(B.shape[-1], rough, symmetric)
+    tiles = tiles or (PAIR_TILES if any(pairs) else ROUGH_TILES)
     A_hi, A_lo, A_scale = _parts_of(A)
     B_hi, B_lo, B_scale = _parts_of(B)
     K, m, depth = A_hi.shape
@@ -175,17 +172,6 @@ def pair_product(
             GROUP=tiles.group, num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return C
-
-
-def tiles_for(columns: int, rough: bool, symmetric: bool = False) -> Tiles:
-    """The tiles of a product with so many columns; those of a symmetric one are square.
-
-    >>> tiles_for(8, False).n, tiles_for(32, True).m, tiles_for(768, False).m, tiles_for(8, False, True).n
-    (16, 32, 128, 128)
-    """
-    if columns <= THIN and not symmetric:
-        return Tiles(m=32, n=16 if columns <= 16 else 32, depth=128, warps=4, stages=3)
-    return ROUGH_TILES if rough else PAIR_TILES
 
 
 def takes(A: HalfPair | Half, B: HalfPair | Half) -> bool:
