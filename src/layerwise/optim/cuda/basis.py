@@ -143,7 +143,7 @@ class TrackedSide:
 
     def _begin(self, factor: DeviceFactor, groups: slice, health: Health) -> None:
         """By sweeps where that is faster, else by eigh; a factor that cannot be decomposed keeps its basis."""
-        if not (self.matrix.halved and on_gpu(self.values.device) and self.values.shape[-1] >= LEAST):
+        if not (self.matrix.halved and begins_by_sweeps(self.values)):
             self._decompose(factor, groups, health)
             return
         U, good = iterated_once(factor.dense(groups))
@@ -203,6 +203,11 @@ class TrackedSide:
         turn = U.mT @ old
         V.copy_(carried(V, turn, "left" if left else "right"))
         M.copy_(turn @ M if left else M @ turn.mT)
+
+
+def begins_by_sweeps(values: Float[Tensor, "K n"]) -> bool:
+    """Whether bases of so many rows are begun by Cholesky and sweeps."""
+    return on_gpu(values.device) and values.shape[-1] >= LEAST
 
 
 def _decomposed(M: Float[Tensor, "K n n"]) -> tuple[Tensor, Tensor, Bool[Tensor, "K"]]:

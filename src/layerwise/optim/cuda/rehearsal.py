@@ -90,14 +90,10 @@ def _steps(executor: AsynchronousExecutor, context_of: Callable[[Stack], Context
                 rule.refresh(stack.state, slice(0, stack.groups), part.context)
                 sizes |= {stack.shape.outputs, stack.shape.inputs}  # sides of one size are treated alike
         executor.descend(parts)
-        begun = [part for part in parts if _has_basis(part.stack) and not all(part.stack.memory["fresh"])]
-        for part in begun:
+        bases = [part for part in parts if part.stack.requires.refreshes and part.stack.requires.powers != (1.0, 1.0)]
+        parts, sizes = [part for part in bases if not all(part.stack.memory["fresh"])], set[int]()
+        for part in parts:
             part.stack.memory["fresh"] = [True] * part.stack.groups
-        parts, sizes = begun, set[int]()
-
-
-def _has_basis(stack: Stack) -> bool:
-    return stack.requires.refreshes and stack.requires.powers != (1.0, 1.0)
 
 
 def _statistics(stack: Stack) -> Iterator[Observation]:
@@ -105,11 +101,7 @@ def _statistics(stack: Stack) -> Iterator[Observation]:
     requires, shape, state = stack.rule.requirements(stack.shape), stack.shape, stack.state
     if not (requires.inputs or requires.outgrads) or not requires.moments:
         return
-    how: dict[str, Any] = {
-        "known": [True] * shape.groups,
-        "examples": 1,
-        "groups": [s.form.groups for s in stack.specs],
-    }
+    how: Any = {"known": [True] * shape.groups, "examples": 1, "groups": [spec.form.groups for spec in stack.specs]}
     if not all(has_plain_form(spec.form) for spec in stack.specs):
         A, G = (state[side].dense() if side in state else None for side in ("Q", "P"))
         yield Observation(A if requires.inputs else None, G if requires.outgrads else None, **how)

@@ -9,8 +9,10 @@ could not be compiled here, is compiled at its launch, as ever.
 
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,16 +73,11 @@ class Listed:
         self._module, self._device = module, device
 
     def __getattr__(self, name: str) -> Any:
-        kernel, device = getattr(self._module, name), self._device
-
-        class Launch:
-            def __getitem__(self, grid: object) -> Any:
-                return lambda *args, **options: _begin(name, kernel, args, options, device)
-
-        return Launch()
+        begin = partial(_begin, name, getattr(self._module, name), self._device)
+        return defaultdict(lambda: begin)  # whatever the grid is
 
 
-def _begin(name: str, kernel: Any, args: tuple[Any, ...], options: dict[str, Any], device: torch.device) -> None:
+def _begin(name: str, kernel: Any, device: torch.device, *args: Any, **options: Any) -> None:
     """Compile what a launch with these arguments would run, unless it is known."""
     fixed = [getattr(param, "do_not_specialize", False) for param in kernel.params]
     kinds = [_kind(arg, varies) for arg, varies in zip(args, fixed, strict=False)]

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-from layerwise.optim.cuda.triton.elementwise_kernels import _jit, block, stored, tile, tl, triton, unscaled
+from layerwise.optim.cuda.triton.elementwise_kernels import _jit, block, stored, tile, tl, unscaled
+from layerwise.optim.cuda.triton.elementwise_kernels import triton as triton
 from layerwise.optim.cuda.triton.split_kernels import final_scale, foreseen_scale, keep_largest
-
-__all__ = [
-    "damped_quotient_kernel",
-    "quotient_again_kernel",
-    "scaled_again_kernel",
-    "scaled_kernel",
-    "squares_ema_kernel",
-    "triton",
-]
 
 
 @_jit

@@ -117,15 +117,8 @@ def corrections_(
     logs = (math.log(max(beta, 1e-300)) for beta in (beta1, beta2))
     with on(steps.device):
         kernels("elementwise_kernels").corrections_kernel[(blocks(len(steps)),)](
-            steps,
-            correction1,
-            correction2,
-            byte(all_finite),
-            *logs,
-            len(steps),
-            MASKED=all_finite is not None,
-            **BLOCK,
-        )
+            steps, correction1, correction2, byte(all_finite), *logs, len(steps), MASKED=all_finite is not None, **BLOCK
+        )  # fmt: skip
 
 
 # --- in an eigenbasis ----------------------------------------------------------------------------------------

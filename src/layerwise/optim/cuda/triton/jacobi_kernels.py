@@ -8,16 +8,8 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-from layerwise.optim.cuda.triton.product_kernels import _jit, tl, triton
-
-__all__ = [
-    "diagonal_kernel",
-    "finish_kernel",
-    "rotation_kernel",
-    "row_sums_kernel",
-    "squared_rows_kernel",
-    "triton",
-]
+from layerwise.optim.cuda.triton.product_kernels import _jit, tl
+from layerwise.optim.cuda.triton.product_kernels import triton as triton
 
 
 @_jit
