@@ -150,8 +150,9 @@ class TrackedSide:
         self._put(groups, U, self.values[groups], good)
         rehearsal = good.device.type == "meta"
         self._follow(factor, groups, 1 if rehearsal else FIRST_SWEEPS, health)
-        values = rayleigh_quotients(factors.operand(factor.mean[groups]), self.matrix.matrix(groups), HALF_PAIRS)
-        self.values[groups] = values.clamp_min(0)
+        kept = self.matrix.matrix(groups)
+        kept = kept if isinstance(kept, Half) else self.matrix.value(groups)
+        self.values[groups] = rayleigh_quotients(factors.operand(factor.mean[groups]), kept, HALF_PAIRS).clamp_min(0)
         failed = [] if rehearsal else torch.nonzero(~good).flatten().tolist()
         for k in failed:
             self._decompose(factor, slice(groups.start + k, groups.start + k + 1), health)

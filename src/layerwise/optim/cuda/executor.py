@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from layerwise.optim.backend import norms
-from layerwise.optim.cuda import deferred_examples, deferred_statistics, elementwise
+from layerwise.optim.cuda import deferred_statistics, elementwise
 from layerwise.optim.cuda.captured_step import CapturedStep
 from layerwise.optim.cuda.deferred_examples import DeferredExamples
 from layerwise.optim.cuda.deferred_statistics import DeferredStatistics
@@ -400,6 +400,3 @@ def remember(stack: Stack, known: Sequence[bool]) -> None:
     """Which groups have statistics, as far as the host can know."""
     before = stack.memory.setdefault("observed", [False] * stack.groups)
     stack.memory["observed"] = [old or new for old, new in zip(before, known, strict=True)]
-
-
-__all__ = ["AsynchronousExecutor", "Gathered", "Part", "deferred_examples"]
