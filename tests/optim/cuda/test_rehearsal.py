@@ -1,0 +1,203 @@
+"""Rehearsals list the kernels of steps, and change nothing; kernels are compiled ahead, and waited for. On any machine:
+kernels are stood in for, so that neither a GPU nor Triton is needed."""
+
+import importlib.util
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import layerwise as lw
+from layerwise.optim.cuda.rehearsal import kind_of, rehearse
+from layerwise.optim.cuda.triton import ahead, device
+from layerwise.optim.engine import Layerwise
+
+META = torch.device("meta")
+MEMBERS: dict[str, Callable[[nn.Module], Layerwise]] = {
+    "Muon": lw.optim.Muon,
+    "KFAC": lambda m: lw.optim.KFAC(m, estimator="empirical"),
+    "EKFAC": lambda m: lw.optim.EKFAC(m, scaling="running"),
+    "Shampoo": lw.optim.Shampoo,
+    "SOAP": lw.optim.SOAP,
+    "Adam": lw.optim.Adam,
+}
+EXPECTED = {
+    "Muon": {"momentum_update_kernel", "adam_norm_kernel"},
+    "KFAC": {"leaf_kernel", "column_kernel", "border_kernel", "gram_kernel", "put_kernel"},
+    "EKFAC": {"column_kernel", "rotation_kernel", "damped_quotient_kernel", "quotient_again_kernel"},
+    "Shampoo": {"ema_kernel", "rotation_kernel", "scaled_kernel", "scaled_again_kernel"},
+    "SOAP": {"ema_kernel", "rotation_kernel", "squared_rows_kernel", "adam_kernel"},
+    "Adam": {"adam_kernel"},
+}
+"""Some that only show that all parts of the step are passed through."""
+
+
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the kernels that are compiled from now on, each variant once."""
+    found, find_spec = list[str](), importlib.util.find_spec
+
+    def imported(module: str) -> Any:
+        source = importlib.import_module(f"layerwise.optim.cuda.triton.{module}")
+        return SimpleNamespace(**{name: kernel(name) for name in vars(source) if name.endswith("_kernel")})
+
+    def kernel(name: str) -> Any:
+        return SimpleNamespace(params=[], fn=SimpleNamespace(__module__=name), name=name)
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: object() if name == "triton" else find_spec(name, *rest)
+    )
+    monkeypatch.setattr(device, "_imported", imported)
+    monkeypatch.setattr(ahead, "_KNOWN", set())
+    monkeypatch.setattr(ahead, "_THREADS", {})
+    monkeypatch.setattr(ahead, "_compile", lambda kernel, *_: found.append(kernel.name))
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
+    device.available.cache_clear()
+    yield found
+    ahead.wait()
+    device.available.cache_clear()
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = (256, 512, 512, 512, 16)
+    layers = [nn.Linear(a, b) for a, b in pairwise(sizes)]
+    return nn.Sequential(*(layer for linear in layers for layer in (linear, nn.LayerNorm(linear.out_features))))
+
+
+def rehearsed(opt: Layerwise, precision: str = "half") -> Exception | None:
+    found = rehearse(lambda: opt._stand_in(precision), lambda stack: opt._context(stack, 1), META)
+    ahead.wait()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["half", "high"])
+@pytest.mark.parametrize("name", MEMBERS)
+def test_every_part_of_a_step_is_passed_through(name: str, precision: str, listed: list[str]):
+    opt = MEMBERS[name](model())
+    assert rehearsed(opt, precision) is None
+    always = {"magnitude_kernel", "gather_kernel", "finish_kernel", "corrections_kernel"}
+    assert EXPECTED[name] | always <= {*listed}
+    before = len(listed)
+    assert rehearsed(opt, precision) is None
+    assert len(listed) == before  # all are known
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_kinds_of_stacks_stand_for_all(name: str, listed: list[str], monkeypatch: pytest.MonkeyPatch):
+    """Of stacks that look alike one is rehearsed, and no kernel is missed by that."""
+    net = nn.Sequential(*(nn.Linear(a, b) for a, b in ((256, 512), (512, 256), (256, 272), (272, 256), (256, 256))))
+    assert rehearsed(MEMBERS[name](net)) is None
+    few = sorted(listed)
+    listed.clear()
+    ahead._KNOWN.clear()
+    monkeypatch.setattr("layerwise.optim.cuda.rehearsal.kind_of", id)
+    assert rehearsed(MEMBERS[name](net)) is None
+    assert sorted(listed) == few
+
+
+def test_a_rehearsal_changes_nothing(listed: list[str]):
+    net = model()
+    opt = lw.optim.SOAP(net)
+    state, random = {k: v.clone() for k, v in net.state_dict().items()}, torch.get_rng_state()
+    assert rehearsed(opt) is None
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(v, state[k]) for k, v in net.state_dict().items())
+    assert all(p.grad is None and p.device.type == "cpu" for p in net.parameters())
+    assert opt._stacks is None
+    assert not opt._health._pending
+
+
+def test_a_rule_that_asks_for_values_stops_it_without_harm(listed: list[str], monkeypatch: pytest.MonkeyPatch):
+    opt = lw.optim.Muon(model())
+    monkeypatch.setattr(type(opt.rule), "direction", lambda self, state, grad, context: grad * float(grad.sum()))
+    assert isinstance(rehearsed(opt), RuntimeError)
+    assert not ahead._THREADS
+    assert getattr(ahead._STATE, "device", None) is None  # launches are launches again
+
+
+def test_precision_decides_what_is_listed(listed: list[str]):
+    opt = lw.optim.KFAC(model(), estimator="empirical")
+    rehearsed(opt, "half")
+    assert "triple_kernel" not in listed
+    rehearsed(opt, "high")
+    assert "triple_kernel" in listed
+
+
+def test_stacks_of_one_kind():
+    opt = lw.optim.Muon(nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256), nn.Linear(256, 24)))
+    kinds = [kind_of(stack) for stack in opt._build() if not stack.fallback]
+    assert len({*kinds}) == len(kinds) - 1  # 24 is no multiple of 16
+
+
+# --- in the background --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """One that takes a while to compile, and notes what is compiled and launched, in which thread."""
+    notes = list[tuple[str, str]]()
+
+    class Kernel:
+        params = tuple(SimpleNamespace(do_not_specialize=varies) for varies in (False, False, True))
+        fn = SimpleNamespace(__module__="here")
+        run = None
+
+        def warmup(self, *args: Any, grid: Any, **options: Any) -> Any:
+            time.sleep(0.05)
+            if options.get("FAILS"):
+                raise RuntimeError("no compiler")
+            notes.append(("compiled", threading.current_thread().name))
+            return self
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **options: notes.append(("launched", threading.current_thread().name))
+
+    monkeypatch.setattr(ahead, "_KNOWN", set())
+    monkeypatch.setattr(ahead, "_THREADS", {})
+    monkeypatch.setattr(ahead, "_prepare", lambda kernel: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    return SimpleNamespace(module=SimpleNamespace(a_kernel=Kernel()), notes=notes)
+
+
+def launch(kernel: Any, *args: Any, **options: Any) -> None:
+    ahead.launched(kernel.module).a_kernel[(1,)](*args, **options)
+
+
+def test_a_launch_waits_for_its_kernel_and_compiles_nothing(kernel: Any):
+    x = torch.empty(4, device="meta")
+    with ahead.listing(META):
+        launch(kernel, x, 16, 3, BLOCK=1)
+        launch(kernel, x, 32, 1, BLOCK=1)  # the same variant
+        launch(kernel, x, 1, 3, BLOCK=1)
+        launch(kernel, x[1:], 16, 3, BLOCK=1)
+        launch(kernel, x.half(), 16, 3, BLOCK=1)
+        launch(kernel, x, 16, 3, BLOCK=2)
+    assert kernel.notes == []  # nothing was launched, and nothing waits
+    launch(kernel, x, 16, 3, BLOCK=1)
+    assert kernel.notes == [("compiled", "compile a_kernel")] * 5 + [("launched", "MainThread")]
+    assert ahead.launched(kernel.module) is kernel.module  # once all are there, nothing is in between
+
+
+def test_what_cannot_be_compiled_ahead_is_left_to_the_launch(kernel: Any):
+    with ahead.listing(META):
+        launch(kernel, 16, FAILS=True)
+    launch(kernel, 16, FAILS=True)
+    assert kernel.notes == [("launched", "MainThread")]
+
+
+def test_a_program_that_ends_begins_no_compilation(kernel: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(threading, "main_thread", lambda: SimpleNamespace(is_alive=lambda: False))
+    with ahead.listing(META):
+        launch(kernel, 16)
+    ahead.wait()
+    assert kernel.notes == []
