@@ -1,4 +1,4 @@
-"""A first eigenbasis by Cholesky and sweeps, six times faster than `torch.linalg.eigh` on a GPU.
+"""A first eigenbasis by Cholesky and sweeps, without `torch.linalg.eigh`: that takes an H200 57 ms for 3072 rows.
 
 With ``M + λI = L Lᵀ`` the first k columns of L span what those of ``M + λI`` span, for every k. So the orthogonal
 factor of L is that of ``M + λI``, one step of orthogonal iteration from the identity; but ``LᵀL``, whose Cholesky
