@@ -565,14 +565,14 @@ class Layerwise(Checkpointed):
     def _rehearse(self, likely: str) -> None:
         """On a GPU, begin to compile the kernels of a step in the background: at construction, and at the first step if
         gradients ask for another precision than is likely."""
-        asked, device = self._how[2].precision, self.param_groups[0]["params"][0].device
+        asked, first = self._how[2].precision, self.param_groups[0]["params"][0]
         precision = likely if asked == "auto" else asked
-        if device.type != "cuda" or self._rehearsed == precision or self._damping.adaptive:
+        if first.device.type != "cuda" or is_sharded(first) or self._rehearsed == precision or self._damping.adaptive:
             return
         from layerwise.optim.cuda.rehearsal import rehearse
 
         self._rehearsed = precision
-        rehearse(lambda: self._stand_in(precision), lambda stack: self._context(stack, 1), device)
+        rehearse(lambda: self._stand_in(precision), lambda stack: self._context(stack, 1), first.device)
 
     def _stand_in(self, precision: str) -> Any:
         """An executor of the same stacks without data."""
