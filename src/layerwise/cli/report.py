@@ -16,8 +16,8 @@ The pages need no network and no server: open the index.html whose path is print
 
 {ABOUT_NAMES}
 
-Examples: layerwise report; layerwise report --out runs --to pages; layerwise report errata --files; layerwise report my_package.mean:EXPERIMENT;
-layerwise report all my_package.mean:EXPERIMENT
+Examples: layerwise report; layerwise report --out runs --to pages; layerwise report errata --files;
+layerwise report my_package.mean:EXPERIMENT; layerwise report all my_package.mean:EXPERIMENT
 """
 
 

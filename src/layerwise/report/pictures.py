@@ -18,8 +18,8 @@ from layerwise.report import wording
 from layerwise.report.arrangement import bar_shade, shown
 from layerwise.report.drawing import draw, style
 from layerwise.report.optional import require
-from layerwise.report.palette import THEORY, Look, css_name, looks
-from layerwise.report.plots import MARKS, Plot, listed, plot
+from layerwise.report.palette import Look, css_name, looks
+from layerwise.report.plots import MARKS, Plot, dashes, listed, plot
 
 FORMATS = ("svg", "pdf", "png")
 _SIZES = {1: (4.9, 3.4), 2: (4.9, 3.5)}
@@ -71,9 +71,7 @@ def picture(figure: Figure, prefix: str, by_seed: Mapping[int, Figure] | None = 
     """
     given = looks(curve.label for panel in figure.panels for curve in panel.curves)
     drawn = [plot(panel, given, f"{prefix}-{place}", describe(panel)) for place, panel in enumerate(figure.panels)]
-    panels = [
-        PanelPicture(panel.title, one.svg, one.notes) for panel, one in zip(figure.panels, drawn, strict=True)
-    ]
+    panels = [PanelPicture(panel.title, one.svg, one.notes) for panel, one in zip(figure.panels, drawn, strict=True)]
     styles = {curve.label: curve.style for panel in figure.panels for curve in panel.curves}
     legend = [Swatch(label, _swatch(look, styles[label])) for label, look in given.items()]
     if drawn and all(one.data.get("names") == list(given) for one in drawn):
@@ -209,9 +207,7 @@ def _swatch(look: Look, kind: str) -> str:
     if kind == "bars":
         inside = f'<rect x="8" y="1" width="18" height="12" rx="1.5" opacity="{bar_shade(look):g}"/>'
     else:
-        dash = THEORY if kind == "dashed" else look.dash
-        dashes = f' stroke-dasharray="{" ".join(f"{2 * step:g}" for step in dash[1])}"' if dash != "solid" else ""
-        line = "" if kind == "points" else f'<path class="line" d="M1 7H33"{dashes}/>'
+        line = "" if kind == "points" else f'<path class="line" d="M1 7H33"{dashes(look, kind)}/>'
         mark = "" if kind == "dashed" else f'<use href="#m{MARKS[look.marker]}" x="17" y="7"/>'
         inside = line + mark
     opened = '<svg class="swatch" viewBox="0 0 34 14" width="34" height="14" aria-hidden="true"'

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from layerwise.experiments.figures import Panel
-from layerwise.report.arrangement import SPARSE, Arrangement, Shown, arrange, bar_shade
 from layerwise.report import palette
+from layerwise.report.arrangement import SPARSE, Arrangement, Shown, arrange, bar_shade
 from layerwise.report.palette import THEORY, Look, css_name
 from layerwise.report.ticks import places
 
@@ -32,13 +32,13 @@ class Axis:
     """From a value to a place in the drawing, and what is written along it."""
 
     scale: str
-    low: float
-    high: float
-    start: float
-    end: float
-    ticks: Sequence[tuple[float, str]]
+    low: float | int
+    high: float | int
+    start: float | int
+    end: float | int
+    ticks: Sequence[tuple[float | int, str]]
 
-    def at(self, value: float | np.ndarray) -> Any:
+    def at(self, value: float | int | np.ndarray) -> Any:
         """Where a value stands."""
         if self.scale == "log":
             value = np.log(value)
@@ -76,8 +76,12 @@ def plot(panel: Panel, looks: Mapping[str, Look], prefix: str, description: str)
         x_axis, y_axis = place, value
     order = list(looks)
     parts = [_frame(panel, x_axis, y_axis, turned)]
-    clip = f'<clipPath id="{prefix}-clip"><rect x="{x_axis.start - 6:.5g}" y="0" width="{width - x_axis.start + 6:.5g}" '
-    parts.append(clip + f'height="{max(y_axis.start, y_axis.end) + 6:.5g}"/></clipPath><g clip-path="url(#{prefix}-clip)">')
+    clip = (
+        f'<clipPath id="{prefix}-clip"><rect x="{x_axis.start - 6:.5g}" y="0" width="{width - x_axis.start + 6:.5g}" '
+    )
+    parts.append(
+        clip + f'height="{max(y_axis.start, y_axis.end) + 6:.5g}"/></clipPath><g clip-path="url(#{prefix}-clip)">'
+    )
     for number, shown in enumerate(arranged.curves):
         look = looks[shown.curve.label]
         parts.append(_curve(shown, look, order.index(shown.curve.label), number, place, value, turned))
@@ -95,7 +99,7 @@ def plot(panel: Panel, looks: Mapping[str, Look], prefix: str, description: str)
     return Plot(_svg(panel, prefix, description, height, "".join(parts)), arranged.notes, data)
 
 
-def _svg(panel: Panel, prefix: str, description: str, height: float, inside: str) -> str:
+def _svg(panel: Panel, prefix: str, description: str, height: float | int, inside: str) -> str:
     title, told = (escape(text, quote=False) for text in (panel.title, description))
     return (
         f'<svg class="plot" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-labelledby="{prefix}-title" '
@@ -122,7 +126,7 @@ def _numbered(panel: Panel, arranged: Arrangement) -> tuple[Axis, Axis]:
     )
 
 
-def _named(panel: Panel, arranged: Arrangement) -> tuple[Axis, Axis, float]:
+def _named(panel: Panel, arranged: Arrangement) -> tuple[Axis, Axis, float | int]:
     """Axes of a panel whose x are names, from top to bottom, and the height of the drawing."""
     names = [_short(name) for name in arranged.names]
     bars = [shown for shown in arranged.curves if shown.curve.style == "bars"]
@@ -211,12 +215,20 @@ def _curve(shown: Shown, look: Look, key: int, number: int, place: Axis, value: 
         if shown.low is not None and shown.high is not None:
             parts.append(_spread(kind, at, value.at(shown.low), value.at(shown.high), turned))
         if kind != "points":
-            dash = THEORY if kind == "dashed" else look.dash
-            dashes = f' stroke-dasharray="{" ".join(f"{1.8 * s:.3g}" for s in dash[1])}"' if dash != "solid" else ""
-            parts.append(f'<path class="line" d="{_path(at, to, turned)}"{dashes}/>')
+            parts.append(f'<path class="line" d="{_path(at, to, turned)}"{dashes(look, kind)}/>')
         if kind != "dashed":
             parts += [_mark(look, i, at, to, turned) for i in _marked(shown, number) if np.isfinite(at[i] + to[i])]
     return "".join([*parts, "</g>"])
+
+
+def dashes(look: Look, kind: str) -> str:
+    """The attribute that makes a line dashed, or nothing.
+
+    >>> dashes(Look("blue", "o"), "line"), dashes(Look("blue", "o"), "dashed")
+    ('', ' stroke-dasharray="5.76 3.24"')
+    """
+    dash = THEORY if kind == "dashed" else look.dash
+    return f' stroke-dasharray="{" ".join(f"{1.8 * s:.3g}" for s in dash[1])}"' if isinstance(dash, tuple) else ""
 
 
 def _path(at: np.ndarray, to: np.ndarray, turned: bool, near: float = 0.2) -> str:
@@ -301,9 +313,7 @@ def _mark(look: Look, i: int, at: np.ndarray, to: np.ndarray, turned: bool) -> s
     return f'<use href="#m{MARKS[look.marker]}" x="{x:.1f}" y="{y:.1f}"/>'
 
 
-def _bars(
-    shown: Shown, look: Look, at: np.ndarray, to: np.ndarray, place: Axis, value: Axis, turned: bool
-) -> str:
+def _bars(shown: Shown, look: Look, at: np.ndarray, to: np.ndarray, place: Axis, value: Axis, turned: bool) -> str:
     half = abs(float(place.at(place.low + shown.width) - place.start)) / 2
     floor = float(value.at(min(max(0.0, value.low), value.high))) if value.scale != "log" else value.start
     shade = f' opacity="{bar_shade(look):g}"' if bar_shade(look) < 1 else ""

@@ -25,9 +25,7 @@ Rows = dict[int, list[views.ClaimRow]]
 """The claims of each run as rows, by the run's identity: the page makes them, and the overview counts them."""
 
 
-def write(
-    runs: Path, out: Path, *, experiments: Sequence[Experiment] | None = None, files: bool = False
-) -> Path:
+def write(runs: Path, out: Path, *, experiments: Sequence[Experiment] | None = None, files: bool = False) -> Path:
     """Write the report of a folder of records, and return the path of its overview.
 
     Args:
@@ -148,7 +146,11 @@ def _row(chapter: Chapter, claims: Rows) -> dict[str, Any]:
     return {
         "experiment": chapter.experiment,
         "chosen": None if chosen is None else views.run_heading(chosen),
-        "others": [views.run_heading(run) | {"tally": views.tally(claims[id(run)])} for run in chapter.runs if run is not chosen],
+        "others": [
+            views.run_heading(run) | {"tally": views.tally(claims[id(run)])}
+            for run in chapter.runs
+            if run is not chosen
+        ],
         "claims": shown,
         "tally": views.tally(shown),
         "seconds": sum(views.seconds(run) for run in chapter.runs),

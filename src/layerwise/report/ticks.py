@@ -48,11 +48,12 @@ def _linear_places(low: float, high: float, most: int) -> list[tuple[float, str]
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     values = [round(k * step, 12 - math.floor(math.log10(step))) for k in range(first, last + 1)]
     largest = max((abs(value) for value in values), default=0.0)
+    digits = max(4, math.ceil(math.log10(largest / step)) + 2) if largest else 4  # neighbours differ
     if largest >= 1e5 or 0 < largest < 1e-3:  # zeros would have to be counted
         power = math.floor(math.log10(largest))
         factor = 10.0**power
-        return [(v, f"{v / factor:.4g}×{power_of_ten(power)}".replace("-", "−") if v else "0") for v in values]
-    return [(value, f"{value:.6g}".replace("-", "−")) for value in values]
+        return [(v, f"{v / factor:.{digits}g}×{power_of_ten(power)}".replace("-", "−") if v else "0") for v in values]
+    return [(value, f"{value:.{digits + 2}g}".replace("-", "−")) for value in values]
 
 
 def _log_places(low: float, high: float, most: int) -> list[tuple[float, str]]:

@@ -129,6 +129,7 @@ def run_heading(run: Run) -> dict[str, Any]:
         facts.append(f"{wording.duration(spent)} of computing")
     return {
         "preset": run.preset,
+        "size": wording.PRESETS.get(run.preset, ""),
         "name": run.name,
         "facts": facts,
         "when": wording.moment(run.manifest.get("time", wording.NONE)),
@@ -277,7 +278,9 @@ def weaker(run: Run, rows: Sequence[ClaimRow]) -> tuple[list[str], list[tuple[st
             "experiment gets:"
         )
     else:
-        said.append("The settings are those of the preset paper, which is as near to the paper as this experiment gets.")
+        said.append(
+            "The settings are those of the preset paper, which is as near to the paper as this experiment gets."
+        )
     if run.done < run.expected:
         said.append(f"Only {run.done} of {run.expected} results are recorded.")
     few = [row for row in rows if row.outcome == "few"]
@@ -312,8 +315,10 @@ def left_out(drawn: Picture) -> list[tuple[str, str]]:
 def short_paper(paper: str) -> str:
     """Authors and year of a citation, for links.
 
-    >>> short_paper("George (2023), Deep networks"), short_paper("Zhang, Moniri: On The Concurrence, ICML 2025, arXiv 2502.1")
-    ('George (2023)', 'Zhang et al. (2025)')
+    >>> short_paper("George (2023), Deep networks")
+    'George (2023)'
+    >>> short_paper("Zhang, Moniri: On The Concurrence, ICML 2025, arXiv 2502.1")
+    'Zhang et al. (2025)'
     >>> short_paper("Notes")
     'Notes'
     """

@@ -53,6 +53,13 @@ def whom(claim: Claim) -> str:
     return {"every seed": "every seed", "mean": "the 95 % interval of the mean"}[claim.test]
 
 
+PRESETS = {
+    "smoke": "the smallest size, which shows in seconds that it works",
+    "laptop": "a size for a laptop",
+    "paper": "as near to the paper as this experiment gets",
+}
+"""What a preset is, for a reader who meets the word for the first time."""
+
 OUTCOMES = {
     "held": "held",
     "known": "refuted",

@@ -76,7 +76,7 @@ class Panel {
     event.preventDefault();
     const stops = this.stops();
     if (!stops.length) return;
-    const next = this.now < 0 && steps[event.key] > 0 ? 0 : this.now + steps[event.key];
+    const next = this.now < 0 && steps[event.key] === 1 ? 0 : this.now + steps[event.key];
     this.show(stops, Math.max(0, Math.min(stops.length - 1, next)), null);
     live.textContent = this.tip.innerText;
   }
