@@ -97,6 +97,21 @@ def test_bars_that_share_a_place_stand_side_by_side():
     assert all(top + size <= below + 0.2 for (top, size), (below, _) in itertools.pairwise(boxes))
 
 
+def test_lines_over_short_names_go_from_left_to_right():
+    curve = Curve(label="KFAC", x=[0, 1, 2], y=[1.0, 2.0, 4.0])
+    assert drawn(panel(curve, places=["0", "50", "<100>"]))[1].data["turned"] == 0
+    assert "<100>" in [one.text for one in drawn(panel(curve, places=["0", "50", "<100>"]))[0].iter("text")]
+    assert drawn(panel(curve, places=[f"a long name of place {k}" for k in range(3)]))[1].data["turned"] == 1
+
+
+def test_a_long_name_of_a_place_is_cut_and_stays_inside():
+    tree, made = drawn(panel(Curve(label="W" * 90, x=[0], y=[1.0], style="bars")))
+    (name,) = [one.text for one in tree.iter("text") if "W" in one.text]
+    assert name.endswith("…")
+    assert made.data["value"][3] < 0.55 * WIDTH
+    assert made.data["names"] == ["W" * 90]
+
+
 def test_a_drawing_follows_the_page_and_its_letters_are_letters():
     tree, made = drawn(panel(Curve(label="KFAC <&> $x$", x=[0, 1], y=[1.0, 2.0])))
     assert "var(--hue-blue)" in made.svg

@@ -20,11 +20,11 @@ from layerwise.report.palette import THEORY, Look, css_name
 from layerwise.report.ticks import places
 
 WIDTH, HEIGHT = 400, 270
-ROW, LETTER = 25, 6.7
-"""Height of a named place, and the width of a letter (of 12 units) with some room."""
+ROW = 25
+"""Height of a named place."""
 TOP, RIGHT = 10, 14
-MOST_LETTERS = 30
-"""A longer name of a place is cut in the drawing; the table under the figure has it whole."""
+NAMES = 0.45 * WIDTH
+"""Room for names of places. A longer one is cut in the drawing; the table under the figure has it whole."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def plot(panel: Panel, looks: Mapping[str, Look], prefix: str, description: str)
     if not arranged.curves:
         middle = f'<g class="mid"><text x="{WIDTH / 2:g}" y="60" class="faint">no data yet</text></g>'
         return Plot(_svg(panel, prefix, description, 110, middle), arranged.notes, {"curves": []})
-    turned = bool(arranged.names)  # names read best from left to right, so they go down the side
+    turned = _turned(arranged)
     if turned:
         place, value, height = _named(panel, arranged)
         x_axis, y_axis = value, place
@@ -108,6 +108,12 @@ def _svg(panel: Panel, prefix: str, description: str, height: float | int, insid
     )
 
 
+def _turned(arranged: Arrangement) -> bool:
+    """Whether names go down the side, where long ones read best; lines go from left to right if their names fit."""
+    lines = any(shown.curve.style == "line" for shown in arranged.curves)
+    return bool(arranged.names) and not (lines and sum(map(_width, arranged.names)) < 0.7 * WIDTH)
+
+
 # --- Axes -----------------------------------------------------------------------------------------------------
 
 
@@ -116,10 +122,12 @@ def _numbered(panel: Panel, arranged: Arrangement) -> tuple[Axis, Axis]:
     low, high = arranged.limits["y"] or _ends(arranged, "y", panel.y_scale)
     y_ticks = places(low, high, panel.y_scale, 6)
     lines = len(_wrapped(panel.y_label, 36))
-    left = 12 + 15 * lines + LETTER * max((len(label) for _, label in y_ticks), default=1)
+    left = 10 + 15 * lines + max((_width(label) for _, label in y_ticks), default=0.0)
     bottom = HEIGHT - 24 - 16 * len(_wrapped(panel.x_label, 46))
     start, end = arranged.limits["x"] or _ends(arranged, "x", panel.x_scale)
-    x_ticks = places(start, end, panel.x_scale, 6)
+    x_ticks: Sequence[tuple[float | int, str]] = places(start, end, panel.x_scale, 6)
+    if arranged.names:
+        start, end, x_ticks = -0.3, len(arranged.names) - 0.7, list(enumerate(arranged.names))
     return (
         Axis(panel.x_scale, start, end, left, WIDTH - RIGHT, x_ticks),
         Axis(panel.y_scale, low, high, bottom, TOP, y_ticks),
@@ -131,7 +139,7 @@ def _named(panel: Panel, arranged: Arrangement) -> tuple[Axis, Axis, float | int
     names = [_short(name) for name in arranged.names]
     bars = [shown for shown in arranged.curves if shown.curve.style == "bars"]
     row = ROW if len(bars) < 2 or not any(shown.shift for shown in bars) else max(ROW, 11 * len(bars) + 8)
-    left = min(12 + 6.4 * max(map(len, names)), 0.47 * WIDTH)
+    left = 9 + max(map(_width, names))
     bottom = TOP + row * len(names)
     low, high = arranged.limits["y"] or _ends(arranged, "y", panel.y_scale)
     ticks = places(low, high, panel.y_scale, 5)
@@ -171,7 +179,10 @@ def _frame(panel: Panel, x_axis: Axis, y_axis: Axis, turned: bool) -> str:
     if not turned:
         lines += "".join(f"M{left:.1f} {y_axis.at(v):.1f}H{right:g}" for v, _ in y_axis.ticks)
     parts = [f'<path class="grid" d="{lines}"/><path class="axis" d="M{left:.1f} {top:g}V{bottom:g}H{right:g}"/>']
-    under = (f'<text x="{x_axis.at(v):.0f}" y="{bottom + 17:.0f}">{label}</text>' for v, label in x_axis.ticks)
+    under = (
+        f'<text x="{x_axis.at(v):.0f}" y="{bottom + 17:.0f}">{escape(label, quote=False)}</text>'
+        for v, label in x_axis.ticks
+    )
     beside = (
         f'<text x="{left - 7:.0f}" y="{y_axis.at(v) + 4:.0f}">{escape(label, quote=False)}</text>'
         for v, label in y_axis.ticks
@@ -190,12 +201,24 @@ def _frame(panel: Panel, x_axis: Axis, y_axis: Axis, turned: bool) -> str:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
+    if width < len(text) <= 2 * width - 12:
+        width = len(text) // 2 + 6  # two lines of about one length
     lines = textwrap.wrap(text, width)
     return [*lines[:1], textwrap.shorten(" ".join(lines[1:]), width, placeholder=" …")] if len(lines) > 1 else lines
 
 
+def _width(text: str) -> float:
+    """About how wide a text of 12 units is, in a wide font: pages are shown in the reader's own."""
+    return sum(8.8 if c.isupper() or c in "mw%×" else 4.3 if c in "iljtfr.,:;'|()[] -−" else 7.5 for c in text)
+
+
 def _short(name: str) -> str:
-    return name if len(name) <= MOST_LETTERS else name[: MOST_LETTERS - 1].rstrip() + "…"
+    """A name that fits its room."""
+    if _width(name) <= NAMES:
+        return name
+    while _width(name) > NAMES - 9:
+        name = name[:-1]
+    return name.rstrip() + "…"
 
 
 # --- Curves ---------------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def _index(chapters: Sequence[Chapter], strays: Sequence[str], claims: Rows) -> 
         "outcomes": [kind for kind, _, _ in tally],
         "meanings": [(kind, words, wording.MEANINGS[kind]) for kind, _, words in tally],
         "unrun": sum(not chapter.runs for chapter in chapters),
-        "spent": wording.duration(sum(row["seconds"] for row in rows)),
+        "spent": _spent(rows),
         "notes": strays,
     }
 
@@ -166,7 +166,6 @@ def _paper(name: str, rows: Sequence[Mapping[str, Any]], place: int) -> dict[str
         "misprints": _against(rows, "misprint"),
         "failed": _against(rows, "failed", "surprise", "error"),
     }
-    spent = sum(row["seconds"] for row in rows)
     return against | {
         "name": name,
         "short": views.short_paper(name),
@@ -174,8 +173,14 @@ def _paper(name: str, rows: Sequence[Mapping[str, Any]], place: int) -> dict[str
         "rows": rows,
         "claims": claims,
         "tally": views.tally(claims),
-        "spent": wording.duration(spent) if spent else "",
+        "spent": _spent(rows),
     }
+
+
+def _spent(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Computing time of experiments in words, if it is worth a word."""
+    total = sum(row["seconds"] for row in rows)
+    return wording.duration(total) if total >= 0.05 else ""
 
 
 @dataclass

@@ -42,6 +42,15 @@ def places(low: float, high: float, scale: str, most: int = 6) -> list[tuple[flo
     return _log_places(low, high, most) if scale == "log" else _linear_places(low, high, most)
 
 
+def _digits(value: float) -> str:
+    """A number of an axis of few decades.
+
+    >>> _digits(0.075), _digits(2000.0), _digits(3e-7)
+    ('0.075', '2000', '3e-07')
+    """
+    return f"{value:.0f}" if 1000 <= value < 1e6 else f"{value:.3g}"
+
+
 def _linear_places(low: float, high: float, most: int) -> list[tuple[float, str]]:
     size = 10.0 ** math.floor(math.log10((high - low) / most))
     step = next(size * k for k in (1, 2, 2.5, 5, 10, 20) if (high - low) / (size * k) <= most - 0.9)
@@ -64,7 +73,7 @@ def _log_places(low: float, high: float, most: int) -> list[tuple[float, str]]:
         tried = (k * 10.0**e for e in range(decades.start - 1, decades.stop + 1) for k in digits)
         values = [value for value in tried if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
         if len(values) >= 2:
-            return [(value, f"{value:.3g}") for value in values]
+            return [(value, _digits(value)) for value in values]
         return _linear_places(low, high, 4)
     stride = math.ceil(len(decades) / most)
     kept = [e for e in decades if e % stride == 0]
@@ -83,7 +92,7 @@ def set_ticks(axis: Any, scale: str) -> None:
     span = math.log10(high) - math.log10(low)
     if span < 1.5:  # too few decades to read a value from: 1, 2, 5 get numbers
         axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0) if span > 0.6 else "all", numticks=12))
-        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:.3g}"))
+        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _digits(value)))
         axis.set_minor_locator(ticker.NullLocator())
         return
     axis.set_major_locator(ticker.LogLocator(numticks=8))
