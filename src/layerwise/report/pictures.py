@@ -146,8 +146,8 @@ def _of_seed(figure: Figure, place: int, label: str, like: Panel) -> tuple[list[
 def _thinned(values: list[Any], step: int) -> list[Any]:
     """Every so many values of a long list, the last one among them.
 
-    >>> _thinned(list(range(9)), 3), _thinned([1, 2], 3)
-    ([2, 5, 8], [1, 2])
+    >>> _thinned(list(range(15)), 3), _thinned([1, 2], 3)
+    ([2, 5, 8, 11, 14], [1, 2])
     """
     return values if step == 1 or len(values) <= 12 else values[(len(values) - 1) % step :: step]
 
