@@ -19,7 +19,7 @@ from layerwise.report.arrangement import bar_shade, shown
 from layerwise.report.drawing import draw, style
 from layerwise.report.optional import require
 from layerwise.report.palette import Look, css_name, looks
-from layerwise.report.plots import MARKS, Plot, dashes, listed, plot
+from layerwise.report.plots import DIGITS, MARKS, Plot, dashes, listed, plot
 
 FORMATS = ("svg", "pdf", "png")
 _SIZES = {1: (4.9, 3.4), 2: (4.9, 3.5)}
@@ -27,7 +27,7 @@ _SIZE = (4.2, 3.3)
 """Inches of a panel in a file: the narrower its place, the larger its letters stand in it."""
 MOST_SEEDS = 12
 """Seeds that a reader can choose from; of more, the first ones."""
-POINTS, OF_SEEDS = 600, 1600
+POINTS, OF_SEEDS = 600, 1200
 """Points that a figure keeps as numbers, and those of single seeds: of long curves every second (third, …) one, and
 fewer seeds to choose from. The lines are drawn from all of them."""
 _TOLD = 12
@@ -140,7 +140,7 @@ def _of_seed(figure: Figure, place: int, label: str, like: Panel) -> tuple[list[
     curve = next((one for one in figure.panels[place].curves if one.label == label), None)
     if curve is None or not len(curve.x) or len(curve.x) != len(curve.y):
         return None
-    return listed(shown(curve.x, like.x_scale), 6), listed(shown(curve.y, like.y_scale))
+    return listed(shown(curve.x, like.x_scale), 6), listed(shown(curve.y, like.y_scale), DIGITS[like.y_scale])
 
 
 def _thinned(values: list[Any], step: int) -> list[Any]:

@@ -94,7 +94,7 @@ def plot(panel: Panel, looks: Mapping[str, Look], prefix: str, description: str)
         "x": panel.x_label,
         "y": panel.y_label,
         "names": list(arranged.names),
-        "curves": [_numbers(shown, order.index(shown.curve.label)) for shown in arranged.curves],
+        "curves": [_numbers(shown, order.index(shown.curve.label), panel.y_scale) for shown in arranged.curves],
     }
     return Plot(_svg(panel, prefix, description, height, "".join(parts)), arranged.notes, data)
 
@@ -356,8 +356,8 @@ def _bars(shown: Shown, look: Look, at: np.ndarray, to: np.ndarray, place: Axis,
 # --- Numbers for the script -----------------------------------------------------------------------------------
 
 
-def _numbers(shown: Shown, key: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"key": key, "x": listed(shown.x, 6), "y": listed(shown.y)}
+def _numbers(shown: Shown, key: int, scale: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"key": key, "x": listed(shown.x, 6), "y": listed(shown.y, DIGITS[scale])}
     if shown.curve.style == "bars" and shown.shift:
         found["shift"] = float(f"{shown.shift:.4g}")
     if shown.low is not None and shown.high is not None:
@@ -365,6 +365,10 @@ def _numbers(shown: Shown, key: int) -> dict[str, Any]:
         if found["low"] == found["high"]:  # all seeds agree
             del found["low"], found["high"]
     return found
+
+
+DIGITS = {"linear": 4, "log": 3}
+"""Of values: pages say three; where all of them are near one large number, a line needs a fourth."""
 
 
 def listed(values: np.ndarray, digits: int = 4) -> list[float | int | None]:

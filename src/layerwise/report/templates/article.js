@@ -147,7 +147,8 @@ class Panel {
       const shown = spots.filter(Boolean);
       bars.forEach((bar, i) => {
         if (!shown[i]) return bar.remove();
-        const to = shown[i][1];
+        const [middle, to] = shown[i], thick = +bar.getAttribute(turned ? "height" : "width");
+        bar.setAttribute(turned ? "y" : "x", middle - thick / 2);
         bar.setAttribute(turned ? "x" : "y", Math.min(zero, to));
         bar.setAttribute(turned ? "width" : "height", Math.abs(to - zero));
       });
