@@ -190,6 +190,15 @@ def test_one_seed_is_no_choice_and_figures_that_differ_in_kind_are_not_mixed():
     assert json.loads(picture(whole, "p", {0: other, 1: other}).data)["seeds"] == []
 
 
+def test_a_legend_shows_lines_and_points_and_leaves_bars_to_their_names():
+    bar = Curve(label="KFAC", x=[0], y=[1.0], style="bars")
+    line = Curve(label="KFAC", x=[0, 1], y=[1.0, 2.0])
+    both = Figure(name="f", title="t", caption="", panels=[panel(bar), panel(line)])
+    (entry,) = picture(both, "p").legend
+    assert 'class="line"' in entry.svg
+    assert picture(Figure(name="f", title="t", caption="", panels=[panel(bar)]), "p").legend == ()
+
+
 def test_a_name_cannot_end_the_element_that_holds_the_numbers():
     whole = Figure(name="f", title="t", caption="", panels=[panel(Curve(label="</script><b>", x=[0, 1], y=[1, 2]))])
     made = picture(whole, "p")

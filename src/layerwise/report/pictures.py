@@ -72,7 +72,9 @@ def picture(figure: Figure, prefix: str, by_seed: Mapping[int, Figure] | None = 
     given = looks(curve.label for panel in figure.panels for curve in panel.curves)
     drawn = [plot(panel, given, f"{prefix}-{place}", describe(panel)) for place, panel in enumerate(figure.panels)]
     panels = [PanelPicture(panel.title, one.svg, one.notes) for panel, one in zip(figure.panels, drawn, strict=True)]
-    styles = {curve.label: curve.style for panel in figure.panels for curve in panel.curves}
+    styles: dict[str, str] = {}
+    for curve in sorted((c for panel in figure.panels for c in panel.curves), key=lambda c: c.style == "bars"):
+        styles.setdefault(curve.label, curve.style)  # bars have their names beside them, lines and points only these
     legend = [Swatch(label, _swatch(look, styles[label])) for label, look in given.items()]
     if drawn and all(one.data.get("names") == list(given) for one in drawn):
         legend = []  # every bar has its name beside it

@@ -5,13 +5,14 @@ import csv
 import hashlib
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from layerwise.experiments import catalog
-from layerwise.experiments.experiment import Experiment
+from layerwise.experiments.experiment import PRESETS, Experiment
 from layerwise.experiments.figures import Figure
 from layerwise.foundations.errors import FileFormatError, describe
 from layerwise.report import matrix, plots, views, wording
@@ -174,7 +175,14 @@ def _paper(name: str, rows: Sequence[Mapping[str, Any]], place: int) -> dict[str
         "claims": claims,
         "tally": views.tally(claims),
         "spent": _spent(rows),
+        "presets": _presets(rows),
     }
+
+
+def _presets(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How demanding the runs are that speak for experiments, such as "3 at preset paper, 1 at preset smoke"."""
+    chosen = Counter(row["chosen"]["preset"] for row in rows if row["chosen"])
+    return ", ".join(f"{chosen[preset]} at preset {preset}" for preset in reversed(PRESETS) if chosen[preset])
 
 
 def _spent(rows: Sequence[Mapping[str, Any]]) -> str:
