@@ -29,9 +29,10 @@ docs: $(SITE)
 
 docs-again: clean-docs docs
 
-# The built site in a real browser: no word on the console, the search finds, nothing is asked of the network.
+# The built site in a real browser: no word on the console, the search finds, nothing is asked of the network. Pages of the
+# report and of the doctor: what a pointer, a keyboard and a screen reader meet (axe-core).
 test-site: docs
-	$(PYTEST) tests/site -m "slow or not slow" -rs
+	$(PYTEST) tests/site tests/report -m "slow or not slow" -rs
 
 test: $(READY)
 	$(PARALLEL) tests -m "not slow and not gpu"
