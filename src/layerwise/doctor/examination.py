@@ -199,6 +199,8 @@ class Examination:
     def _watched(self) -> tuple[ActivationWatch, float]:
         """The first batch, or the beginning of it, under the watch; and the seconds of one example's forward."""
         watch = ActivationWatch()
+        if self.device.type == "cuda":  # a first forward loads libraries, and says nothing of the next one's time
+            self._run_first()
         n = max(1, next((len(t) for t in leaves(self.glance) if t.ndim), 1))
         with undisturbed(self.model):
             start = time.perf_counter()
