@@ -5,12 +5,13 @@ direction that has only learned the noise of its own examples gets no credit for
 """
 
 import copy
+import dataclasses
 import math
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,8 +50,8 @@ class Line:
     likelihood: Likelihood
     batches: Sequence[Batch]
     _linearization: list[Linearization] = field(default_factory=list, repr=False)
-    _only_terms: list[Terms] = field(default_factory=list, repr=False)
-    """Of a single batch, with their graph: every direction is pushed through the same."""
+    _only_terms: list[Terms] = field(default_factory=list, init=False, repr=False)
+    """Of a single batch, with their graph: every direction is pushed through the same. New for other batches."""
 
     def loss(self) -> float:
         """At the parameters as they are, a mean over terms."""
@@ -167,7 +168,7 @@ def measure_steps(
         took = time.perf_counter() - begun
         slowest = took if slowest is guess else max(slowest, took - extra)
         if step is not None:
-            found.append(replace(step, seconds=took))
+            found.append(dataclasses.replace(step, seconds=took))
     if late:
         notes.append(f"No time for the steps of {', '.join(late)} (seconds={clock.seconds:g}).")
     found.sort(key=lambda step: -step.predicted)
@@ -265,6 +266,10 @@ def measure_own_step(
     after = dict(model.named_parameters())
     d = ParamVector({key: before[key] - after[key].detach() for key in gradient.dict()})
     slopes, bends = float(gradient @ d), line.curvature(d)
+    if slopes <= 0:  # noise: the step of one half raises the loss of the other, at any rate. Its own half can say more
+        line = dataclasses.replace(line, batches=[training[-1]])
+        start, gradient = line.loss(), line.gradient()
+        slopes, bends = float(gradient @ d), line.curvature(d)
     predicted = slopes - 0.5 * bends
     measured = start - line.loss_after(d, 1.0)
     multiple = slopes / bends if bends > 0 else math.inf
