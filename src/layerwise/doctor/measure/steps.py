@@ -37,6 +37,10 @@ WARM_UP = 5
 
 DECOMPOSE = {"EKFAC": 1.6, "SOAP": 1.6, "Shampoo": 1.6}
 """Members that decompose both factors of a layer; the null space of a factor of few rows is decomposed as well."""
+GRADIENTS_ALONE = ("SGD", "Adam", "Sign", "Muon", "SOAP", "Shampoo")
+"""Members that look at no forward: one backward of each batch serves all of them."""
+HELD_BYTES = 2**30
+"""Memory for those gradients; beyond it they are computed again."""
 RATE = 1e-3
 """At which a direction is looked at: small enough for no bound on updates, large enough for float32."""
 
@@ -52,6 +56,23 @@ class Line:
     _linearization: list[Linearization] = field(default_factory=list, repr=False)
     _only_terms: list[Terms] = field(default_factory=list, init=False, repr=False)
     """Of a single batch, with their graph: every direction is pushed through the same. New for other batches."""
+
+    _held: dict[int, dict[str, Tensor]] = field(default_factory=dict, init=False, repr=False)
+    """Gradients of single batches, by their number."""
+
+    def batch_gradient(self, batch: Batch) -> dict[str, Tensor]:
+        """Of the mean loss of one batch, for the parameters that it reaches."""
+        if batch.number in self._held:
+            return self._held[batch.number]
+        params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        with undisturbed(self.model), torch.enable_grad():
+            losses, weights = self._terms(batch)
+            grads = torch.autograd.grad(losses / weights, list(params.values()), allow_unused=True)
+        found = {name: grad for name, grad in zip(params, grads, strict=True) if grad is not None}
+        size = sum(grad.numel() * grad.element_size() for grad in found.values())
+        if size * (len(self._held) + 1) <= HELD_BYTES:
+            self._held[batch.number] = found
+        return found
 
     def loss(self) -> float:
         """At the parameters as they are, a mean over terms."""
@@ -144,6 +165,7 @@ def measure_steps(
     begun = time.perf_counter()
     start = line.loss()
     gradient = line.gradient()
+    line.curvature(gradient)  # finds the way to J d, once for all members
     slowest = guess = 3 * (time.perf_counter() - begun)
     """What a member takes beside decompositions; at first a guess."""
     theta = ParamVector({name: p.detach() for name, p in line.model.named_parameters() if name in gradient.dict()})
@@ -198,7 +220,12 @@ def direction(line: Line, training: Sequence[Batch], name: str) -> ParamVector:
         if place == len(warm):
             for group in opt.param_groups:
                 group["lr"] = RATE
-        _backward(line, model, batch, opt)
+        if name in GRADIENTS_ALONE:
+            grads = line.batch_gradient(batch)
+            for key, p in model.named_parameters():
+                p.grad = None if key not in grads else grads[key].clone()
+        else:
+            _backward(line, model, batch, opt)
         opt.step()
     after = dict(model.named_parameters())
     return ParamVector({key: (value - after[key].detach()) / RATE for key, value in before.items()})
