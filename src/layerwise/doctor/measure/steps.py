@@ -165,16 +165,17 @@ def measure_steps(
     begun = time.perf_counter()
     start = line.loss()
     gradient = line.gradient()
-    line.curvature(gradient)  # finds the way to J d, once for all members
-    slowest = guess = 3 * (time.perf_counter() - begun)
+    slowest = guess = 1.5 * (time.perf_counter() - begun)
     """What a member takes beside decompositions; at first a guess."""
+    if clock.left() > 3 * guess:
+        line.curvature(gradient)  # finds the way to J d, once for all members
     theta = ParamVector({name: p.detach() for name, p in line.model.named_parameters() if name in gradient.dict()})
     found, notes = list[Step](), list[str]()
     decomposing = _decomposing_seconds(line) if not DECOMPOSE.keys().isdisjoint(members) else 0.0
     late = []
     for name in members:
         extra = DECOMPOSE.get(name, 0.0) * decomposing
-        if not clock.has(share) or clock.left() < 1.5 * slowest + extra:
+        if not clock.has(share) or clock.left() < 1.3 * slowest + extra:
             late.append(name)
             continue
         begun = time.perf_counter()

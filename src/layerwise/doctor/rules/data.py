@@ -171,6 +171,7 @@ def unrelated_labels(measured: Measurements) -> Iterator[Finding]:
             "class-imbalance",
             "unused",
             "output-scale",
+            "collapsed-attention",
         ),
     )
 
