@@ -152,6 +152,7 @@ def _run_one(
         for text in result.repeats:
             print(f"  NOT as expected: {text}")
         print(f"records: {outcome.recorded.path} ({outcome.new} new, {outcome.kept} kept from before)")
+        print("figure and claims as a page: layerwise report")
     for text in result.troubles:
         note(text)
     counts = {"new": outcome.new, "kept": outcome.kept, "repeats": list(result.repeats)}
