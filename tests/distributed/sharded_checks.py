@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sharded_training import MEMBERS, MODELS, Transformer, loss_of, shard, whole
+from sharded_training import MEMBERS, MODELS, Case, Transformer, loss_of, shard, train, whole
 
 import layerwise as lw
 
@@ -327,6 +327,23 @@ def tensor_parallel(rank: int, world: int, folder: str) -> Any:
     return found
 
 
+def one_rank(rank: int, world: int, folder: str) -> Any:
+    """On a mesh of one rank, whether every member's steps are those without FSDP, bit for bit; by the GPU's path, too,
+    which is the one that would see a `DTensor` in a kernel."""
+    found: dict[str, Any] = {}
+    cases = [Case(member, model, steps=5) for model in ("mlp", "transformer") for member in MEMBERS]
+    cases = [case for case in cases if case.member != "NGD"]
+    for case in cases:
+        found[case.name] = torch.equal(train(case, 0, 1, True), train(case))
+    waits = lw.optim.Layerwise.host_may_sync
+    lw.optim.Layerwise.host_may_sync = property(lambda self: False)  # type: ignore[assignment]
+    for case in cases:
+        if case.model == "mlp" and case.member not in ("LocoProp", "MahalanobisSpectral"):
+            found[f"asynchronous {case.name}"] = torch.equal(train(case, 0, 1, True), train(case))
+    lw.optim.Layerwise.host_may_sync = waits  # type: ignore[method-assign]
+    return found
+
+
 def another_plan(rank: int, world: int, folder: str) -> Any:
     """Ranks that differ in an option are told so before anything is sent."""
     model = shard(MODELS["mlp"][0](), mesh_of(world))
@@ -368,6 +385,7 @@ CHECKS = {
         odd,
         repeated,
         tensor_parallel,
+        one_rank,
         another_plan,
         killed,
     )

@@ -174,6 +174,12 @@ def test_tensor_parallelism_under_fsdp_equals_one_process(tmp_path: Path):
         assert_tensor_parallel(rank["tensor_parallel"], 2)
 
 
+def test_one_rank_takes_the_steps_of_a_model_that_is_not_sharded(tmp_path: Path):
+    found = check(1, tmp_path, "one_rank")[0]["one_rank"]
+    assert len(found) > 60
+    assert all(found.values()), [name for name, same in found.items() if not same]
+
+
 def test_ranks_with_different_plans_are_told_before_anything_is_sent(two: list[dict[str, Any]]):
     for rank in two:
         assert "plans that differ between ranks 0 and 1" in rank["another_plan"]

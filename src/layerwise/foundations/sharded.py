@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 
@@ -21,11 +20,11 @@ def is_sharded(t: Tensor) -> bool:
 
 
 def local(t: Tensor) -> Tensor:
-    """What this process holds of a tensor, sharing its memory: its shard, or all of it."""
-    if not is_sharded(t):
-        return t
-    with torch.no_grad():
-        return t.to_local()  # type: ignore[attr-defined]
+    """What this process holds of a tensor, sharing its memory: its shard, or all of it.
+
+    Without `DTensor.to_local`, which costs a view of every parameter and, with gradients, a node of the graph.
+    """
+    return getattr(t, "_local_tensor", t)
 
 
 def whole(t: Tensor) -> Tensor:
@@ -49,7 +48,8 @@ def _states(model: Any) -> list[Any]:
 def _groups(model: nn.Module) -> Iterator[Any]:
     """FSDP's groups of parameters that are gathered together."""
     for state in _states(model):
-        yield from state._fsdp_param_groups
+        several = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 on; before, one group a module
+        yield from [state._fsdp_param_group] * (state._fsdp_param_group is not None) if several is None else several
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
@@ -67,6 +67,25 @@ def successors(model: nn.Module) -> dict[int, nn.Parameter]:
             if gathered is not None:
                 found[id(gathered)] = p.sharded_param
     return found
+
+
+class Swapped:
+    """`successors` by identities alone, for who asks before every forward: the model is walked through once.
+
+    Modules that are sharded later have other parameters from then on, by which the model is seen to have changed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [p for group in _groups(model) for p in group.fsdp_params]
+
+    def now(self) -> dict[int, int]:
+        """From the identity of each gathered parameter to that of the sharded one."""
+        found = {}
+        for p in self._held:
+            gathered = getattr(p, "_unsharded_param", None)
+            if gathered is not None:
+                found[id(gathered)] = id(p.sharded_param)
+        return found
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

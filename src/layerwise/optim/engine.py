@@ -23,7 +23,15 @@ from layerwise.foundations import likelihoods
 from layerwise.foundations.errors import InputError, LayerwiseError, UnsupportedError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
-from layerwise.foundations.sharded import is_sharded, local, named_parameters, successors, tensor_parallel, whole
+from layerwise.foundations.sharded import (
+    Swapped,
+    is_sharded,
+    local,
+    named_parameters,
+    successors,
+    tensor_parallel,
+    whole,
+)
 from layerwise.layers.matrices import Matrices
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.backend import Backend
@@ -74,6 +82,7 @@ from layerwise.optim.step.stack import Stack
 from layerwise.optim.step.update import EagerExecutor, Executor, SolveTogether, UpdateSize, averages_before, unit_of
 
 if TYPE_CHECKING:
+    from layerwise.optim.sharding.one_rank import LocalParameters
     from layerwise.optim.sharding.sharding import Sharding
 
 OWN_MOMENTUM = {"momentum", "nesterov", "betas"}
@@ -225,6 +234,7 @@ class Layerwise(Checkpointed):
         self.table = self._read_table()
         self._stacks: list[Stack] | None = None
         self._sharding: Sharding | None = None
+        self._on_one_rank: LocalParameters | None = None
         self._precision: str | None = None
         self._loaded: dict[str, dict[str, Tensor]] = {}
         self._shared: frozenset[str] | None = None
@@ -440,9 +450,10 @@ class Layerwise(Checkpointed):
         params = named_parameters(self.model)
         buckets = self._buckets(params, group_of)
         sharding = self._sharding = self._make_sharding(params, buckets, group_of)
+        held = params if self._on_one_rank is None else self._on_one_rank.params
         if self._precision is None and sharding is None:  # ranks with shards would have to agree: they have "high"
             own = [spec for bucket in buckets if bucket.rule is self.rule for spec in bucket.specs]
-            self._precision = self._choose_precision([params[name] for spec in own for name in spec.parameters])
+            self._precision = self._choose_precision([held[name] for spec in own for name in spec.parameters])
         loaded = self._loaded
         if sharding is not None:
             from layerwise.optim.sharding.state import StateExchange
@@ -453,7 +464,7 @@ class Layerwise(Checkpointed):
         stacks = []
         for bucket in buckets:
             names = [name for spec in bucket.specs for name in spec.parameters]
-            all_here = [(bucket.specs, {k: params[k] for k in names}, bucket.group)]
+            all_here = [(bucket.specs, {k: held[k] for k in names}, bucket.group)]
             for specs, own, group in all_here if sharding is None else sharding.place(bucket):
                 backend = self._make_backend(next(iter(own.values())).device)
                 stack = Stack(bucket.rule, specs, group, own, backend, fallback=bucket.fallback)
@@ -527,13 +538,18 @@ class Layerwise(Checkpointed):
     def _make_sharding(
         self, params: Mapping[str, nn.Parameter], buckets: list[Bucket], group_of: Mapping[int, dict[str, Any]]
     ) -> "Sharding | None":
-        """Who owns what, where parameters are sharded over several processes."""
+        """Who owns what, where parameters are sharded over several processes; one alone has them whole."""
         own = {name: p for name, p in params.items() if id(p) in group_of}
+        self._on_one_rank = None
         if not any(map(is_sharded, own.values())):
             return None
+        from layerwise.optim.sharding.one_rank import LocalParameters
         from layerwise.optim.sharding.sharding import Sharding, sharding_group
 
         self.processes.group = sharding_group(own)
+        if self.processes.count == 1:
+            self._on_one_rank = LocalParameters(params)
+            return None
         every = self.refresh_every
         return Sharding(own, buckets, group_of, self.processes, every, self._accumulator, self.table.layers)
 
@@ -617,18 +633,15 @@ class Layerwise(Checkpointed):
         if self._is_idle():
             return
         capture, counts, seen = self._capture, None, dict[str, Sums]()
-        several = torch.distributed.is_available() and torch.distributed.is_initialized()
-        sharded = any(is_sharded(p) for group in self.param_groups for p in group["params"])
         if capture is not None:
             counts = capture.collect()
-        if sharded:  # who owns a layer's statistics must be known before they are sent
-            if self._stacks is None and not self._begin(counts):
-                return
-            assert self._sharding is not None
+        if self._stacks is None and self._is_sharded() and not self._begin(counts):
+            return  # who owns a layer's statistics must be known before they are sent
+        if self._sharding is not None:
             seen = self._sharding.take_census(self._accumulator.take())
         elif capture is not None:
             device = self.param_groups[0]["params"][0].device
-            accumulator = self._accumulator
+            accumulator, several = self._accumulator, self.processes.count > 1
             seen = accumulator.take_all(capture.table.layers, device) if several else accumulator.take()
         if capture is not None and counts is not None and capture.reads_output:
             self._read_output(counts, seen)
@@ -649,11 +662,18 @@ class Layerwise(Checkpointed):
         if counts is not None and counts.examples:
             if not (capture is not None and capture.scale_free) and not self._scale_free:
                 scale = self._scale.to_mean_gradient(counts.examples, counts.tokens)
-            examples = counts.examples * (self.processes.count if several else 1)
+            examples = counts.examples * self.processes.count
         contexts = [self._context(stack, examples) for stack in self._stacks or []]
+        if self._on_one_rank is not None:
+            self._on_one_rank.begin()
         self._executor.run(contexts, seen, scale, self._solve_together)
+        if self._on_one_rank is not None:
+            self._on_one_rank.end()
         if capture is not None:
             capture.due = self.steps_taken % self.factor_every == 0
+
+    def _is_sharded(self) -> bool:
+        return any(is_sharded(p) for group in self.param_groups for p in group["params"])
 
     def _is_idle(self) -> bool:
         """Whether gradients are all zero and so are learning rates: frameworks take such a step to make states exist,
@@ -662,8 +682,7 @@ class Layerwise(Checkpointed):
             return False
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         moves = torch.tensor(float(any(bool(local(grad).any()) for grad in grads)))
-        several = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return not float(self.processes.add_up([moves.to(grads[0].device)])[0] if grads and several else moves)
+        return not float(self.processes.add_up([moves.to(grads[0].device)])[0] if grads else moves)
 
     def _begin(self, counts: Seen | None) -> bool:
         """The first step builds the stacks; returns whether it can be taken."""
@@ -752,19 +771,25 @@ class Layerwise(Checkpointed):
         self._children = [held for module in modules for held in (module._modules, module._parameters)]
         own = (p for module in modules for p in module._parameters.values() if p is not None)
         self._own = [instead.get(id(p), p) for p in own]
-        self._seen_model = self._model_now()
+        self._swapped = Swapped(self.model)
+        ids, trained = self._model_now()
+        swapped = self._swapped.now()
+        self._seen_model = [tuple(swapped.get(key, key) for key in found) for found in ids], trained
 
     def _model_now(self) -> tuple[list[Any], list[bool]]:
-        instead = {key: id(p) for key, p in successors(self.model).items()}  # FSDP swaps them in every forward
         ids = [tuple(map(id, held.values())) for held in self._children]
-        if instead:
-            ids = [tuple(instead.get(key, key) for key in found) for found in ids]
         return ids, list(map(REQUIRES_GRAD, self._own))
 
     def _model_changed(self) -> bool:
         """Since the last call; asked before every forward, and therefore without the names of anything."""
-        if self._model_now() == self._seen_model:
+        ids, trained = now = self._model_now()
+        if now == self._seen_model:
             return False
+        instead = self._swapped.now()  # FSDP swaps parameters while the model runs
+        if trained == self._seen_model[1] and instead:
+            ids = [tuple(instead.get(key, key) for key in found) for found in ids]
+            if ids == self._seen_model[0]:
+                return False
         self._remember_model()
         return True
 
