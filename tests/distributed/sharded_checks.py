@@ -7,7 +7,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sharded_training import MEMBERS, MODELS, Case, Transformer, loss_of, shard, train, whole
+from sharded_training import EXACT, MEMBERS, MODELS, Case, Transformer, loss_of, shard, train, whole
 
 import layerwise as lw
+from layerwise.distributed.processes import Processes
+from layerwise.optim.statistics.accumulate import Accumulator
 
 MEMBERS_SAVED = {
     "KFAC": MEMBERS["KFAC adam"],
@@ -295,36 +298,144 @@ def repeated(rank: int, world: int, folder: str) -> Any:
     return found
 
 
+# --- tensor parallelism -----------------------------------------------------------------------------------
+
+DIVIDED = {"0": 0, "2": 1, "4": 0, "6": 1, "8": 0}
+"""Linear layers of `divisible` and the axis of their weight that is cut: 0 outputs, 1 inputs."""
+OF_STATISTICS: dict[str, Any] = {
+    "KFAC": lambda m, **how: lw.optim.KFAC(m, 0.02, scale="formula", refresh_every=3, **how),
+    "KFAC adam": lambda m, **how: lw.optim.KFAC(m, 0.01, refresh_every=3, estimator="empirical", **how),
+    "KFAC labels": lambda m, **how: lw.optim.KFAC(m, 0.02, scale="formula", refresh_every=3, **EXACT, **how),
+    "EKFAC": lambda m, **how: lw.optim.EKFAC(m, 0.005, scale="formula", refresh_every=1, **how),
+    "EKFAC running": lambda m, **how: lw.optim.EKFAC(
+        m, 0.005, scale="formula", refresh_every=1, scaling="running", **how
+    ),
+    "FOOF": lambda m, **how: lw.optim.FOOF(m, 0.02, scale="formula", refresh_every=3, **how),
+    "FOOF adam": lambda m, **how: lw.optim.FOOF(m, 0.01, refresh_every=3, **how),
+    "LocoProp": lambda m, **how: lw.optim.LocoProp(m, 0.3, **how),
+    "MahalanobisSpectral": lambda m, **how: lw.optim.MahalanobisSpectral(
+        m, 0.003, scale="formula", refresh_every=3, **how
+    ),
+}
+OF_GRADIENTS = ("Adam", "Muon adam", "Shampoo", "SOAP", "SGD clipped")
+
+
+def divisible(sequence: bool) -> nn.Module:
+    """Of Linear layers and a norm; the last has fewer outputs than four ranks."""
+    torch.manual_seed(0)
+    first = [nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 6), nn.LayerNorm(6)]
+    last = [] if sequence else [nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)]
+    return nn.Sequential(*first, nn.Linear(6, 3 if sequence else 8), *last).double()
+
+
+def divide(model: nn.Module, mesh: Any, sequence: bool) -> None:
+    """With `sequence`, activations between the layers are divided along their positions."""
+    if sequence:
+        down = RowwiseParallel(output_layouts=Shard(1))
+        up = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+        styles: Any = {"0": ColwiseParallel(), "2": down, "3": SequenceParallel(), "4": up}
+    else:
+        styles = {name: (RowwiseParallel if axis else ColwiseParallel)() for name, axis in DIVIDED.items()}
+        styles["8"] = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh, styles)
+
+
+def positions(steps: int) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(7)
+    x = torch.randn(steps, 12, 4, 5, generator=draw, dtype=torch.float64)
+    return list(zip(x, torch.randint(3, (steps, 12, 4), generator=draw), strict=True))
+
+
+@contextmanager
+def block_diagonal(opt: Any, ranks: int) -> Iterator[None]:
+    """One process whose factors are block-diagonal where those of so many ranks would be."""
+
+    def blocks(M: Tensor, size: int) -> Tensor:
+        """Blocks of this many features, as torch.chunk cuts them; what is beyond (a bias) is one more."""
+        each, label = -(-size // ranks), torch.full((M.shape[-1],), -1)
+        label[:size] = torch.arange(size) // each
+        return M * (label.unsqueeze(0) == label.unsqueeze(1))
+
+    def observed(self: Any, stack: Any, sums: dict[str, Any]) -> Any:
+        for spec in stack.specs:
+            own, axis = sums.get(spec.name), DIVIDED.get(spec.name)
+            if own is not None and axis == 0 and own.G is not None:
+                own.G = blocks(own.G, spec.form.outputs)
+            if own is not None and axis == 1 and own.A is not None:
+                own.A = blocks(own.A, spec.form.weight_inputs)
+        return before(self, stack, sums)
+
+    before = Accumulator.observation
+    Accumulator.observation = observed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Accumulator.observation = before  # type: ignore[method-assign]
+
+
+def tensor_parallel_cases(shape: tuple[int, ...]) -> list[tuple[str, dict[str, str]]]:
+    """Members with their options: all of them over two ranks, a few over more, which take their time to start."""
+    few = ("Adam", "KFAC", "EKFAC", "FOOF adam")
+    cases: list[tuple[str, dict[str, str]]] = [(member, {}) for member in OF_GRADIENTS]
+    cases += [(member, {"tensor_parallel": how}) for how in ("exact", "blocks") for member in OF_STATISTICS]
+    cases += [(f"sequence {member}", {}) for member in ("Adam", "KFAC adam", "EKFAC", "FOOF")]
+    return cases if shape == (2,) else [(name, how) for name, how in cases if name.removeprefix("sequence ") in few]
+
+
 def tensor_parallel(rank: int, world: int, folder: str) -> Any:
-    """Members of gradients beside one process; alone over all ranks, and over half of them under FSDP."""
+    """Every member beside one process; alone over all ranks, and over half of them under FSDP."""
     found: dict[str, Any] = {}
-
-    def small() -> nn.Module:
-        torch.manual_seed(0)
-        first = [nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 6), nn.LayerNorm(6)]
-        return nn.Sequential(*first, nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
     for shape in [(world,), *([(2, world // 2)] if world > 2 else [])]:
-        for member in ("Adam", "Muon adam", "Shampoo", "SOAP", "SGD clipped", "KFAC"):
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
-            model, alone = small(), small()
-            cuts = {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(), "6": RowwiseParallel()}
-            parallelize_module(model, mesh["tp"], cuts)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+        copies = shape[0] if len(shape) == 2 else 1
+        place = rank // shape[-1] if copies > 1 else 0
+        for name, how in tensor_parallel_cases(shape):
+            sequence = name.startswith("sequence ")
+            member = name.removeprefix("sequence ")
+            model, alone = divisible(sequence), divisible(sequence)
+            data = positions(20) if sequence else MODELS["mlp"][1](20)
+            divide(model, mesh["tp"], sequence)
             if len(shape) == 2:
                 fully_shard(model[0], mesh=mesh["dp"])
                 fully_shard(model, mesh=mesh["dp"])
-            if member == "KFAC":
-                try:
-                    MEMBERS[member](model)
-                except lw.LayerwiseError as error:
-                    found[f"{member} {len(shape)}"] = str(error)
-                continue
-            data = MODELS["mlp"][1](8)
-            copies = shape[0] if len(shape) == 2 else 1
-            take_steps(model, MEMBERS[member](model), parts(data, rank // shape[-1] if copies > 1 else 0, copies))
-            take_steps(alone, MEMBERS[member](alone), data)
-            found[f"{member} {len(shape)}"] = float((whole(model) - whole(alone)).abs().max())
+            make = OF_STATISTICS.get(member) or MEMBERS[member]
+            opt = make(model, **how)
+            take_steps(model, opt, parts(data, place, copies))
+            single = make(alone)
+            single.processes = Processes(own_group(rank))
+            single._accumulator.processes = single.processes
+            with block_diagonal(single, shape[-1]) if how.get("tensor_parallel") == "blocks" else nullcontext():
+                take_steps(alone, single, data)
+            key = " ".join([name, *how.values(), f"{len(shape)}d"])
+            found[key] = float((whole(model) - whole(alone)).abs().max())
+            if member in OF_STATISTICS:
+                found[f"seen {key}"] = len(opt._sharding.census.seen)
+    model, mesh = divisible(False), init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    divide(model, mesh, False)
+    try:
+        MEMBERS["NGD"](model)
+    except lw.LayerwiseError as error:
+        found["NGD"] = str(error)
+    fixed = nn.Sequential(nn.Linear(5, 8), nn.Unflatten(-1, (2, 4 // world)), nn.Flatten(-2)).double()
+    parallelize_module(fixed, mesh, {"0": ColwiseParallel()})
+    try:
+        take_steps(fixed, lw.optim.KFAC(fixed, 0.01), [(torch.randn(6, 5, dtype=torch.float64), torch.zeros(6).long())])
+    except lw.LayerwiseError as error:
+        found["own heads"] = str(error)
+    table = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 8)).double()
+    parallelize_module(table, mesh, {"0": ColwiseParallel(output_layouts=Replicate()), "1": ColwiseParallel()})
+    found["embedding"] = repr(lw.optim.KFAC(table, 0.01, scale="formula"))
     return found
+
+
+_OWN_GROUPS: dict[int, Any] = {}
+
+
+def own_group(rank: int) -> Any:
+    """Of this process alone: a run that is compared with others takes part in no sum."""
+    if rank not in _OWN_GROUPS:
+        _OWN_GROUPS[rank] = dist.new_group([rank], use_local_synchronization=True)
+    return _OWN_GROUPS[rank]
 
 
 def one_rank(rank: int, world: int, folder: str) -> Any:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sharded_checks import MEMBERS_SAVED
+from sharded_checks import MEMBERS_SAVED, tensor_parallel_cases
 from sharded_training import MODELS, loss_of
 
 HERE = Path(__file__).parent
@@ -154,24 +154,27 @@ def test_what_an_optimizer_says_of_itself(two: list[dict[str, Any]]):
     assert all(all(rank["repeated"]["owned"]) for rank in two)
 
 
-def assert_tensor_parallel(found: dict[str, Any], axes: int) -> None:
+def assert_tensor_parallel(found: dict[str, Any], *shapes: tuple[int, ...]) -> None:
     errors = {name: error for name, error in found.items() if isinstance(error, float)}
-    assert len(errors) == 5 * axes
+    assert len(errors) == sum(len(tensor_parallel_cases(shape)) for shape in shapes)
     assert all(error < 1e-10 for error in errors.values()), errors
-    for n in range(1, axes + 1):
-        assert "inputs and output gradients of whole layers" in found[f"KFAC {n}"]
+    seen = {name: count for name, count in found.items() if name.startswith("seen ")}
+    assert all(count == (3 if "sequence" in name else 5) for name, count in seen.items()), seen
+    assert "examples of whole layers" in found["NGD"]
+    assert "fails where tensor parallelism does not divide its activations" in found["own heads"]
+    assert "tensor parallelism divides it, and it is no nn.Linear" in found["embedding"]
 
 
 def test_tensor_parallelism_equals_one_process_or_is_refused(two: list[dict[str, Any]]):
     for rank in two:
-        assert_tensor_parallel(rank["tensor_parallel"], 1)
+        assert_tensor_parallel(rank["tensor_parallel"], (2,))
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_tensor_parallelism_under_fsdp_equals_one_process(tmp_path: Path):
     for rank in check(4, tmp_path, "tensor_parallel"):
-        assert_tensor_parallel(rank["tensor_parallel"], 2)
+        assert_tensor_parallel(rank["tensor_parallel"], (4,), (2, 2))
 
 
 def test_one_rank_takes_the_steps_of_a_model_that_is_not_sharded(tmp_path: Path):

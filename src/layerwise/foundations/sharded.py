@@ -8,9 +8,13 @@ Everything that torch keeps of this in private attributes is read in this file a
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from layerwise.foundations.errors import UnsupportedError, describe
 
 
 def is_sharded(t: Tensor) -> bool:
@@ -105,21 +109,144 @@ def in_graph(model: nn.Module) -> dict[int, nn.Parameter]:
     return found
 
 
-def tensor_parallel(model: nn.Module) -> list[str]:
-    """Names of parameters of which a layer has no more than a part while it runs (`parallelize_module`)."""
-    by_fsdp = {id(p.sharded_param): p.is_dtensor for group in _groups(model) for p in group.fsdp_params}
-    return [name for name, p in named_parameters(model).items() if is_sharded(p) and by_fsdp.get(id(p), True)]
+@dataclass(frozen=True)
+class Division:
+    """How tensor parallelism (`parallelize_module`) divides a parameter while its layer runs."""
+
+    axis: int | None
+    """Of the parameter, which is cut along it; None: every rank has a copy."""
+    ranks: tuple[int, ...]
+    """That hold the parts, by their numbers among all: they train on the same batch."""
+
+    def bounds(self, size: int) -> list[tuple[int, int]]:
+        """First and last entry of each part of an axis of this size, as `torch.chunk` cuts it."""
+        each = -(-size // len(self.ranks))
+        return [(min(i * each, size), min((i + 1) * each, size)) for i in range(len(self.ranks))]
+
+
+def tensor_parallel(model: nn.Module) -> dict[str, Division]:
+    """Parameters of which a layer has no more than a part while it runs, by name."""
+    axes = {
+        id(p.sharded_param): len(group.mesh_info.mesh.mesh.shape) for group in _groups(model) for p in group.fsdp_params
+    }
+    by_fsdp = {id(p.sharded_param) for group in _groups(model) for p in group.fsdp_params if not p.is_dtensor}
+    found = {}
+    for name, p in named_parameters(model).items():
+        if is_sharded(p) and id(p) not in by_fsdp:
+            held: Any = p
+            mesh = held.device_mesh
+            if mesh.ndim - axes.get(id(p), 0) != 1:
+                raise UnsupportedError(
+                    describe(
+                        f"parameter {name!r} divided along several axes of {mesh}",
+                        "tensor parallelism along one axis of a mesh",
+                        "parallelize_module(module, mesh[axis], ...) with one axis",
+                    )
+                )
+            where, placement = mesh.get_coordinate(), held.placements[-1]  # FSDP puts its own axes before
+            ranks = mesh.mesh[tuple(where[:-1])].tolist()
+            found[name] = Division(placement.dim if placement.is_shard() else None, tuple(ranks))
+    return found
+
+
+def whole_input(x: Tensor, blocks: bool) -> tuple[Tensor, bool]:
+    """The input of a divided layer for its second moments, plain and of full size; and whether it is the user's memory.
+
+    A collective where x is divided; with `blocks` zeros stand for the others' parts instead (`in_zeros`).
+    """
+    held: Any = x
+    with torch.no_grad():
+        placement = held.placements[0]
+        if placement.is_replicate():
+            return held._local_tensor, True
+        if blocks and placement.is_shard() and placement.dim % x.ndim == x.ndim - 1:
+            return in_zeros(held._local_tensor, held.device_mesh, x.shape[-1]), False
+        return held.full_tensor(), False
+
+
+def whole_gradient(g: Tensor, mesh: Any, shape: torch.Size, blocks: bool) -> Tensor:
+    """The gradient of a divided layer's whole output, of this shape; likewise."""
+    if is_sharded(g):
+        held: Any = g
+        g = held._local_tensor
+    cut = [axis for axis, (here, size) in enumerate(zip(g.shape, shape, strict=True)) if here != size]
+    if not cut:
+        return g
+    if len(cut) > 1:
+        raise UnsupportedError(
+            describe(
+                f"an output of shape {tuple(g.shape)} of a layer whose whole output has {tuple(shape)}",
+                "one that tensor parallelism divides along one axis",
+                "use one output_layouts of ColwiseParallel or RowwiseParallel",
+            )
+        )
+    axis = cut[0]
+    if blocks and axis == g.ndim - 1:
+        return in_zeros(g, mesh, shape[-1])
+    from torch.distributed.tensor import DTensor, Shard
+
+    stride = torch.empty(shape, device="meta").stride()
+    with torch.no_grad():
+        return DTensor.from_local(g, mesh, [Shard(axis)], run_check=False, shape=shape, stride=stride).full_tensor()
+
+
+def in_zeros(part: Tensor, mesh: Any, size: int) -> Tensor:
+    """A rank's features among zeros for those of the others, times √(number of ranks).
+
+    Second moments of these, averaged over the ranks, are the diagonal blocks of that of all features.
+    """
+    count, place = mesh.size(), mesh.get_local_rank()
+    start, stop = Division(-1, tuple(range(count))).bounds(size)[place]
+    whole = part.new_zeros(*part.shape[:-1], size)
+    whole[..., start:stop] = part * count**0.5
+    return whole
+
+
+@contextmanager
+def _undivided(model: nn.Module) -> Iterator[None]:
+    """Tensor parallelism taken off for a while: whole parameters, and none of the hooks that divide activations."""
+    divided = tensor_parallel(model) if "torch.distributed.tensor" in sys.modules else {}
+    if not divided:
+        yield
+        return
+    params, hooks = list[tuple[dict[str, Any], str, Any]](), list[tuple[Any, Any]]()
+    known: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for key, p in module._parameters.items():
+            if p is not None and is_sharded(p):
+                if id(p) not in known:
+                    known[id(p)] = nn.Parameter(whole(p.detach()), requires_grad=p.requires_grad)
+                params.append((module._parameters, key, p))
+        for held in (module._forward_pre_hooks, module._forward_hooks):
+            hooks.append((held, dict(held)))
+    for own, key, p in params:
+        own[key] = known[id(p)]
+    for held, before in hooks:
+        for key, hook in before.items():
+            if str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("torch.distributed.tensor"):
+                del held[key]
+    try:
+        yield
+    finally:
+        for own, key, p in params:
+            own[key] = p
+        for held, before in hooks:
+            later = {key: hook for key, hook in held.items() if key not in before}
+            held.clear()
+            held.update(before)
+            held.update(later)
 
 
 @contextmanager
 def gathered(model: Any) -> Iterator[None]:
-    """The whole model in every process for a while, with hooks of FSDP that leave it so.
+    """The whole model in every process for a while, with hooks of FSDP that leave it so, and none that divide layers.
 
     For forwards and backwards that look at a model and are not the user's. Nothing happens where nothing is sharded.
     """
     states = _states(model)
     if not states:
-        yield
+        with _undivided(model):
+            yield
         return
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -133,7 +260,8 @@ def gathered(model: Any) -> Iterator[None]:
         # As in the backward of a checkpoint: hooks cast inputs and outputs, and neither gather nor free parameters.
         state._training_state = TrainingState.PRE_BACKWARD
     try:
-        yield
+        with _undivided(model):
+            yield
     finally:
         for state, training in zip(states, before, strict=True):
             state._training_state = training

@@ -36,7 +36,7 @@ from layerwise.layers.matrices import Matrices
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.backend import Backend
 from layerwise.optim.checkpoint import Checkpointed, owners
-from layerwise.optim.choice import check_rule, fallen_matrices, rule_of, why_fallback
+from layerwise.optim.choice import beyond_tensor_parallelism, check_rule, fallen_matrices, rule_of, why_fallback
 from layerwise.optim.options import (
     LIKELIHOOD,
     LOSS_AVERAGE,
@@ -68,7 +68,7 @@ from layerwise.optim.report import (
     unseen,
 )
 from layerwise.optim.rule import Context, Health, UpdateRule
-from layerwise.optim.sharding.plan import Bucket, Plan
+from layerwise.optim.sharding.plan import Blocks, Bucket, Plan
 from layerwise.optim.solver import check_solver
 from layerwise.optim.statistics.accumulate import Accumulator, Moments, Sums
 from layerwise.optim.statistics.hooks import Capture, Seen
@@ -235,6 +235,7 @@ class Layerwise(Checkpointed):
         self._stacks: list[Stack] | None = None
         self._sharding: Sharding | None = None
         self._on_one_rank: LocalParameters | None = None
+        self._divided: dict[str, Division] = {}
         self._precision: str | None = None
         self._loaded: dict[str, dict[str, Tensor]] = {}
         self._shared: frozenset[str] | None = None
@@ -282,6 +283,8 @@ class Layerwise(Checkpointed):
             return self.model.table()
         separate, requires = (nn.Module,) if self.separate_bias else (), self.requires
         found = LayerTable.from_model(self.model, separate_bias=separate, matrices=self._matrices)
+        if requires.inputs or requires.outgrads:
+            found = found.demote(beyond_tensor_parallelism(found, tensor_parallel(self.model)))
         only_gradients = requires.matrices_only and not (requires.inputs or requires.outgrads)
         return found.with_matrices(self.model) if only_gradients else found
 
@@ -348,7 +351,7 @@ class Layerwise(Checkpointed):
         law = None if likelihood is None or auto else likelihoods.resolve(likelihood)
         if not (requires.inputs or requires.outgrads):
             return None
-        self._refuse_tensor_parallel()
+        self._check_divisions()
         if not requires.outgrads:
             estimator = "empirical"
         estimator = estimator or ("empirical" if law is None else "sampled")
@@ -372,31 +375,57 @@ class Layerwise(Checkpointed):
         def before_a_forward() -> None:
             owner = optimizer()
             if owner is not None and owner._model_changed():
-                owner._refuse_tensor_parallel()
+                owner._check_divisions()
                 owner.follow_model()
+                owner._divide(owner._capture)
 
         found.before_a_forward = before_a_forward
         asks = auto and requires.outgrads and self._settings["recognised"] is None
         if asks or self._scale.given:
             found.reader = OutputReader(self._scale, asks)
         found.needs_examples = requires.examples and not requires.moments
+        self._divide(found)
         found.scale_free = self._scale_free and requires.outgrads
         self._recognise(found, self._settings["recognised"])
         return found
 
-    def _refuse_tensor_parallel(self) -> None:
-        """Second moments of activations need them whole."""
-        divided = tensor_parallel(self.model)
-        if divided:
+    def _check_divisions(self) -> None:
+        """Second moments are put together from ranks; a rule that solves for all examples would need them whole."""
+        self._divided = tensor_parallel(self.model)
+        if self._divided and self.requires.examples and not self.requires.moments:
+            first = next(iter(self._divided))
             raise UnsupportedError(
                 describe(
-                    f"{type(self).__name__} of a model with tensor parallelism ({divided[0]!r} and {len(divided) - 1} "
+                    f"{type(self).__name__} of a model with tensor parallelism ({first!r} and {len(self._divided) - 1} "
                     "more parameters)",
-                    "inputs and output gradients of whole layers, which tensor parallelism divides among ranks",
-                    "shard the model by fully_shard alone, or take a member that needs gradients only: Shampoo, SOAP, "
-                    "Muon, Adam, SGD",
+                    "examples of whole layers, which tensor parallelism divides among ranks",
+                    "shard the model by fully_shard alone, or take another member: KFAC, EKFAC and FOOF gather what "
+                    "they need, Shampoo, SOAP, Muon, Adam and SGD need gradients only",
                 )
             )
+
+    def _divide(self, capture: Capture | None) -> None:
+        """Tell a capture which ranks have its batch, and what it sees of the layers that they divide."""
+        if capture is not None:
+            of_batch = next((division.ranks for division in self._divided.values()), None)
+            capture.draws_as = None if of_batch is None else min(of_batch)
+            # Squares of examples are of whole ones, in bases that need not be block-diagonal.
+            capture.blocks = self._how[0].tensor_parallel == "blocks" and not self.requires.examples
+
+    def _blocks(self) -> dict[str, Blocks]:
+        """Of layers that ranks divide, where the blocks of A and of G are, if they are to have any."""
+        found: dict[str, Blocks] = {}
+        if self._capture is None or self._how[0].tensor_parallel == "exact":
+            return found
+        for spec in self.table.layers:
+            weight, form = spec.form.weight, spec.form
+            division = None if weight is None else self._divided.get(weight.name)
+            if division is not None and division.axis == 0:
+                found[spec.name] = None, division.bounds(form.outputs)
+            elif division is not None and division.axis == 1:
+                bias = [(form.weight_inputs, form.inputs)] if form.bias is not None else []
+                found[spec.name] = [*division.bounds(form.weight_inputs), *bias], None
+        return found
 
     @property
     def _scale_free(self) -> bool:
@@ -551,7 +580,8 @@ class Layerwise(Checkpointed):
             self._on_one_rank = LocalParameters(params)
             return None
         every = self.refresh_every
-        return Sharding(own, buckets, group_of, self.processes, every, self._accumulator, self.table.layers)
+        blocks, layers = self._blocks(), self.table.layers
+        return Sharding(own, buckets, group_of, self.processes, every, self._accumulator, layers, blocks)
 
     def _make_executor(self, stacks: list[Stack]) -> Executor:
         """Eager on a CPU; on a GPU one that never waits for the device."""
@@ -662,7 +692,8 @@ class Layerwise(Checkpointed):
         if counts is not None and counts.examples:
             if not (capture is not None and capture.scale_free) and not self._scale_free:
                 scale = self._scale.to_mean_gradient(counts.examples, counts.tokens)
-            examples = counts.examples * self.processes.count
+            of_batch = next((len(division.ranks) for division in self._divided.values()), 1)
+            examples = counts.examples * (self.processes.count // of_batch)
         contexts = [self._context(stack, examples) for stack in self._stacks or []]
         if self._on_one_rank is not None:
             self._on_one_rank.begin()

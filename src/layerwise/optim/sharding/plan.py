@@ -30,6 +30,9 @@ from layerwise.optim.backend import Factor
 from layerwise.optim.reference import Reference
 from layerwise.optim.rule import Shape, UpdateRule, kept, tensors
 
+Blocks = tuple[list[tuple[int, int]] | None, list[tuple[int, int]] | None]
+"""First and last entries of the diagonal blocks of A and of G; None: not divided."""
+
 
 @dataclass(frozen=True)
 class Bucket:
