@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -455,6 +456,46 @@ def one_rank(rank: int, world: int, folder: str) -> Any:
     return found
 
 
+def decided_alike(rank: int, world: int, folder: str) -> Any:
+    """Adaptive damping by losses that differ, batches of other sizes, a first batch that is not finite on one rank."""
+    found: dict[str, Any] = {}
+    data, adaptive = list(parts(MODELS["mlp"][1](12), rank, world)), {"damping": "adaptive", "momentum": 0.0}
+    for kind in ("fsdp", "ddp"):
+        model = MODELS["mlp"][0]()
+        made = shard(model, mesh_of(world)) if kind == "fsdp" else nn.parallel.DistributedDataParallel(model)
+        opt = lw.optim.KFAC(model, 0.05, scale="formula", refresh_every=2, clip=None, estimator="empirical", **adaptive)
+        dampings = []
+        for x, y in data:
+
+            def closure(x: Tensor = x, y: Tensor = y, made: Any = made, opt: Any = opt) -> Tensor:
+                opt.zero_grad()
+                loss = loss_of(made(x), y)
+                loss.backward()
+                return loss
+
+            opt.step(closure)
+            dampings.append(opt.param_groups[0]["damping"])
+        found[f"adaptive {kind}"], found[f"dampings {kind}"] = whole(model), dampings
+    for kind in ("fsdp", "ddp"):  # losses that are sums, of five examples on one rank and seven on the other
+        for member in ("KFAC", "EKFAC running"):
+            model = MODELS["mlp"][0]()
+            made = shard(model, mesh_of(world)) if kind == "fsdp" else nn.parallel.DistributedDataParallel(model)
+            make = lw.optim.KFAC if member == "KFAC" else partial(lw.optim.EKFAC, scaling="running", refresh_every=1)
+            opt = make(model, 0.005, scale="formula", loss_average=None)
+            for x, y in MODELS["mlp"][1](6):
+                part = slice(0, 5) if rank == 0 else slice(5, 12)
+                opt.zero_grad()
+                (loss_of(made(x[part]), y[part]) * len(x[part])).backward()
+                opt.step()
+            found[f"uneven {member} {kind}"] = whole(model)
+    model = shard(MODELS["mlp"][0](), mesh_of(world))
+    opt = lw.optim.KFAC(model, 0.02, scale="formula")
+    x, y = data[0]
+    take_steps(model, opt, [(x * float("nan") if rank else x, y), *data])
+    found["after a broken start"], found["skipped"] = whole(model), opt.health().skipped_steps
+    return found
+
+
 def another_plan(rank: int, world: int, folder: str) -> Any:
     """Ranks that differ in an option are told so before anything is sent."""
     model = shard(MODELS["mlp"][0](), mesh_of(world))
@@ -497,6 +538,7 @@ CHECKS = {
         repeated,
         tensor_parallel,
         one_rank,
+        decided_alike,
         another_plan,
         killed,
     )

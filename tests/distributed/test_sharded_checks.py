@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 from sharded_checks import MEMBERS_SAVED, tensor_parallel_cases
-from sharded_training import MODELS, loss_of
+from sharded_training import MODELS, loss_of, whole
+
+import layerwise as lw
 
 HERE = Path(__file__).parent
 pytestmark = [
@@ -43,7 +46,17 @@ def check(world: int, folder: Path, *names: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Two processes."""
-    names = ("traffic", "state", "repeated", "odd", "idle_step", "full_state", "tensor_parallel", "another_plan")
+    names = (
+        "traffic",
+        "state",
+        "repeated",
+        "odd",
+        "idle_step",
+        "full_state",
+        "tensor_parallel",
+        "decided_alike",
+        "another_plan",
+    )
     return check(2, tmp_path_factory.mktemp("two"), *names)
 
 
@@ -175,6 +188,64 @@ def test_tensor_parallelism_equals_one_process_or_is_refused(two: list[dict[str,
 def test_tensor_parallelism_under_fsdp_equals_one_process(tmp_path: Path):
     for rank in check(4, tmp_path, "tensor_parallel"):
         assert_tensor_parallel(rank["tensor_parallel"], (4,), (2, 2))
+
+
+def adaptive_alone() -> tuple[torch.Tensor, list[float]]:
+    """Adaptive damping in one process, on the joined batches."""
+    model = MODELS["mlp"][0]()
+    opt = lw.optim.KFAC(
+        model,
+        0.05,
+        scale="formula",
+        refresh_every=2,
+        clip=None,
+        estimator="empirical",
+        damping="adaptive",
+        momentum=0.0,
+    )
+    dampings = []
+    for x, y in MODELS["mlp"][1](12):
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            opt.zero_grad()
+            loss = loss_of(model(x), y)
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+        dampings.append(opt.param_groups[0]["damping"])
+    return whole(model), dampings
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_adaptive_damping_is_decided_by_the_losses_of_all_ranks(kind: str, two: list[dict[str, Any]]):
+    model, dampings = adaptive_alone()
+    assert len({*dampings}) > 1
+    for rank in two:
+        assert rank["decided_alike"][f"dampings {kind}"] == pytest.approx(dampings, rel=1e-12)
+        assert float((rank["decided_alike"][f"adaptive {kind}"] - model).abs().max()) < 1e-10
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+@pytest.mark.parametrize("member", ["KFAC", "EKFAC running"])
+def test_ranks_with_batches_of_other_sizes_scale_alike(member: str, kind: str, two: list[dict[str, Any]]):
+    """A loss that is a sum: its gradient over all examples is known from all ranks' counts together."""
+    model = MODELS["mlp"][0]()
+    make = lw.optim.KFAC if member == "KFAC" else partial(lw.optim.EKFAC, scaling="running", refresh_every=1)
+    opt = make(model, 0.005, scale="formula", loss_average=None)
+    for x, y in MODELS["mlp"][1](6):
+        opt.zero_grad()
+        (loss_of(model(x), y) * len(x)).backward()
+        opt.step()
+    for rank in two:
+        assert float((rank["decided_alike"][f"uneven {member} {kind}"] - whole(model)).abs().max()) < 1e-10
+
+
+def test_a_first_batch_that_is_not_finite_on_one_rank(two: list[dict[str, Any]]):
+    first, second = (rank["decided_alike"] for rank in two)
+    assert first["skipped"] == second["skipped"] == 1
+    assert torch.equal(first["after a broken start"], second["after a broken start"])
+    assert torch.isfinite(first["after a broken start"]).all()
 
 
 def test_one_rank_takes_the_steps_of_a_model_that_is_not_sharded(tmp_path: Path):

@@ -73,6 +73,21 @@ def successors(model: nn.Module) -> dict[int, nn.Parameter]:
     return found
 
 
+def all_agree(model: nn.Module, value: bool) -> bool:
+    """Whether something is so in every process that holds a part of the model. A collective, where several do.
+
+    For what decides whether a process takes part in collectives.
+    """
+    meshes: list[Any] = [p.device_mesh for p in model.parameters() if is_sharded(p)]  # type: ignore[attr-defined]
+    if not meshes:
+        return value
+    mesh = max(meshes, key=lambda m: m.size())
+    found = torch.tensor(float(value), device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, group=mesh.get_group(axis))
+    return bool(found)
+
+
 class Swapped:
     """`successors` by identities alone, for who asks before every forward: the model is walked through once.
 

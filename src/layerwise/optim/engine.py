@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from layerwise.distributed.exchange import named_failure
 from layerwise.distributed.layout import Layout, MeshAxis
 from layerwise.distributed.processes import Processes
 from layerwise.foundations import likelihoods
@@ -25,6 +26,7 @@ from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
 from layerwise.foundations.sharded import (
     Swapped,
+    all_agree,
     is_sharded,
     local,
     named_parameters,
@@ -642,10 +644,23 @@ class Layerwise(Checkpointed):
         self.step_result(_number(after))
 
     def step_result(self, loss: float, before: float | None = None) -> None:
-        """Tell adaptive damping the loss after the last step (and before it, unless ``step(closure)`` knew)."""
-        ratio = self._damping.after(float(loss), before)
+        """Tell adaptive damping the loss after the last step (and before it, unless ``step(closure)`` knew).
+
+        With several processes a collective: each tells of its own batch, and all go by the mean.
+        """
+        ratio = self._damping.after(float(loss), before, self._mean_over_ranks)
         for group in self.param_groups:  # each group keeps its own proportion
             group["damping"] *= ratio
+
+    def _mean_over_ranks(self, values: list[float]) -> list[float]:
+        """Of numbers that every rank has of its own batch, from which all are to decide alike."""
+        count = self.processes.count
+        if count == 1:
+            return values
+        device = local(self.param_groups[0]["params"][0]).device
+        with named_failure("losses for adaptive damping"):
+            total = self.processes.add_up([torch.tensor(values, dtype=torch.float64, device=device)])[0]
+        return (total / count).tolist()
 
     @torch.no_grad()
     def _step(self) -> None:
@@ -667,12 +682,16 @@ class Layerwise(Checkpointed):
             counts = capture.collect()
         if self._stacks is None and self._is_sharded() and not self._begin(counts):
             return  # who owns a layer's statistics must be known before they are sent
+        accumulator, counted = self._accumulator, (0, 0) if counts is None else (counts.examples, counts.tokens)
         if self._sharding is not None:
-            seen = self._sharding.take_census(self._accumulator.take())
-        elif capture is not None:
+            seen = self._sharding.take_census(accumulator.take(), counted)
+            counted = self._sharding.census.counted
+        elif capture is not None and self.processes.count > 1:
             device = self.param_groups[0]["params"][0].device
-            accumulator, several = self._accumulator, self.processes.count > 1
-            seen = accumulator.take_all(capture.table.layers, device) if several else accumulator.take()
+            seen = accumulator.take_all(capture.table.layers, device, counted)
+            counted = accumulator.counted
+        elif capture is not None:
+            seen = accumulator.take()
         if capture is not None and counts is not None and capture.reads_output:
             self._read_output(counts, seen)
         if self._unit is None and self._size.method == "adam":
@@ -689,11 +708,11 @@ class Layerwise(Checkpointed):
         if self._damping.adaptive:
             self._damping.check(self.steps_taken)
         scale, examples = 1.0, 1
-        if counts is not None and counts.examples:
+        if counted[0]:
             if not (capture is not None and capture.scale_free) and not self._scale_free:
-                scale = self._scale.to_mean_gradient(counts.examples, counts.tokens)
+                scale = self._scale.to_mean_gradient(*counted, self.processes.count)
             of_batch = next((len(division.ranks) for division in self._divided.values()), 1)
-            examples = counts.examples * (self.processes.count // of_batch)
+            examples = counted[0] // of_batch
         contexts = [self._context(stack, examples) for stack in self._stacks or []]
         if self._on_one_rank is not None:
             self._on_one_rank.begin()
@@ -717,7 +736,8 @@ class Layerwise(Checkpointed):
 
     def _begin(self, counts: Seen | None) -> bool:
         """The first step builds the stacks; returns whether it can be taken."""
-        if self._capture is not None and self._capture.notes is None and self._broken():
+        unknown = self._capture is not None and self._capture.notes is None
+        if unknown and not all_agree(self.model, not self._broken()):
             self._health.steps, self._health.skipped_steps = self._health.steps + 1, self._health.skipped_steps + 1
             return False
         self._require_forward()

@@ -52,6 +52,8 @@ class Census:
     """Of layers that were seen on some rank: rows of A, and examples."""
     squares: dict[str, Tensor]
     """Of the weights of each matrix of a layer, summed."""
+    counted: tuple[int, int] = (0, 0)
+    """Examples and tokens of the step."""
 
 
 class Sharding:
@@ -171,8 +173,9 @@ class Sharding:
     # --- before a step -----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def take_census(self, own: Mapping[str, Sums]) -> dict[str, Sums]:
-        """Begin a step; returns this rank's sums of every layer that some rank has seen."""
+    def take_census(self, own: Mapping[str, Sums], counted: tuple[int, int] = (0, 0)) -> dict[str, Sums]:
+        """Begin a step; returns this rank's sums of every layer that some rank has seen. `counted` are its examples and
+        tokens."""
         for sums in own.values():
             sums.settle()
         grads = self._grads = {name: placed_gradient(p) for name, p in self.params.items()}
@@ -186,16 +189,16 @@ class Sharding:
         if not math.isfinite(float(total)):
             broken = float(any(not bool(torch.isfinite(g).all()) for g in grads.values() if g is not None))
         squares = [self._own_squares(self.specs[layer]) for layer in self.sized]
-        host = torch.tensor([broken, *flags], dtype=torch.float64, device=self.device)
+        host = torch.tensor([broken, *counted, *flags], dtype=torch.float64, device=self.device)
         message = torch.cat([host, *squares])
         self._all_reduce(message, "census")
         first, n = message.tolist() if not squares else message[: len(host)].tolist(), len(grads)
-        active = dict(zip(grads, (flag > 0 for flag in first[1 : n + 1]), strict=True))
-        counts = [first[i : i + 3] for i in range(n + 1, len(host), 3)]
+        active = dict(zip(grads, (flag > 0 for flag in first[3 : n + 3]), strict=True))
+        counts = [first[i : i + 3] for i in range(n + 3, len(host), 3)]
         seen = {k: (int(rows), int(n)) for k, (came, rows, n) in zip(self.observed, counts, strict=True) if came > 0}
         lengths = [self.specs[layer].form.groups for layer in self.sized]
         found = dict(zip(self.sized, message[len(host) :].split(lengths), strict=True)) if squares else {}
-        self.census = Census(active, first[0] == 0, seen, found)
+        self.census = Census(active, first[0] == 0, seen, found, (int(first[1]), int(first[2])))
         return {layer: own.get(layer, Sums()) for layer in seen}
 
     def _own_squares(self, spec: LayerSpec) -> Tensor:

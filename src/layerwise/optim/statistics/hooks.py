@@ -20,7 +20,7 @@ from layerwise.distributed.processes import Processes
 from layerwise.foundations.cotangents import Cotangent, HessianRoot, SampledLabels
 from layerwise.foundations.errors import InteractionError, UnsupportedError, describe
 from layerwise.foundations.likelihoods import Likelihood
-from layerwise.foundations.sharded import gathered, is_fully_sharded
+from layerwise.foundations.sharded import all_agree, gathered, is_fully_sharded
 from layerwise.foundations.types import Tree, leaves
 from layerwise.foundations.vectors import unwrap
 from layerwise.layers.capture.examine import Notes, examine
@@ -332,7 +332,8 @@ class Capture:
         """
         if self.notes is not None:
             return True
-        if not all(bool(torch.isfinite(t).all()) for t in leaves(x) if t.is_floating_point()):
+        finite = all(bool(torch.isfinite(t).all()) for t in leaves(x) if t.is_floating_point())
+        if not all_agree(self.model, finite):  # what follows gathers a sharded model
             return False
         try:
             with gathered(self.model):
