@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
@@ -525,6 +526,90 @@ def killed(rank: int, world: int, folder: str) -> Any:
     return {"said": "no error", "after": time.monotonic() - started}
 
 
+def killed_saving(rank: int, world: int, folder: str) -> Any:
+    """A checkpoint before every second step; at the third the last rank ends while the files are written."""
+    model = shard(MODELS["mlp"][0](), mesh_of(world))
+    opt = MEMBERS_SAVED["KFAC"](model)
+    write = FileSystemWriter.write_data
+    for step, batch in enumerate(parts(MODELS["mlp"][1](8), rank, world)):
+        if step and step % 2 == 0:
+            if step == 6 and rank == world - 1:
+                FileSystemWriter.write_data = lambda *args: os._exit(7)  # type: ignore[assignment,method-assign]
+            content = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, opt)}
+            try:
+                dcp.save(content, checkpoint_id=f"{folder}/../step-{step}")
+            except Exception as error:
+                return {"step": step, "said": type(error).__name__}
+        take_steps(model, opt, [batch])
+    FileSystemWriter.write_data = write  # type: ignore[method-assign]
+    return {"step": None}
+
+
+def restarted(rank: int, world: int, folder: str) -> Any:
+    """Go on from the newest checkpoint that is complete; beside it the run that nobody interrupted."""
+    complete = sorted(file.parent for file in Path(folder).parent.glob("step-*/.metadata"))
+    last = int(complete[-1].name.partition("-")[2])
+    batches = list(parts(MODELS["mlp"][1](8), rank, world))
+    found = {}
+    for start in (last, 0):
+        model = shard(MODELS["mlp"][0](), mesh_of(world))
+        opt = MEMBERS_SAVED["KFAC"](model)
+        if start:
+            content = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, opt)}
+            dcp.load(content, checkpoint_id=str(complete[-1]))
+            model.load_state_dict(content["model"])
+            set_optimizer_state_dict(model, opt, content["optim"])
+        take_steps(model, opt, batches[start:])
+        found["resumed" if start else "going"] = whole(model)
+    return {**found, "last": last, "folders": sorted(path.name for path in Path(folder).parent.glob("step-*"))}
+
+
+def asynchronous(rank: int, world: int, folder: str) -> Any:
+    """Steps that are taken while a checkpoint is written are no part of it."""
+    found = {}
+    beside = dist.new_group(backend="gloo")  # the writer's messages must not meet those of steps
+    for member in ("KFAC", "SOAP", "Adam"):
+        model, batches = shard(MODELS["mlp"][0](), mesh_of(world)), list(parts(MODELS["mlp"][1](9), rank, world))
+        opt = MEMBERS_SAVED[member](model)
+        take_steps(model, opt, batches[:4])
+        # On a CPU torch stages no copy: parameters that go on being trained are the caller's to copy.
+        weights = {name: p.clone() for name, p in model.state_dict().items()}
+        content = {"model": weights, "optim": get_optimizer_state_dict(model, opt)}
+        saving: Any = dcp.async_save(content, checkpoint_id=f"{folder}/../async-{member}", process_group=beside)
+        take_steps(model, opt, batches[4:])
+        saving.result()
+        again = shard(MODELS["mlp"][0](), mesh_of(world))
+        other = MEMBERS_SAVED[member](again)
+        content = {"model": again.state_dict(), "optim": get_optimizer_state_dict(again, other)}
+        dcp.load(content, checkpoint_id=f"{folder}/../async-{member}")
+        again.load_state_dict(content["model"])
+        set_optimizer_state_dict(again, other, content["optim"])
+        take_steps(again, other, batches[4:])
+        found[member] = float((whole(model) - whole(again)).abs().max())
+    return found
+
+
+def offloaded(rank: int, world: int, folder: str) -> Any:
+    """Parameters that FSDP keeps on the host: taken where that is where the model runs, else refused by statistics."""
+    found: dict[str, Any] = {}
+    policy = CPUOffloadPolicy(pin_memory=False)
+    for member in ("KFAC", "EKFAC", "SOAP", "Adam"):
+        models = [shard(MODELS["mlp"][0](), mesh_of(world), **how) for how in ({}, {"offload_policy": policy})]
+        for model in models:
+            take_steps(model, MEMBERS_SAVED[member](model), parts(MODELS["mlp"][1](6), rank, world))
+        found[member] = torch.equal(*map(whole, models))
+    model = shard(MODELS["mlp"][0](), mesh_of(world), offload_policy=policy)
+    before = DeviceMesh.device_type
+    DeviceMesh.device_type = property(lambda self: "cuda")  # type: ignore[assignment,method-assign]
+    try:
+        MEMBERS_SAVED["KFAC"](model)
+    except lw.LayerwiseError as error:
+        found["on another device"] = str(error)
+    finally:
+        DeviceMesh.device_type = before  # type: ignore[method-assign]
+    return found
+
+
 CHECKS = {
     check.__name__: check
     for check in (
@@ -540,7 +625,11 @@ CHECKS = {
         one_rank,
         decided_alike,
         another_plan,
+        asynchronous,
+        offloaded,
         killed,
+        killed_saving,
+        restarted,
     )
 }
 
@@ -550,7 +639,8 @@ def work(rank: int, world: int, folder: str, names: list[str]) -> None:
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    limit = timedelta(seconds=20 if "killed" in names else 300)
+    kills = any(name.startswith("killed") for name in names)
+    limit = timedelta(seconds=20 if kills else 300)
     meet = f"file://{folder}/meet"
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world, timeout=limit)
     found: dict[str, Any] = {}
@@ -561,7 +651,7 @@ def work(rank: int, world: int, folder: str, names: list[str]) -> None:
             found[name] = traceback.format_exc()
             break
     torch.save(found, f"{folder}/{rank}.pt")
-    if "killed" not in names:
+    if not kills:
         dist.destroy_process_group()
 
 
@@ -574,4 +664,5 @@ if __name__ == "__main__":  # number of processes, a folder, and which checks
         process.start()
     for process in processes:
         process.join()
-    sys.exit(0 if "killed" in names else max(process.exitcode or 0 for process in processes))
+    kills = any(name.startswith("killed") for name in names)
+    sys.exit(0 if kills else max(process.exitcode or 0 for process in processes))

@@ -55,6 +55,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "full_state",
         "tensor_parallel",
         "decided_alike",
+        "asynchronous",
+        "offloaded",
         "another_plan",
     )
     return check(2, tmp_path_factory.mktemp("two"), *names)
@@ -132,6 +134,32 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(tmp_path: Path):
     going = check(2, tmp_path / "saved-sharded-few", "saved")[0]["saved"]
     for name, found in check(1, tmp_path / "loaded-few", "resumed")[0]["resumed"].items():
         assert float((found - going[name.split()[0]]).abs().max()) < 1e-10, name
+
+
+def test_steps_that_are_taken_while_a_checkpoint_is_written_are_no_part_of_it(two: list[dict[str, Any]]):
+    for rank in two:
+        assert set(rank["asynchronous"]) == {"KFAC", "SOAP", "Adam"}
+        assert all(error < 1e-10 for error in rank["asynchronous"].values()), rank["asynchronous"]
+
+
+def test_a_rank_that_is_killed_while_saving_leaves_the_checkpoint_before(tmp_path: Path):
+    """The half-written one has no `.metadata`, which is written last; going on from the one before is exact."""
+    killed = check(3, tmp_path / "killed", "killed_saving")
+    assert len(killed) == 2
+    assert all(rank["killed_saving"]["step"] == 6 for rank in killed)
+    for rank in check(3, tmp_path / "restarted", "restarted"):
+        found = rank["restarted"]
+        assert found["last"] == 4
+        assert "step-6" in found["folders"]
+        assert torch.equal(found["resumed"], found["going"])
+
+
+def test_parameters_on_the_host(two: list[dict[str, Any]]):
+    for rank in two:
+        found = dict(rank["offloaded"])
+        assert "CPUOffloadPolicy" in found.pop("on another device")
+        assert len(found) == 4
+        assert all(found.values()), found
 
 
 # --- what goes wrong, and what is odd ---------------------------------------------------------------------

@@ -124,6 +124,12 @@ def in_graph(model: nn.Module) -> dict[int, nn.Parameter]:
     return found
 
 
+def offloaded(model: nn.Module) -> list[str]:
+    """Parameters that are kept on another kind of device than the one on which the model runs (`CPUOffloadPolicy`)."""
+    named = ((name, p) for name, p in named_parameters(model).items() if is_sharded(p))
+    return [name for name, p in named if local(p).device.type not in (p.device_mesh.device_type, "meta")]  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True)
 class Division:
     """How tensor parallelism (`parallelize_module`) divides a parameter while its layer runs."""

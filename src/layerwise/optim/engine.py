@@ -30,6 +30,7 @@ from layerwise.foundations.sharded import (
     is_sharded,
     local,
     named_parameters,
+    offloaded,
     successors,
     tensor_parallel,
     whole,
@@ -392,7 +393,18 @@ class Layerwise(Checkpointed):
         return found
 
     def _check_divisions(self) -> None:
-        """Second moments are put together from ranks; a rule that solves for all examples would need them whole."""
+        """Second moments are put together from ranks; a rule that solves for all examples would need them whole. And
+        they are of activations, beside the parameters."""
+        if away := offloaded(self.model):
+            raise UnsupportedError(
+                describe(
+                    f"{type(self).__name__} of parameters that CPUOffloadPolicy keeps on the host ({away[0]!r} and "
+                    f"{len(away) - 1} more)",
+                    "parameters on the device of the activations, whose second moments are taken there",
+                    "shard the model without offload_policy, or take a member of gradients (Shampoo, SOAP, Muon, Adam, "
+                    "SGD), which steps on the host",
+                )
+            )
         self._divided = tensor_parallel(self.model)
         if self._divided and self.requires.examples and not self.requires.moments:
             first = next(iter(self._divided))
