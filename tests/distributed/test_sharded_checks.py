@@ -198,7 +198,8 @@ def test_what_an_optimizer_says_of_itself(two: list[dict[str, Any]]):
 def assert_tensor_parallel(found: dict[str, Any], *shapes: tuple[int, ...]) -> None:
     errors = {name: error for name, error in found.items() if isinstance(error, float)}
     assert len(errors) == sum(len(tensor_parallel_cases(shape)) for shape in shapes)
-    assert all(error < 1e-10 for error in errors.values()), errors
+    for name, error in errors.items():  # SOAP: see `test_sharded.ORDER_OF_SUMS`; here 12 × 5 and 20 steps
+        assert error < (1e-8 if name.startswith("SOAP") else 1e-10), name
     seen = {name: count for name, count in found.items() if name.startswith("seen ")}
     assert all(count == (3 if "sequence" in name else 5) for name, count in seen.items()), seen
     assert "examples of whole layers" in found["NGD"]
