@@ -125,7 +125,8 @@ class Case:
     @property
     def name(self) -> str:
         asked = "".join(f" {key}={value}" for key, value in self.how.items())
-        return f"{self.member} {self.model} {'x'.join(map(str, self.shape)) or '1d'}{asked}"
+        steps = "" if self.steps == STEPS else f" {self.steps} steps"
+        return f"{self.member} {self.model} {'x'.join(map(str, self.shape)) or '1d'}{steps}{asked}"
 
 
 def shard(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
