@@ -30,6 +30,9 @@ from layerwise.optim.backend import Factor
 from layerwise.optim.reference import Reference
 from layerwise.optim.rule import Shape, UpdateRule, kept, tensors
 
+Blocks = tuple[list[tuple[int, int]] | None, list[tuple[int, int]] | None]
+"""First and last entries of the diagonal blocks of A and of G; None: not divided."""
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -183,10 +186,10 @@ class Plan:
         return (bases + squares) * itemsize
 
     def census_bytes(self) -> int:
-        """Of the all-reduce that begins a step: a flag for every parameter, three counts for every layer that has
-        statistics, a norm for every matrix that needs one."""
+        """Of the all-reduce that begins a step: three numbers, a flag for every parameter, three counts for every layer
+        that has statistics, a norm for every matrix that needs one."""
         observed = sum(duty.layer in self.moments for duty in self.duties)
-        return 8 * (1 + len(self.layouts) + 3 * observed + self.matrices)
+        return 8 * (3 + len(self.layouts) + 3 * observed + self.matrices)
 
     def step_bytes(self, rank: int, statistics: bool = True, itemsize: int = 4) -> int:
         """That a rank sends in a step."""
