@@ -1,0 +1,50 @@
+"""Run by `test_accelerate` with torchrun: a loop of accelerate in several processes, each with its part of a batch."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
+from framework_training import batch, loss_of, net, undrawn, warmup
+
+STEPS = 12
+
+
+def accelerator_of(kind: str) -> Accelerator:
+    if kind == "fsdp2":
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Linear"],
+            cpu_offload=False,
+        )
+        return Accelerator(cpu=True, fsdp_plugin=plugin)
+    unused = DistributedDataParallelKwargs(find_unused_parameters=kind == "ddp-unused")
+    return Accelerator(cpu=True, kwargs_handlers=[unused])
+
+
+def main(name: str, kind: str, folder: Path) -> None:
+    accelerator = accelerator_of(kind)
+    model: Any = net()
+    opt: Any = undrawn(name)(model)
+    model, opt, schedule = accelerator.prepare(model, opt, warmup(opt))
+    schedule.split_batches = True  # one step of the schedule for each of ours
+    for step in range(STEPS):
+        own = tuple(part.chunk(accelerator.num_processes)[accelerator.process_index] for part in batch(step, STEPS))
+        accelerator.backward(loss_of(model, own))
+        opt.step()
+        schedule.step()
+        opt.zero_grad()
+        with torch.no_grad():
+            model.eval()(own[0])
+            model.train()
+    whole = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        torch.save(list(whole.values()), folder / "weights.pt")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
