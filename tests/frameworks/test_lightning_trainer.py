@@ -1,4 +1,4 @@
-"""Lightning: `step(closure)` of automatic optimization, manual optimization, checkpoints within a cycle of refreshes."""
+"""Lightning: `step(closure)` of automatic optimization, manual optimization, checkpoints within a refresh cycle."""
 
 from pathlib import Path
 from typing import Any
