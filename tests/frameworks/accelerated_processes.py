@@ -27,18 +27,18 @@ def accelerator_of(kind: str) -> Accelerator:
 
 def main(name: str, kind: str, folder: Path) -> None:
     accelerator = accelerator_of(kind)
-    model: Any = net()
+    model: Any = net().double()
     opt: Any = undrawn(name)(model)
     model, opt, schedule = accelerator.prepare(model, opt, warmup(opt))
     schedule.split_batches = True  # one step of the schedule for each of ours
     for step in range(STEPS):
-        own = tuple(part.chunk(accelerator.num_processes)[accelerator.process_index] for part in batch(step, STEPS))
-        accelerator.backward(loss_of(model, own))
+        x, y = (part.chunk(accelerator.num_processes)[accelerator.process_index] for part in batch(step, STEPS))
+        accelerator.backward(loss_of(model, (x.double(), y)))
         opt.step()
         schedule.step()
         opt.zero_grad()
         with torch.no_grad():
-            model.eval()(own[0])
+            model.eval()(x.double())
             model.train()
     whole = accelerator.get_state_dict(model)
     if accelerator.is_main_process:

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import jaxtyping
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here is to be asked of the network
@@ -14,6 +15,13 @@ IGNORED = (
     "ignore:mkldnn_matmul failed",  # bfloat16 on processors without it
 )
 """What frameworks and torch say to their developers. Warnings of this library, `UserWarning`, stay errors."""
+
+
+@pytest.fixture
+def untyped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Annotations unchecked, as users have them."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    monkeypatch.setattr(jaxtyping, "jaxtyped", lambda **options: lambda function: function)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -71,13 +71,16 @@ def warmup(opt: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.LinearLR(opt, 0.25, 1.0, total_iters=6)
 
 
-def plain_loop(make: Make, steps: int, accumulate: int = 1, clip: float | None = CLIP) -> nn.Module:
+def plain_loop(
+    make: Make, steps: int, accumulate: int = 1, clip: float | None = CLIP, dtype: torch.dtype = torch.float32
+) -> nn.Module:
     """A loop as the manual of torch has it."""
-    model = net()
+    model = net().to(dtype)
     opt = make(model)
     schedule = warmup(opt)
     for step in range(steps):
-        (loss_of(model, batch(step, steps)) / accumulate).backward()
+        x, y = batch(step, steps)
+        (loss_of(model, (x.to(dtype), y)) / accumulate).backward()
         if (step + 1) % accumulate == 0:
             if clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -95,4 +98,5 @@ def assert_same_weights(model: nn.Module, expected: nn.Module) -> None:
 
 def assert_has_moved(model: nn.Module) -> None:
     """Every weight, so that equal runs are not two that did nothing."""
-    assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), net().parameters(), strict=True))
+    pairs = zip(model.parameters(), net().parameters(), strict=True)
+    assert all(not torch.equal(p, q.to(p.dtype)) for p, q in pairs)

@@ -130,9 +130,9 @@ def test_a_class_gets_groups_with_and_without_decay(name: str, tmp_path: Path):
     assert found.optimizer.optimizer.steps_taken == STEPS
 
 
-def test_a_class_that_needs_the_model_says_so(tmp_path: Path):
+def test_a_class_that_needs_the_model_says_so(tmp_path: Path, untyped: None):
     found = trainer(decoder(), tmp_path, optimizer_cls_and_kwargs=(lw.optim.KFAC, {"lr": RATE}))
-    with pytest.raises(UnsupportedError, match="pass the model"):
+    with pytest.raises(UnsupportedError, match="Pass the model"):
         found.train()
 
 

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The '.*dataloader' does not have many workers",
     "ignore:You are trying to `self.log`",
     "ignore:.*is not a registered submodule",
+    "ignore:Be aware that when using `ckpt_path`, callbacks",
     "ignore:You're resuming from a checkpoint that ended before the epoch ended",
 )
 STEPS = 8
