@@ -120,11 +120,13 @@ def test_two_processes(name: str, kind: str, tmp_path: Path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     found = torch.load(tmp_path / "weights.pt", weights_only=True)
     expected = plain_loop(undrawn(name), STEPS, clip=None, dtype=torch.float64)
     assert_has_moved(expected)
+    # Over several processes NGD solves by conjugate gradients, in one directly.
+    within = {"rtol": 1e-4, "atol": 1e-5} if name == "NGD" else {"rtol": 1e-8, "atol": 1e-10}
     for got, p in zip(found, expected.parameters(), strict=True):
-        torch.testing.assert_close(got, p.detach(), rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(got, p.detach(), **within)
