@@ -17,7 +17,7 @@ from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.sharded import named_parameters, successors
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.options import with_own_rate
-from layerwise.optim.parameters import BareParameters
+from layerwise.optim.parameters import BareParameters, in_pairs
 from layerwise.optim.rule import Health, UpdateRule
 from layerwise.optim.sharding.one_rank import LocalParameters
 from layerwise.optim.sharding.sharding import Sharding
@@ -265,6 +265,7 @@ class Checkpointed(torch.optim.Optimizer):
     def _named(self, group: dict[str, Any]) -> dict[str, Any]:
         """The same group with the names its parameters have in the model."""
         if isinstance(self.model, BareParameters):
+            group = in_pairs(group)
             return {**group, "params": self.model.named(group["params"])}
         given = group["params"]
         params = [given] if isinstance(given, Tensor) else list(given)

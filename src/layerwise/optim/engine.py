@@ -572,7 +572,7 @@ class Layerwise(Checkpointed):
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         params = {name: p for name, p in named_parameters(self.model).items() if id(p) in group_of}
         axes = (MeshAxis(copies), MeshAxis(ranks // copies, 0))
-        by_shape = {tuple(p.shape): Layout.cut(p.shape, axes) for p in params.values()}
+        by_shape = {shape: Layout.cut(shape, axes) for shape in {tuple(p.shape) for p in params.values()}}
         layouts = {name: by_shape[tuple(p.shape)] for name, p in params.items()}
         treated = [spec for spec in self.table.layers if self._accumulator.moments(spec)]
         shapes = {spec.name: self._accumulator.moment_shapes(spec) for spec in treated}
