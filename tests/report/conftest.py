@@ -92,13 +92,23 @@ def make_site(folder: Path) -> Path:
     record(folder / "runs", odd_experiment(), "smoke", config=replace(Config(), seeds=3))
     record(folder / "runs", crowded_experiment(), "smoke")
     known = [first, never, odd_experiment(), crowded_experiment()]
-    return write(folder / "runs", folder / "site", experiments=known, files=True)
+    return write(folder / "runs", folder / "site", experiments=known)
 
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory) -> Path:
     """The folder of the pages; tests only read it."""
     return make_site(tmp_path_factory.mktemp("report")).parent
+
+
+@pytest.fixture(scope="session")
+def site_with_files(tmp_path_factory) -> Path:
+    """The same of two experiments, with figures as files, which take the longest."""
+    folder = tmp_path_factory.mktemp("files")
+    record(folder / "runs", experiment())
+    record(folder / "runs", odd_experiment(), "smoke", config=replace(Config(), seeds=3))
+    known = [experiment(), odd_experiment()]
+    return write(folder / "runs", folder / "site", experiments=known, files=True).parent
 
 
 @pytest.fixture(scope="session")
