@@ -132,9 +132,8 @@ class Line:
         """``L(θ − η d)``."""
         params = dict(self.model.named_parameters())
         with _restored(params.values()):
-            with torch.no_grad():
-                for name, direction in d.items():
-                    params[name].sub_(direction.to(params[name].dtype), alpha=rate)
+            for name, direction in d.items():
+                params[name].data.sub_(direction.to(params[name].dtype), alpha=rate)
             return self.loss()
 
     def _terms(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -146,14 +145,16 @@ class Line:
 
 @contextmanager
 def _restored(parameters: Any) -> Iterator[None]:
-    """Parameters get their values back."""
+    """Parameters get their values back.
+
+    All through ``.data``, which autograd does not count as a change: graphs of before are used afterwards.
+    """
     held = [(p, p.detach().clone()) for p in parameters]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for p, before in held:
-                p.copy_(before)
+        for p, before in held:
+            p.data.copy_(before)
 
 
 def measure_steps(
