@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ZOO := $(VENV)/.zoo
 SITE := $(VENV)/.site
+FRAMEWORKS ?= .venv-frameworks
 PYTEST := $(BIN)/python -m pytest
 # Two processes of one thread each; the tests of a file stay together, since many share what the first one made. What one
 # run compiles (300 files of tests, and the library with its checks) the next one reads, whatever the environment says.
 PARALLEL := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PYTEST) -n 2 --dist loadfile
 
 .PHONY: demo demo-fisher mutants fuzz test test-slow test-gpu test-interpreted test-variants test-variants-short lint types
-.PHONY: test-zoo test-distributed imports check bench clean docs docs-again clean-docs test-site
+.PHONY: test-zoo test-distributed test-frameworks imports check bench clean docs docs-again clean-docs test-site
 
 # The main result of the first study: run, claims, and pages to look at. A second call runs only what is missing.
 demo: $(READY)
@@ -29,9 +30,10 @@ docs: $(SITE)
 
 docs-again: clean-docs docs
 
-# The built site in a real browser: no word on the console, the search finds, nothing is asked of the network.
+# The built site in a real browser: no word on the console, the search finds, nothing is asked of the network. Pages of the
+# report and of the doctor: what a pointer, a keyboard and a screen reader meet (axe-core).
 test-site: docs
-	$(PYTEST) tests/site -m "slow or not slow" -rs
+	$(PYTEST) tests/site tests/report -m "slow or not slow" -rs
 
 test: $(READY)
 	$(PARALLEL) tests -m "not slow and not gpu"
@@ -42,6 +44,11 @@ test-slow: $(READY)
 # Every member sharded over two and four processes, against one process; saved and loaded by other numbers of them.
 test-distributed: $(READY)
 	OMP_NUM_THREADS=1 $(PYTEST) tests/distributed -rs
+
+# Hugging Face's Trainer, accelerate, Lightning, torchtitan and a Ray cluster, in a venv of their own.
+test-frameworks: $(FRAMEWORKS)/.ready
+	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest tests/frameworks tests/experiments/test_ray_engine.py -rs
+	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest tests/experiments/test_runner.py -k ray -rs
 
 test-gpu: $(READY)
 	$(PYTEST) tests -m gpu
@@ -95,6 +102,13 @@ $(ZOO): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[zoo]"
 	touch $(ZOO)
 
+# torchtitan without what it requires: its readers of data ask for an older fsspec, its optimizers for none of it.
+$(FRAMEWORKS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,frameworks]"
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps torchtitan spmd_types
+	touch $(FRAMEWORKS)/.ready
+
 $(SITE): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	touch $(SITE)
@@ -103,4 +117,4 @@ clean-docs:
 	rm -rf docs/_build docs/gallery docs/experiments docs/sg_execution_times.rst
 
 clean: clean-docs
-	rm -rf $(VENV) .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(FRAMEWORKS) .pytest_cache .ruff_cache

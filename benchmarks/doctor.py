@@ -2,6 +2,7 @@
 
     python benchmarks/doctor.py                       all three parts, on seeds that no threshold was chosen on
     python benchmarks/doctor.py zoo --seeds 10 11     planted faults and healthy networks: what is found first
+    python benchmarks/doctor.py drawn --sets 1        the same on networks, faults and sizes drawn at random
     python benchmarks/doctor.py ranking               predicted decrease of nine optimizers against tuned runs
     python benchmarks/doctor.py gpt                   time and memory on a transformer of 6 × 384
 
@@ -18,12 +19,14 @@ import time
 import warnings
 from collections.abc import Sequence
 
+import doctor_drawn
 import doctor_zoo
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import layerwise as lw
+from layerwise.foundations.errors import LayerwiseError
 
 RANKED = ("healthy-mlp", "healthy-regression", "healthy-trained", "fresh-gelu", "fresh-conv1d")
 """Networks on which optimizers are compared."""
@@ -37,36 +40,43 @@ BATCH = 128
 # --- zoo -------------------------------------------------------------------------------------------------------------
 
 
+ZOO_HEAD = f"{'patient':32s}{'network':30s}{'seed':>5s}  {'planted':24s}{'found first':34s}{'s':>6s}"
+
+
+def examined(name: str, fault: str | None, network: str, seed: int, case: doctor_zoo.Case) -> dict:
+    """One patient, printed as a line. Right: the fault is named first, or nothing is severe where there is none."""
+    start, findings, severe = time.process_time(), [], False
+    try:
+        report = lw.doctor(
+            case.model,
+            case.data,
+            case.likelihood,
+            optimizer=case.optimizer,
+            members=("SGD", "Adam", "KFAC"),
+            seconds=600,
+        )
+        findings, severe = report.findings, bool(report.severe())
+        found = f"{findings[0].kind} ({findings[0].severity})" if findings else "nothing"
+    except LayerwiseError as error:  # wrong, whatever was planted: the doctor is for models that do not work
+        found, severe = f"error: {error}", True
+    right = not severe if fault is None else bool(findings) and findings[0].kind == fault
+    kinds = [finding.kind for finding in findings]
+    place = kinds.index(fault) + 1 if fault in kinds else None
+    cpu, mark = time.process_time() - start, " " if right else "✗"
+    print(f"{name:32s}{network:30s}{seed:5d}  {fault or '–':24s}{found:34s}{cpu:6.1f} {mark}", flush=True)
+    return {"name": name, "fault": fault, "seed": seed, "found": found, "place": place, "right": right}
+
+
 def zoo(seeds: Sequence[int], only: str = "") -> dict:
     """Every patient with every seed; what is found first."""
     rows = []
-    print(f"{'patient':32s}{'network':30s}{'seed':>5s}  {'planted':24s}{'found first':30s}{'s':>6s}")
+    print(ZOO_HEAD)
     for one in doctor_zoo.ZOO:
         if only not in one.name:
             continue
         for seed in seeds:
-            case, start = doctor_zoo.made(one, seed), time.process_time()
-            report = lw.doctor(
-                case.model,
-                case.data,
-                case.likelihood,
-                optimizer=case.optimizer,
-                members=("SGD", "Adam", "KFAC"),
-                seconds=600,
-            )
-            first = report.findings[0] if report.findings else None
-            severe = bool(report.severe())
-            right = not severe if one.fault is None else first is not None and first.kind == one.fault
-            found = "nothing" if first is None else f"{first.kind} ({first.severity})"
-            planted = one.fault or "–"
-            cpu = time.process_time() - start
-            mark = " " if right else "✗"
-            print(
-                f"{one.name:32s}{one.architecture:30s}{seed:5d}  {planted:24s}{found:30s}{cpu:6.1f} {mark}", flush=True
-            )
-            rows.append(
-                {"name": one.name, "fault": one.fault, "tuned": one.tuned, "seed": seed, "found": found, "right": right}
-            )
+            row = examined(one.name, one.fault, one.architecture, seed, doctor_zoo.made(one, seed))
+            rows.append({**row, "tuned": one.tuned})
     summary = {}
     for part, tuned in (("networks that thresholds were chosen on", True), ("networks written down afterwards", False)):
         for what, healthy in (("fault named first", False), ("healthy: nothing severe", True)):
@@ -76,6 +86,24 @@ def zoo(seeds: Sequence[int], only: str = "") -> dict:
                 print(f"{part}, {what}: {right} of {len(some)} ({100 * right / len(some):.0f} %)")
                 summary[f"{part}: {what}"] = [right, len(some)]
     return {"seeds": list(seeds), "summary": summary, "wrong": [row for row in rows if not row["right"]]}
+
+
+def drawn(sets: Sequence[int], only: str = "") -> dict:
+    """Networks, faults and their sizes drawn at random."""
+    rows = []
+    print(ZOO_HEAD)
+    for number in sets:
+        for one in doctor_drawn.drawn(number):
+            if only in one.name:  # drawn all the same, so that the others are what they are
+                rows.append(examined(one.name, one.fault, one.family, number, one.case))
+    summary = {}
+    for what, healthy in (("fault named first", False), ("healthy: nothing severe", True)):
+        some = [row for row in rows if (row["fault"] is None) == healthy]
+        right = sum(row["right"] for row in some)
+        if some:
+            print(f"sets {', '.join(map(str, sets))}, {what}: {right} of {len(some)} ({100 * right / len(some):.0f} %)")
+        summary[what] = [right, len(some)]
+    return {"sets": list(sets), "summary": summary, "wrong": [row for row in rows if not row["right"]]}
 
 
 # --- ranking ---------------------------------------------------------------------------------------------------------
@@ -161,38 +189,53 @@ def spearman(first: dict[str, float], second: dict[str, float]) -> float:
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
-def gpt(seconds: float, device: str) -> dict:
-    """Six blocks of width 384 on 8 sequences of 128 letters."""
-    with doctor_zoo.seeded(0):
-        model: nn.Module = doctor_zoo.GPT(letters=65, width=384, depth=6, heads=6, length=128)
-        data = doctor_zoo.text(n=8, length=128, letters=65)
-    model, data = model.to(device), tuple(t.to(device) for t in data)
-    start, cpu = time.perf_counter(), time.process_time()
-    report = lw.doctor(model, data, seconds=seconds)
-    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(report)
-    print(f"{wall:.1f} s wall, {cpu:.1f} s CPU, {torch.get_num_threads()} threads, peak {peak:.0f} MB")
-    steps = [step.name for step in report.measured.steps]
-    spent = {key: round(value, 2) for key, value in report.measured.seconds.items()}
-    return {"wall": wall, "cpu": cpu, "peak_mb": peak, "steps": steps, "spent": spent, "device": device}
+def gpt(seconds: float, device: str, repeats: int) -> dict:
+    """Six blocks of width 384 on 8 sequences of 128 letters; the first of some repeats loads and compiles."""
+    rows = []
+    for repeat in range(repeats):
+        with doctor_zoo.seeded(repeat):
+            model: nn.Module = doctor_zoo.GPT(letters=65, width=384, depth=6, heads=6, length=128)
+            data = doctor_zoo.text(n=8, length=128, letters=65)
+        model, data = model.to(device), tuple(t.to(device) for t in data)
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        start, cpu = time.perf_counter(), time.process_time()
+        report = lw.doctor(model, data, seconds=seconds)
+        wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        on_device = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else 0.0
+        if repeat == 0:
+            print(report)
+        steps = {step.name: round(step.seconds, 2) for step in report.measured.steps}
+        spent = {key: round(value, 2) for key, value in report.measured.seconds.items()}
+        print(f"run {repeat + 1}: {wall:.1f} s wall, {cpu:.1f} s CPU, {torch.get_num_threads()} threads, {device}")
+        print(
+            f"  peak {peak:.0f} MB of the host, {on_device:.0f} MB of the device; {report.measured.examples} examples"
+        )
+        print(f"  by part: {spent}\n  by member: {steps}", flush=True)
+        rows.append({"wall": wall, "cpu": cpu, "peak_mb": peak, "device_mb": on_device, "steps": steps, "spent": spent})
+    return {"device": device, "threads": torch.get_num_threads(), "seconds": seconds, "runs": rows}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=("all", "zoo", "ranking", "gpt"), default="all")
+    parser.add_argument("part", nargs="?", choices=("all", "zoo", "drawn", "ranking", "gpt"), default="all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[10])
+    parser.add_argument("--sets", type=int, nargs="+", default=[1], help="numbers of drawn sets")
     parser.add_argument("--only", default="", help="patients whose name has this in it")
     parser.add_argument("--seconds", type=float, default=60.0, help="budget of the part gpt")
     parser.add_argument("--device", default="cpu", help="of the part gpt")
+    parser.add_argument("--repeats", type=int, default=1, help="of the part gpt; the first one loads and compiles")
     options = parser.parse_args()
     results: dict = {"benchmark": "doctor", "torch": torch.__version__}
     if options.part in ("all", "zoo"):
         results["zoo"] = zoo(options.seeds, options.only)
+    if options.part in ("all", "drawn"):
+        results["drawn"] = drawn(options.sets, options.only)
     if options.part in ("all", "ranking"):
         results["ranking"] = ranking(options.seeds)
     if options.part in ("all", "gpt"):
-        results["gpt"] = gpt(options.seconds, options.device)
+        results["gpt"] = gpt(options.seconds, options.device, options.repeats)
     print(json.dumps(results))
 
 

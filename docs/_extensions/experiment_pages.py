@@ -67,6 +67,9 @@ def page(experiment: Experiment) -> str:
         f"layerwise run {experiment.name} --preset smoke    # seconds: does it work here?\n"
         f"layerwise check {experiment.name}\nlayerwise report {experiment.name}\n```",
     ]
+    if (RUNS / experiment.name).is_dir():  # the build has run it
+        link = f"../report/{experiment.name}/index.html"
+        parts.append(f'<a href="{link}">Its page of the report</a> has the figures and the verdicts of a run.')
     if claims:
         parts += ["## Claims", "With the settings of the preset `laptop`."]
         parts.append(table(["claim", "whose", "holds if"], [claim_row(claim) for claim in claims]))

@@ -535,17 +535,17 @@ def test_report_prints_the_path(capsys, monkeypatch, tmp_path):
 
     asked = []
 
-    def write(runs: Path, out: Path, experiments=None) -> Path:
-        asked.append((runs, out))
+    def write(runs: Path, out: Path, experiments=None, files=False) -> Path:
+        asked.append((runs, out, files))
         return out / "index.html"
 
     monkeypatch.setattr(layerwise.report, "write", write)
     assert main(["report"]) == 0
     assert f"report: {tmp_path / 'report' / 'index.html'}" in capsys.readouterr().out
     (tmp_path / "other").mkdir()
-    assert main(["report", "--out", "other", "--to", "pages", "--json"]) == 0
+    assert main(["report", "--out", "other", "--to", "pages", "--files", "--json"]) == 0
     assert as_json(capsys) == {"index": str(tmp_path / "pages" / "index.html")}
-    assert asked == [(Path("runs"), Path("report")), (Path("other"), Path("pages"))]
+    assert asked == [(Path("runs"), Path("report"), False), (Path("other"), Path("pages"), True)]
 
 
 def test_help_teaches(capsys):

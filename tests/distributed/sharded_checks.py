@@ -7,7 +7,8 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 sys.path.insert(0, str(Path(__file__).parent))
-from sharded_training import MEMBERS, MODELS, Transformer, loss_of, shard, whole
+from sharded_training import EXACT, MEMBERS, MODELS, Case, Transformer, loss_of, shard, train, whole
 
 import layerwise as lw
+from layerwise.distributed.processes import Processes
+from layerwise.optim.statistics.accumulate import Accumulator
 
 MEMBERS_SAVED = {
     "KFAC": MEMBERS["KFAC adam"],
@@ -295,35 +300,200 @@ def repeated(rank: int, world: int, folder: str) -> Any:
     return found
 
 
+# --- tensor parallelism -----------------------------------------------------------------------------------
+
+DIVIDED = {"0": 0, "2": 1, "4": 0, "6": 1, "8": 0}
+"""Linear layers of `divisible` and the axis of their weight that is cut: 0 outputs, 1 inputs."""
+OF_STATISTICS: dict[str, Any] = {
+    "KFAC": lambda m, **how: lw.optim.KFAC(m, 0.02, scale="formula", refresh_every=3, **how),
+    "KFAC adam": lambda m, **how: lw.optim.KFAC(m, 0.01, refresh_every=3, estimator="empirical", **how),
+    "KFAC labels": lambda m, **how: lw.optim.KFAC(m, 0.02, scale="formula", refresh_every=3, **EXACT, **how),
+    "EKFAC": lambda m, **how: lw.optim.EKFAC(m, 0.005, scale="formula", refresh_every=1, **how),
+    "EKFAC running": lambda m, **how: lw.optim.EKFAC(
+        m, 0.005, scale="formula", refresh_every=1, scaling="running", **how
+    ),
+    "FOOF": lambda m, **how: lw.optim.FOOF(m, 0.02, scale="formula", refresh_every=3, **how),
+    "FOOF adam": lambda m, **how: lw.optim.FOOF(m, 0.01, refresh_every=3, **how),
+    "LocoProp": lambda m, **how: lw.optim.LocoProp(m, 0.3, **how),
+    "MahalanobisSpectral": lambda m, **how: lw.optim.MahalanobisSpectral(
+        m, 0.003, scale="formula", refresh_every=3, **how
+    ),
+}
+OF_GRADIENTS = ("Adam", "Muon adam", "Shampoo", "SOAP", "SGD clipped")
+
+
+def divisible(sequence: bool) -> nn.Module:
+    """Of Linear layers and a norm; the last has fewer outputs than four ranks."""
+    torch.manual_seed(0)
+    first = [nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 6), nn.LayerNorm(6)]
+    last = [] if sequence else [nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)]
+    return nn.Sequential(*first, nn.Linear(6, 3 if sequence else 8), *last).double()
+
+
+def divide(model: nn.Module, mesh: Any, sequence: bool) -> None:
+    """With `sequence`, activations between the layers are divided along their positions."""
+    if sequence:
+        down = RowwiseParallel(output_layouts=Shard(1))
+        up = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+        styles: Any = {"0": ColwiseParallel(), "2": down, "3": SequenceParallel(), "4": up}
+    else:
+        styles = {name: (RowwiseParallel if axis else ColwiseParallel)() for name, axis in DIVIDED.items()}
+        styles["8"] = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh, styles)
+
+
+def positions(steps: int) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(7)
+    x = torch.randn(steps, 12, 4, 5, generator=draw, dtype=torch.float64)
+    return list(zip(x, torch.randint(3, (steps, 12, 4), generator=draw), strict=True))
+
+
+@contextmanager
+def block_diagonal(opt: Any, ranks: int) -> Iterator[None]:
+    """One process whose factors are block-diagonal where those of so many ranks would be."""
+
+    def blocks(M: Tensor, size: int) -> Tensor:
+        """Blocks of this many features, as torch.chunk cuts them; what is beyond (a bias) is one more."""
+        each, label = -(-size // ranks), torch.full((M.shape[-1],), -1)
+        label[:size] = torch.arange(size) // each
+        return M * (label.unsqueeze(0) == label.unsqueeze(1))
+
+    def observed(self: Any, stack: Any, sums: dict[str, Any]) -> Any:
+        for spec in stack.specs:
+            own, axis = sums.get(spec.name), DIVIDED.get(spec.name)
+            if own is not None and axis == 0 and own.G is not None:
+                own.G = blocks(own.G, spec.form.outputs)
+            if own is not None and axis == 1 and own.A is not None:
+                own.A = blocks(own.A, spec.form.weight_inputs)
+        return before(self, stack, sums)
+
+    before = Accumulator.observation
+    Accumulator.observation = observed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Accumulator.observation = before  # type: ignore[method-assign]
+
+
+def tensor_parallel_cases(shape: tuple[int, ...]) -> list[tuple[str, dict[str, str]]]:
+    """Members with their options: all of them over two ranks, a few over more, which take their time to start."""
+    few = ("Adam", "KFAC", "EKFAC", "FOOF adam")
+    cases: list[tuple[str, dict[str, str]]] = [(member, {}) for member in OF_GRADIENTS]
+    cases += [(member, {"tensor_parallel": how}) for how in ("exact", "blocks") for member in OF_STATISTICS]
+    cases += [(f"sequence {member}", {}) for member in ("Adam", "KFAC adam", "EKFAC", "FOOF")]
+    return cases if shape == (2,) else [(name, how) for name, how in cases if name.removeprefix("sequence ") in few]
+
+
 def tensor_parallel(rank: int, world: int, folder: str) -> Any:
-    """Members of gradients beside one process; alone over all ranks, and over half of them under FSDP."""
+    """Every member beside one process; alone over all ranks, and over half of them under FSDP."""
     found: dict[str, Any] = {}
-
-    def small() -> nn.Module:
-        torch.manual_seed(0)
-        first = [nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 6), nn.LayerNorm(6)]
-        return nn.Sequential(*first, nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
     for shape in [(world,), *([(2, world // 2)] if world > 2 else [])]:
-        for member in ("Adam", "Muon adam", "Shampoo", "SOAP", "SGD clipped", "KFAC"):
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
-            model, alone = small(), small()
-            cuts = {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(), "6": RowwiseParallel()}
-            parallelize_module(model, mesh["tp"], cuts)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+        copies = shape[0] if len(shape) == 2 else 1
+        place = rank // shape[-1] if copies > 1 else 0
+        for name, how in tensor_parallel_cases(shape):
+            sequence = name.startswith("sequence ")
+            member = name.removeprefix("sequence ")
+            model, alone = divisible(sequence), divisible(sequence)
+            data = positions(20) if sequence else MODELS["mlp"][1](20)
+            divide(model, mesh["tp"], sequence)
             if len(shape) == 2:
                 fully_shard(model[0], mesh=mesh["dp"])
                 fully_shard(model, mesh=mesh["dp"])
-            if member == "KFAC":
-                try:
-                    MEMBERS[member](model)
-                except lw.LayerwiseError as error:
-                    found[f"{member} {len(shape)}"] = str(error)
-                continue
-            data = MODELS["mlp"][1](8)
-            copies = shape[0] if len(shape) == 2 else 1
-            take_steps(model, MEMBERS[member](model), parts(data, rank // shape[-1] if copies > 1 else 0, copies))
-            take_steps(alone, MEMBERS[member](alone), data)
-            found[f"{member} {len(shape)}"] = float((whole(model) - whole(alone)).abs().max())
+            make = OF_STATISTICS.get(member) or MEMBERS[member]
+            opt = make(model, **how)
+            take_steps(model, opt, parts(data, place, copies))
+            single = make(alone)
+            single.processes = Processes(own_group(rank))
+            single._accumulator.processes = single.processes
+            with block_diagonal(single, shape[-1]) if how.get("tensor_parallel") == "blocks" else nullcontext():
+                take_steps(alone, single, data)
+            key = " ".join([name, *how.values(), f"{len(shape)}d"])
+            found[key] = float((whole(model) - whole(alone)).abs().max())
+            if member in OF_STATISTICS:
+                found[f"seen {key}"] = len(opt._sharding.census.seen)
+    model, mesh = divisible(False), init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    divide(model, mesh, False)
+    try:
+        MEMBERS["NGD"](model)
+    except lw.LayerwiseError as error:
+        found["NGD"] = str(error)
+    fixed = nn.Sequential(nn.Linear(5, 8), nn.Unflatten(-1, (2, 4 // world)), nn.Flatten(-2)).double()
+    parallelize_module(fixed, mesh, {"0": ColwiseParallel()})
+    try:
+        take_steps(fixed, lw.optim.KFAC(fixed, 0.01), [(torch.randn(6, 5, dtype=torch.float64), torch.zeros(6).long())])
+    except lw.LayerwiseError as error:
+        found["own heads"] = str(error)
+    table = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 8)).double()
+    parallelize_module(table, mesh, {"0": ColwiseParallel(output_layouts=Replicate()), "1": ColwiseParallel()})
+    found["embedding"] = repr(lw.optim.KFAC(table, 0.01, scale="formula"))
+    return found
+
+
+_OWN_GROUPS: dict[int, Any] = {}
+
+
+def own_group(rank: int) -> Any:
+    """Of this process alone: a run that is compared with others takes part in no sum."""
+    if rank not in _OWN_GROUPS:
+        _OWN_GROUPS[rank] = dist.new_group([rank], use_local_synchronization=True)
+    return _OWN_GROUPS[rank]
+
+
+def one_rank(rank: int, world: int, folder: str) -> Any:
+    """On a mesh of one rank, whether every member's steps are those without FSDP, bit for bit; by the GPU's path, too,
+    which is the one that would see a `DTensor` in a kernel."""
+    found: dict[str, Any] = {}
+    cases = [Case(member, model, steps=5) for model in ("mlp", "transformer") for member in MEMBERS]
+    cases = [case for case in cases if case.member != "NGD"]
+    for case in cases:
+        found[case.name] = torch.equal(train(case, 0, 1, True), train(case))
+    waits = lw.optim.Layerwise.host_may_sync
+    lw.optim.Layerwise.host_may_sync = property(lambda self: False)  # type: ignore[assignment]
+    for case in cases:
+        if case.model == "mlp" and case.member not in ("LocoProp", "MahalanobisSpectral"):
+            found[f"asynchronous {case.name}"] = torch.equal(train(case, 0, 1, True), train(case))
+    lw.optim.Layerwise.host_may_sync = waits  # type: ignore[method-assign]
+    return found
+
+
+def decided_alike(rank: int, world: int, folder: str) -> Any:
+    """Adaptive damping by losses that differ, batches of other sizes, a first batch that is not finite on one rank."""
+    found: dict[str, Any] = {}
+    data, adaptive = list(parts(MODELS["mlp"][1](12), rank, world)), {"damping": "adaptive", "momentum": 0.0}
+    for kind in ("fsdp", "ddp"):
+        model = MODELS["mlp"][0]()
+        made = shard(model, mesh_of(world)) if kind == "fsdp" else nn.parallel.DistributedDataParallel(model)
+        opt = lw.optim.KFAC(model, 0.05, scale="formula", refresh_every=2, clip=None, estimator="empirical", **adaptive)
+        dampings = []
+        for x, y in data:
+
+            def closure(x: Tensor = x, y: Tensor = y, made: Any = made, opt: Any = opt) -> Tensor:
+                opt.zero_grad()
+                loss = loss_of(made(x), y)
+                loss.backward()
+                return loss
+
+            opt.step(closure)
+            dampings.append(opt.param_groups[0]["damping"])
+        found[f"adaptive {kind}"], found[f"dampings {kind}"] = whole(model), dampings
+    for kind in ("fsdp", "ddp"):  # losses that are sums, of five examples on one rank and seven on the other
+        for member in ("KFAC", "EKFAC running"):
+            model = MODELS["mlp"][0]()
+            made = shard(model, mesh_of(world)) if kind == "fsdp" else nn.parallel.DistributedDataParallel(model)
+            make = lw.optim.KFAC if member == "KFAC" else partial(lw.optim.EKFAC, scaling="running", refresh_every=1)
+            opt = make(model, 0.005, scale="formula", loss_average=None)
+            for x, y in MODELS["mlp"][1](6):
+                part = slice(0, 5) if rank == 0 else slice(5, 12)
+                opt.zero_grad()
+                (loss_of(made(x[part]), y[part]) * len(x[part])).backward()
+                opt.step()
+            found[f"uneven {member} {kind}"] = whole(model)
+    model = shard(MODELS["mlp"][0](), mesh_of(world))
+    opt = lw.optim.KFAC(model, 0.02, scale="formula")
+    x, y = data[0]
+    take_steps(model, opt, [(x * float("nan") if rank else x, y), *data])
+    found["after a broken start"], found["skipped"] = whole(model), opt.health().skipped_steps
     return found
 
 
@@ -356,6 +526,90 @@ def killed(rank: int, world: int, folder: str) -> Any:
     return {"said": "no error", "after": time.monotonic() - started}
 
 
+def killed_saving(rank: int, world: int, folder: str) -> Any:
+    """A checkpoint before every second step; at the third the last rank ends while the files are written."""
+    model = shard(MODELS["mlp"][0](), mesh_of(world))
+    opt = MEMBERS_SAVED["KFAC"](model)
+    write = FileSystemWriter.write_data
+    for step, batch in enumerate(parts(MODELS["mlp"][1](8), rank, world)):
+        if step and step % 2 == 0:
+            if step == 6 and rank == world - 1:
+                FileSystemWriter.write_data = lambda *args: os._exit(7)  # type: ignore[assignment,method-assign]
+            content = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, opt)}
+            try:
+                dcp.save(content, checkpoint_id=f"{folder}/../step-{step}")
+            except Exception as error:
+                return {"step": step, "said": type(error).__name__}
+        take_steps(model, opt, [batch])
+    FileSystemWriter.write_data = write  # type: ignore[method-assign]
+    return {"step": None}
+
+
+def restarted(rank: int, world: int, folder: str) -> Any:
+    """Go on from the newest checkpoint that is complete; beside it the run that nobody interrupted."""
+    complete = sorted(file.parent for file in Path(folder).parent.glob("step-*/.metadata"))
+    last = int(complete[-1].name.partition("-")[2])
+    batches = list(parts(MODELS["mlp"][1](8), rank, world))
+    found = {}
+    for start in (last, 0):
+        model = shard(MODELS["mlp"][0](), mesh_of(world))
+        opt = MEMBERS_SAVED["KFAC"](model)
+        if start:
+            content = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, opt)}
+            dcp.load(content, checkpoint_id=str(complete[-1]))
+            model.load_state_dict(content["model"])
+            set_optimizer_state_dict(model, opt, content["optim"])
+        take_steps(model, opt, batches[start:])
+        found["resumed" if start else "going"] = whole(model)
+    return {**found, "last": last, "folders": sorted(path.name for path in Path(folder).parent.glob("step-*"))}
+
+
+def asynchronous(rank: int, world: int, folder: str) -> Any:
+    """Steps that are taken while a checkpoint is written are no part of it."""
+    found = {}
+    beside = dist.new_group(backend="gloo")  # the writer's messages must not meet those of steps
+    for member in ("KFAC", "SOAP", "Adam"):
+        model, batches = shard(MODELS["mlp"][0](), mesh_of(world)), list(parts(MODELS["mlp"][1](9), rank, world))
+        opt = MEMBERS_SAVED[member](model)
+        take_steps(model, opt, batches[:4])
+        # On a CPU torch stages no copy: parameters that go on being trained are the caller's to copy.
+        weights = {name: p.clone() for name, p in model.state_dict().items()}
+        content = {"model": weights, "optim": get_optimizer_state_dict(model, opt)}
+        saving: Any = dcp.async_save(content, checkpoint_id=f"{folder}/../async-{member}", process_group=beside)
+        take_steps(model, opt, batches[4:])
+        saving.result()
+        again = shard(MODELS["mlp"][0](), mesh_of(world))
+        other = MEMBERS_SAVED[member](again)
+        content = {"model": again.state_dict(), "optim": get_optimizer_state_dict(again, other)}
+        dcp.load(content, checkpoint_id=f"{folder}/../async-{member}")
+        again.load_state_dict(content["model"])
+        set_optimizer_state_dict(again, other, content["optim"])
+        take_steps(again, other, batches[4:])
+        found[member] = float((whole(model) - whole(again)).abs().max())
+    return found
+
+
+def offloaded(rank: int, world: int, folder: str) -> Any:
+    """Parameters that FSDP keeps on the host: taken where that is where the model runs, else refused by statistics."""
+    found: dict[str, Any] = {}
+    policy = CPUOffloadPolicy(pin_memory=False)
+    for member in ("KFAC", "EKFAC", "SOAP", "Adam"):
+        models = [shard(MODELS["mlp"][0](), mesh_of(world), **how) for how in ({}, {"offload_policy": policy})]
+        for model in models:
+            take_steps(model, MEMBERS_SAVED[member](model), parts(MODELS["mlp"][1](6), rank, world))
+        found[member] = torch.equal(*map(whole, models))
+    model = shard(MODELS["mlp"][0](), mesh_of(world), offload_policy=policy)
+    before = DeviceMesh.device_type
+    DeviceMesh.device_type = property(lambda self: "cuda")  # type: ignore[assignment,method-assign]
+    try:
+        MEMBERS_SAVED["KFAC"](model)
+    except lw.LayerwiseError as error:
+        found["on another device"] = str(error)
+    finally:
+        DeviceMesh.device_type = before  # type: ignore[method-assign]
+    return found
+
+
 CHECKS = {
     check.__name__: check
     for check in (
@@ -368,8 +622,14 @@ CHECKS = {
         odd,
         repeated,
         tensor_parallel,
+        one_rank,
+        decided_alike,
         another_plan,
+        asynchronous,
+        offloaded,
         killed,
+        killed_saving,
+        restarted,
     )
 }
 
@@ -379,7 +639,8 @@ def work(rank: int, world: int, folder: str, names: list[str]) -> None:
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    limit = timedelta(seconds=20 if "killed" in names else 300)
+    kills = any(name.startswith("killed") for name in names)
+    limit = timedelta(seconds=20 if kills else 300)
     meet = f"file://{folder}/meet"
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world, timeout=limit)
     found: dict[str, Any] = {}
@@ -390,7 +651,7 @@ def work(rank: int, world: int, folder: str, names: list[str]) -> None:
             found[name] = traceback.format_exc()
             break
     torch.save(found, f"{folder}/{rank}.pt")
-    if "killed" not in names:
+    if not kills:
         dist.destroy_process_group()
 
 
@@ -403,4 +664,5 @@ if __name__ == "__main__":  # number of processes, a folder, and which checks
         process.start()
     for process in processes:
         process.join()
-    sys.exit(0 if "killed" in names else max(process.exitcode or 0 for process in processes))
+    kills = any(name.startswith("killed") for name in names)
+    sys.exit(0 if kills else max(process.exitcode or 0 for process in processes))

@@ -125,7 +125,8 @@ class Case:
     @property
     def name(self) -> str:
         asked = "".join(f" {key}={value}" for key, value in self.how.items())
-        return f"{self.member} {self.model} {'x'.join(map(str, self.shape)) or '1d'}{asked}"
+        steps = "" if self.steps == STEPS else f" {self.steps} steps"
+        return f"{self.member} {self.model} {'x'.join(map(str, self.shape)) or '1d'}{steps}{asked}"
 
 
 def shard(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
@@ -149,10 +150,14 @@ def loss_of(f: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(f, y)
 
 
-def train(case: Case, rank: int = 0, world: int = 1, sharded: bool = False) -> Tensor:
-    """Parameters after the steps, on this rank's part of each batch."""
+def train(case: Case, rank: int = 0, world: int = 1, sharded: bool = False, summed_as: int = 1) -> Tensor:
+    """Parameters after the steps, on this rank's part of each batch.
+
+    With `summed_as` one process adds up the gradients of so many parts of a batch, in the order of the ranks that would
+    have them: what it rounds differently from one sum, they do, too.
+    """
     make, data = MODELS[case.model]
-    model = make()
+    model = make().to(getattr(torch, case.how.get("dtype", "float64")))
     for name in case.how.get("frozen", ()):
         model.get_parameter(name).requires_grad_(False)
     if sharded:
@@ -163,8 +168,9 @@ def train(case: Case, rank: int = 0, world: int = 1, sharded: bool = False) -> T
         )
         model = shard(model, mesh)
     opt = MEMBERS[case.member](model)
-    parts = case.how.get("accumulate", 1)
+    parts = max(case.how.get("accumulate", 1), summed_as)
     for step, (x, y) in enumerate(data(case.steps)):
+        x = x.to(model_dtype(model)) if x.is_floating_point() else x
         opt.zero_grad()
         each = len(x) // (world * parts)
         for part in range(parts):
@@ -177,6 +183,10 @@ def train(case: Case, rank: int = 0, world: int = 1, sharded: bool = False) -> T
                 model.get_parameter(name).grad = None
         opt.step()
     return whole(model)
+
+
+def model_dtype(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype
 
 
 def work(rank: int, world: int, folder: str, cases: list[Case]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.doctor.examination import doctor as examine
@@ -235,3 +235,66 @@ def test_data_without_targets():
 def test_a_model_without_parameters():
     with pytest.raises(InputError, match="without parameters"):
         lw.doctor(nn.ReLU(), (torch.randn(8, 2), torch.randint(2, (8,))))
+
+
+# --- what networks drawn at random have shown ------------------------------------------------------------------------
+
+
+def test_one_example_that_is_not_finite_is_found_among_many() -> None:
+    x, y = torch.randn(900, 6), torch.randint(3, (900,))
+    x[777, 2] = torch.nan  # not among the examples that are run first
+    report = lw.doctor(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), (x, y), members=())
+    assert report.findings[0].kind == "not-finite"
+    assert report.measured.broken_examples == 1
+    assert "1 examples" in report.findings[0].statement
+
+
+def test_a_last_layer_that_is_too_large_is_no_explosion() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    with torch.no_grad():
+        model[-1].weight.mul_(150)
+    x = torch.randn(300, 8)
+    kinds = [finding.kind for finding in lw.doctor(model, (x, x[:, :4].argmax(1)), members=()).findings]
+    assert kinds[0] == "output-scale"
+    assert "exploding-activations" not in kinds
+
+
+def test_features_that_are_copies_of_one_another_are_anisotropic() -> None:
+    torch.manual_seed(0)
+    z = torch.randn(400, 10)
+    x = torch.randn(400, 1) + 0.01 * z
+    report = lw.doctor(
+        nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 4)), (x, z[:, :4].argmax(1)), members=()
+    )
+    assert report.measured.inputs is not None
+    assert report.measured.inputs.common is not None
+    assert report.measured.inputs.common > 0.99
+    assert report.findings[0].kind == "anisotropic-inputs"
+
+
+def test_learned_queries_are_no_constant_representation() -> None:
+    class Queries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries = nn.Parameter(torch.randn(3, 8))
+            self.look, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(24, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.look(self.queries.expand(len(x), -1, -1), x, x, need_weights=False)[0].flatten(1))
+
+    torch.manual_seed(0)
+    x = torch.randn(128, 9, 8)
+    found = lw.doctor(Queries(), (x, x.mean(1)[:, :3].argmax(1)), members=()).findings
+    assert "constant-representation" not in [finding.kind for finding in found]
+
+
+def test_a_step_that_only_fits_noise_still_has_a_rate() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    x, y = torch.randn(64, 6), torch.randint(3, (64,))  # labels are noise: one half's step does not help the other
+    for seed in range(4):
+        opt = torch.optim.SGD(model.parameters(), lr=1e-8)
+        own = lw.doctor(model, (x, y), optimizer=opt, members=(), seed=seed).measured.own_step
+        assert own is not None
+        assert own.best_multiple > 1e3

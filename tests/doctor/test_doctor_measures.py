@@ -255,3 +255,25 @@ def test_alignment_by_layer_is_cka_of_the_tangent_kernel(task):
     kernels = lw.ntk(model, x).per_layer()
     for layer in measured.layers:
         assert layer.alignment == pytest.approx(float(lw.cka(kernels[layer.name], y)), rel=1e-3)
+
+
+class Padded(nn.Module):
+    """Forward mode forgets padding, so that products J v are by two backwards through a graph that is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.hidden, self.head = nn.Embedding(6, 3, padding_idx=0), nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.hidden(self.words(x)).tanh().mean(1))
+
+
+def test_steps_of_several_members_share_a_graph():
+    """Trying a member's step changes weights and puts them back: the graph of before is still right."""
+    torch.manual_seed(0)
+    data = torch.randint(6, (8, 3)), torch.randint(2, (8,))
+    model = Padded()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = lw.doctor(model, data, "categorical", optimizer=opt, members=("SGD", "Adam"), seconds=600)
+    assert {step.name for step in found.measured.steps} == {"SGD", "Adam"}
+    assert not [note for note in found.measured.notes if "not measured" in note]

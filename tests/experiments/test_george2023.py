@@ -10,7 +10,7 @@ from experiment_records import records
 
 from layerwise.experiments.catalog import find
 from layerwise.experiments.claims import HELD, NOT_HELD, judge
-from layerwise.experiments.george2023.autoencoder import PROPORTIONAL
+from layerwise.experiments.george2023.autoencoder import LABELS
 from layerwise.foundations.errors import InputError
 from layerwise.studies.fisher_geometry import autoencoder
 from layerwise.training.stacked import refuse_other_rates
@@ -111,7 +111,7 @@ def test_settings_of_the_search_that_cannot_be(wrong: dict, says: str):
         experiment.refuse_bad(dataclasses.replace(experiment.preset("smoke"), **wrong))
 
 
-@pytest.mark.parametrize("name", PROPORTIONAL)
+@pytest.mark.parametrize("name", LABELS)
 def test_methods_that_are_searched_as_one_program_can_be(name: str):
     """Their updates are in proportion to the rate, whatever other options the grid has."""
     chosen = autoencoder.method(name, (1.0, 0.1), (0.1, 0.01), 5)

@@ -1,15 +1,18 @@
 """An experiment in shares: together they are the whole, whatever order they run and are joined in."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import toy_descent
 
 from layerwise.cli.main import main
-from layerwise.experiments.records import comparable, files, read
+from layerwise.experiments.records import comparable, decode, files, read
 from layerwise.experiments.runner import run
 from layerwise.experiments.shards import Shard, merge, merge_all
 from layerwise.foundations.errors import InputError
@@ -71,6 +74,38 @@ def test_jobs_at_one_time_and_the_command(tmp_path: Path, capsys: pytest.Capture
     assert main(["check", "toy_descent:EXPERIMENT", "--out", str(tmp_path)]) == 0
     (joined,) = files(tmp_path)
     assert len(read(joined).records) == 8
+    capsys.readouterr()
+
+
+def test_a_share_that_is_killed_and_started_again(
+    tmp_path: Path, layerwise_command, capsys: pytest.CaptureFixture[str]
+):
+    """As a cluster does it with a job that it took the machine from; joining before that takes what there is."""
+    words = ["run", "toy_descent:EXPERIMENT", "--preset", "smoke", "--seeds", "4", "--pause", "0.3"]
+    words += ["--out", str(tmp_path)]
+    jobs = [
+        layerwise_command(*words, "--shard", f"{i}/2", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for i in range(2)
+    ]
+    path, deadline = None, time.monotonic() + 120
+    while time.monotonic() < deadline and not (path and read(path).records):
+        time.sleep(0.02)
+        path = next(tmp_path.glob("*/shards/0-of-2/*.jsonl"), None)
+    jobs[0].kill()
+    assert [job.wait(timeout=120) for job in jobs] == [-signal.SIGKILL, 0]
+    assert path is not None
+    before = read(path).finished()
+    assert 0 < len(before) < 4
+    assert merge_all(tmp_path) == 4 + len(before)
+    config = toy_descent.Config(seeds=4, pause=0.3)
+    share = run(EXPERIMENT, config, preset="smoke", out=tmp_path, shard=Shard(0, 2))
+    assert (share.kept, share.new, share.missing) == (len(before), 4 - len(before), 0)
+    assert main(["check", "toy_descent:EXPERIMENT", "--out", str(tmp_path)]) == 0
+    (joined,) = files(tmp_path)
+    entries = [decode(line) for line in joined.read_bytes().split(b"\n") if line]
+    times = Counter((entry["cell"], entry["seed"]) for entry in entries if entry and "cell" in entry)
+    assert (len(times), set(times.values())) == (8, {1})
+    assert records(joined) == records(run(EXPERIMENT, config, preset="smoke", out=tmp_path / "whole").recorded.path)
     capsys.readouterr()
 
 

@@ -1,5 +1,6 @@
 """First use: the axis of the examples is found, interaction is refused, unexplained gradients fall back."""
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import layerwise as lw
 from layerwise.foundations.cotangents import LossGradient
 from layerwise.foundations.errors import InputError, InteractionError
 from layerwise.foundations.likelihoods import Categorical
-from layerwise.layers.capture.examine import _KEPT
+from layerwise.layers.capture.examine import _KEPT, examine, examined_as
 from layerwise.layers.capture.recorder import Batch, ModelRecorder
 from layerwise.layers.io.layer_io import Layout
 from layerwise.layers.table import LayerTable
@@ -343,3 +344,35 @@ def test_examination_leaves_buffers_alone():
     model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(D, C))).double().train()
     first, again = (_rows(model, _x(), _y())[1] for _ in range(2))
     assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+class Counted(nn.Sequential):
+    """Counts its forwards."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        return super().forward(x)
+
+
+def test_notes_that_had_a_target_serve_a_call_without():
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), torch.randn(5, 4)
+    table = LayerTable.from_model(model)
+    with_target = examine(model, table, x, torch.zeros(5, dtype=torch.long), None)
+    assert examine(model, table, x, None, None) is with_target
+    other = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    without = examine(other, LayerTable.from_model(other), x, None, None)
+    assert examine(other, LayerTable.from_model(other), x, torch.zeros(5, dtype=torch.long), None) is not without
+
+
+def test_a_copy_is_not_examined_again_but_for_another_kind_of_input():
+    model, x = Counted(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), torch.randn(5, 4)
+    notes = examine(model, LayerTable.from_model(model), x, None, None)
+    copied = copy.deepcopy(model)
+    examined_as(copied, notes, x)
+    Counted.calls = 0
+    assert examine(copied, LayerTable.from_model(copied), torch.randn(7, 4), None, None) is notes
+    assert Counted.calls == 0
+    examine(copied, LayerTable.from_model(copied), torch.randn(7, 3, 4), None, None)
+    assert Counted.calls > 0

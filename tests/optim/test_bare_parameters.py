@@ -51,6 +51,20 @@ def test_parameters_train_as_the_model_does(name: str, how: str):
     torch.testing.assert_close(by_parameters, by_model, rtol=rtol, atol=rtol)
 
 
+@EVERY
+def test_names_beside_the_parameters_of_a_group_are_kept(name: str):
+    """As torch's optimizers have them in their groups, and frameworks that key checkpoints by name give them."""
+    model = mlp()
+    names, params = zip(*model.named_parameters(), strict=True)
+    opt = make(name, [{"params": list(params[:2]), "param_names": list(names[:2]), "weight_decay": 0.1}])
+    opt.add_param_group({"params": list(params[2:]), "param_names": list(names[2:])})
+    assert [group["param_names"] for group in opt.param_groups] == [[*names[:2]], [*names[2:]]]
+    run(model, opt)
+    assert {key for group in opt.state_dict()["param_groups"] for key in group["param_names"]} == set(names)
+    with pytest.raises(InputError, match="a name for each"):
+        make(name, [{"params": list(params), "param_names": ["one"]}])
+
+
 @pytest.mark.parametrize("name", ["Shampoo", "SOAP", "Muon"])
 def test_convolutions_are_the_same_matrices(name: str):
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 3)).double()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-PAGES = ["index.html", "sample-one/index.html", "never-run/index.html", "odd-one/index.html"]
+PAGES = ["index.html", "sample-one/index.html", "never-run/index.html", "odd-one/index.html", "crowded/index.html"]
 
 DUPLICATES = """() => {
   const names = [...document.querySelectorAll("[id]")].map(one => one.id);
@@ -35,20 +35,20 @@ PALE = """() => {
   for (const one of document.querySelectorAll("body *")) {
     if (![...one.childNodes].some(node => node.nodeType === 3 && node.data.trim())) continue;
     const style = getComputedStyle(one);
-    const front = numbers(one.closest("svg.panel") ? style.fill : style.color);
+    if (one.closest("svg.shapes, script, title, desc, [hidden]")) continue;
+    const front = numbers(one.closest("svg.plot") ? style.fill : style.color);
     const [low, high] = [light(front), light(behind(one))].sort((a, b) => a - b);
     const ratio = (high + 0.05) / (low + 0.05);
     if (ratio < 4.5) found.push([one.tagName, one.className, one.textContent.trim().slice(0, 40), ratio]);
   }
   return found;
 }"""
-DRAWINGS = """() => [...document.querySelectorAll("svg.panel")].map(one => {
+DRAWINGS = """() => [...document.querySelectorAll("svg.plot")].map(one => {
   const box = one.getBoundingClientRect(), text = one.querySelector("text");
-  const coloured = [...one.querySelectorAll("path[style*='--hue-']")];
   return {
     width: box.width, height: box.height, left: box.left, right: box.right,
-    curves: coloured.filter(path => path.getBoundingClientRect().width > 0).length,
-    label: one.getAttribute("aria-label"),
+    curves: [...one.querySelectorAll("g.curve")].filter(curve => curve.getBoundingClientRect().width > 0).length,
+    label: one.getAttribute("aria-label"), told: one.getAttribute("aria-description"),
     letters: parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a,
   };
 })"""
@@ -56,9 +56,9 @@ BACKGROUND = "() => getComputedStyle(document.body).backgroundColor"
 
 
 @contextmanager
-def opened(browser, path, *, width=1280):
+def opened(browser, path, *, width=1280, **options):
     """A page, and all that went wrong or out while it was open."""
-    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme="light")
+    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme="light", **options)
     page = context.new_page()
     page.wrong, page.asked = [], []
     page.on("console", lambda message: page.wrong.append(message.text))
@@ -111,6 +111,7 @@ def test_figures_are_seen(browser, site, width):
             assert 7.5 <= drawing["letters"] <= 18
             assert drawing["curves"] >= 3
             assert drawing["label"]
+            assert "against iteration" in drawing["told"] or "subspace distance" in drawing["told"]
 
 
 def test_a_curve_is_seen_on_light_and_on_dark(browser, site):
@@ -120,7 +121,7 @@ def test_a_curve_is_seen_on_light_and_on_dark(browser, site):
     with opened(browser, site / "sample-one" / "index.html") as page:
         for place, scheme in enumerate(("light", "dark")):
             page.emulate_media(color_scheme=scheme)
-            curve = page.locator("svg.panel path[style*='--hue-blue']").first
+            curve = page.locator("svg.plot g.curve[style*='--hue-blue'] .line").first
             red, green, blue = (int(HUES["blue"][place][k : k + 2], 16) for k in (1, 3, 5))
             assert curve.evaluate("one => getComputedStyle(one).stroke") == f"rgb({red}, {green}, {blue})"
 
@@ -149,9 +150,9 @@ def test_all_text_stands_out(browser, site, name):
 
 def test_one_gets_from_the_index_to_a_page_and_back(browser, site):
     with opened(browser, site / "index.html") as page:
-        page.get_by_role("link", name="Preconditioning learns the representation").click()
+        page.get_by_role("rowheader").get_by_role("link", name="Preconditioning learns the representation").click()
         assert page.locator("h1").inner_text() == "Preconditioning learns the representation"
-        page.get_by_role("link", name="Preset laptop").click()
+        page.get_by_role("link", name="Preset laptop").first.click()
         assert page.locator("section[id^=laptop-] h2").is_visible()
         page.get_by_role("link", name="All experiments").click()
         assert page.locator("h1").inner_text() == "Experiments and their claims"
@@ -163,7 +164,7 @@ def test_tables_keep_their_headers_also_on_a_phone(browser, site):
         for width in (1280, 360):
             page.set_viewport_size({"width": width, "height": 800})
             table = page.get_by_role("table").first
-            assert table.get_by_role("columnheader").count() == 7
+            assert table.get_by_role("columnheader").count() == 6
             assert table.get_by_role("rowheader").count() == 6
             assert table.get_by_role("row").count() == 7
 
@@ -174,16 +175,120 @@ def test_the_keyboard_reaches_everything(browser, site):
         assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
         assert page.locator(":focus").bounding_box()["x"] >= 0
         reached = set()
-        for _ in range(16):
+        for _ in range(60):
             page.keyboard.press("Tab")
             reached.add(page.evaluate("document.activeElement.tagName + ' ' + document.activeElement.className"))
-        assert {"DIV scroll", "PRE ", "SUMMARY ", "A "} <= reached
+        assert {"DIV scroll", "PRE ", "SUMMARY ", "A ", "BUTTON ", "SELECT ", "DIV box"} <= reached
 
 
 def test_numbers_under_a_figure_unfold(browser, site):
     with opened(browser, site / "sample-one" / "index.html", width=360) as page:
-        rows = page.locator("details table.ends").first
+        rows = page.locator("figure details table.values").first
         assert not rows.is_visible()
-        page.locator("summary").first.click()
+        page.locator("figure summary").first.click()
         assert rows.is_visible()
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def plot_of(page, place=1):
+    """The panel of the subspace distance, of the run with two seeds (preset laptop)."""
+    return page.locator("section[id^=laptop-] .box").nth(place)
+
+
+def test_values_are_read_under_the_pointer(browser, site):
+    """At the last step, KFAC's distance is what its formula gives."""
+    with opened(browser, site / "sample-one" / "index.html") as page:
+        box = plot_of(page)
+        box.scroll_into_view_if_needed()
+        size = box.bounding_box()
+        page.mouse.move(size["x"] + 0.96 * size["width"], size["y"] + 0.5 * size["height"])
+        tip = box.locator(".tip")
+        assert tip.is_visible()
+        assert tip.locator("strong").inner_text() == "iteration 400"
+        shown = tip.locator("li", has_text="KFAC").locator("b").inner_text()
+        assert float(shown) == pytest.approx(0.03, rel=0.2)
+        page.mouse.move(0, 0)
+        assert not tip.is_visible()
+        assert page.wrong == []
+
+
+def test_values_are_read_by_the_keyboard_and_said(browser, site):
+    with opened(browser, site / "sample-one" / "index.html") as page:
+        box = plot_of(page)
+        box.focus()
+        page.keyboard.press("End")
+        heard = page.locator("[aria-live=polite]")
+        assert "iteration 400" in heard.inner_text()
+        page.keyboard.press("Home")
+        assert "iteration 0" in heard.inner_text()
+        assert "KFAC" in heard.inner_text()
+        page.keyboard.press("Escape")
+        assert not box.locator(".tip").is_visible()
+
+
+def test_a_curve_can_be_hidden(browser, site):
+    with opened(browser, site / "sample-one" / "index.html") as page:
+        figure = page.locator("section[id^=laptop-] figure").first
+        button, curve = figure.get_by_role("button", name="KFAC"), figure.locator("g.curve[data-key='0']").first
+        assert curve.is_visible()
+        button.press("Enter")
+        assert not curve.is_visible()
+        assert button.get_attribute("aria-pressed") == "false"
+        button.click()
+        assert curve.is_visible()
+
+
+def test_a_seed_can_be_chosen(browser, site):
+    """Alone, a seed has a line of its own and no band, and the pointer reads its values."""
+    with opened(browser, site / "sample-one" / "index.html") as page:
+        figure = page.locator("section[id^=laptop-] figure").first
+        line = figure.locator("g.curve[data-key='1'] .line").nth(1)
+        whole, drawn = line.get_attribute("d"), []
+        assert figure.locator(".band").count() > 0
+        for seed in ("0", "1"):
+            figure.get_by_label("Show").select_option(label=f"seed {seed} alone")
+            drawn.append(line.get_attribute("d"))
+            assert figure.locator(".band").count() == 0
+        assert len({whole, *drawn}) == 3
+        figure.get_by_label("Show").select_option(label="all seeds")
+        assert line.get_attribute("d") == whole
+        assert page.wrong == []
+
+
+def test_without_a_script_the_page_says_the_same(browser, site):
+    with opened(browser, site / "sample-one" / "index.html", java_script_enabled=False) as page:
+        figure = page.locator("figure").first
+        assert figure.locator("svg.plot").first.is_visible()
+        assert figure.locator("svg.plot > title").first.text_content() == "Training loss"
+        assert "KFAC: from" in figure.locator("svg.plot > desc").first.text_content()
+        assert figure.locator("button, select").count() == 0
+        figure.locator("summary").click()
+        assert figure.locator("table.values").first.is_visible()
+        page.goto((site / "index.html").as_uri())
+        assert not page.locator("#find").is_visible()
+
+
+def test_experiments_are_found_by_words(browser, site):
+    with opened(browser, site / "index.html") as page:
+        rows = page.locator("table.index tbody tr")
+        page.get_by_label("Find an experiment").fill("many claims")
+        assert [row.is_visible() for row in rows.all()].count(True) == 1
+        assert page.locator("#found").inner_text() == "1 of 4 experiments"
+        page.get_by_label("Find an experiment").fill("")
+        assert all(row.is_visible() for row in rows.all())
+
+
+def test_a_claim_is_reached_from_the_overview(browser, site):
+    with opened(browser, site / "index.html") as page:
+        refuted = page.locator("details", has_text="1 refuted")
+        refuted.get_by_role("link", name="Preconditioning learns the representation").click()
+        assert "NGD at the same rate stays far" in page.locator("tr:target").inner_text()
+
+
+def test_on_paper_what_is_folded_is_printed_and_what_needs_a_hand_is_not(browser, site):
+    with opened(browser, site / "sample-one" / "index.html") as page:
+        page.emulate_media(media="print")
+        assert not page.locator(".tools").first.is_visible()
+        assert not page.locator("nav").first.is_visible()
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        assert page.locator("table.values").first.is_visible()

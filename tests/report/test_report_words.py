@@ -1,6 +1,7 @@
 """Numbers, verdicts and commands in words."""
 
 import math
+import re
 import shlex
 from dataclasses import dataclass, field, replace
 
@@ -8,11 +9,12 @@ import pytest
 from report_samples import Config, experiment
 
 from layerwise.experiments.claims import Claim, judge
+from layerwise.experiments.figures import Curve, Figure, Panel
 from layerwise.report import wording
 from layerwise.report.commands import run_command
 from layerwise.report.gather import Judged
 from layerwise.report.strips import strip
-from layerwise.report.views import claim_row, paragraphs, slug, tally
+from layerwise.report.views import claim_row, paired, paragraphs, slug, tables, tally
 
 
 def claim(**changes):
@@ -50,6 +52,7 @@ def test_numbers(value, shown):
         ([0.05, 0.2], {}, "failed"),
         ([0.05], {}, "few"),
         ([0.5, 0.5], {"expected": "fails", "why": "e"}, "known"),
+        ([0.5, 0.5], {"expected": "fails", "why": "e", "origin": "misprint", "source": "eq. (1)"}, "misprint"),
         ([0.05, 0.05], {"expected": "fails", "why": "e"}, "surprise"),
         ([math.nan, math.nan], {"expected": "fails", "why": "e"}, "failed"),
         ([math.nan, 0.0], {}, "failed"),
@@ -86,7 +89,7 @@ def test_tallies_count_each_outcome():
 @pytest.mark.parametrize("relation", ["<=", ">=", "<", ">"])
 def test_a_strip_has_a_dot_a_seed_inside_the_drawing(relation):
     drawn = strip(claim(relation=relation), [1e-5, 0.02, 3.0, math.inf])
-    places = [float(part.split('"')[0]) for part in drawn.split('cx="')[1:]]
+    places = [float(place) for place in re.findall(r"M([\d.]+) 10h0", drawn)]
     assert len(places) == 3
     assert places == sorted(places)
     assert all(0 < place < 128 for place in places)
@@ -167,3 +170,55 @@ def test_names_of_files_stay_inside_their_folder():
 def test_paragraphs():
     assert paragraphs(" a\nb \n\n\n c ") == ["a b", "c"]
     assert paragraphs("") == []
+
+
+def test_a_misprint_and_its_correction_are_a_pair_and_say_what_is_right_once():
+    wrong = claim(name="p", expected="fails", why="It is b.", origin="misprint", source="eq. (1)", statement="It is a.")
+    right, other = claim(name="q", statement="It is b."), claim(name="r", statement="Another.")
+    rows = paired(
+        [claim_row(Judged(claim=one, verdict=judge(one, []))) for one in (wrong, right, other)], [wrong, right, other]
+    )
+    assert [row.pair for row in rows] == ["printed", "corrected", ""]
+    assert rows[0].why == ""
+    (alone, _) = paired(
+        [claim_row(Judged(claim=one, verdict=judge(one, []))) for one in (wrong, other)], [wrong, other]
+    )
+    assert alone.pair == ""
+    assert alone.why == "What is right: It is b."
+
+
+def test_columns_beside_a_verdict_are_not_said_again_but_oddities_are():
+    assert claim_row(judged([0.05, 0.06])).detail == ""
+    assert "not seed 1" in claim_row(judged([0.05, 0.2])).detail
+    assert "seed 1 diverged" in claim_row(judged([0.05, None, 0.06])).detail
+
+
+def test_a_table_of_values_has_the_first_and_the_last_point():
+    long = Curve(label="KFAC", x=list(range(101)), y=[1.0 / (k + 1) for k in range(101)])
+    short = Curve(label="floor", x=[0, 100], y=[0.5, 0.5])
+    panel = Panel(title="t", x_label="step", y_label="loss", curves=[long, short, Curve(label="none", x=[], y=[])])
+    (table,) = tables(Figure(name="f", title="t", caption="", panels=[panel]))
+    assert table.heads == ("loss at step", "0", "20", "40", "60", "80", "100")
+    assert table.rows == (
+        ("KFAC", "1", "0.0476", "0.0244", "0.0164", "0.0123", "0.0099"),
+        ("floor", "0.5", "–", "–", "–", "–", "0.5"),
+    )
+
+
+def test_a_table_of_named_places_has_a_row_a_name():
+    points = [Curve(label=name, x=[0, 1], y=[1.0, k], style="points") for k, name in enumerate(("printed", "right"))]
+    panel = Panel(title="t", x_label="", y_label="error", curves=points, places=["Lemma 1", "eq. (2)"])
+    (table,) = tables(Figure(name="f", title="t", caption="", panels=[panel]))
+    assert table.heads == ("error", "printed", "right")
+    assert table.rows == (("Lemma 1", "1", "1"), ("eq. (2)", "0", "1"))
+
+
+def test_a_table_of_bars_has_their_ranges():
+    bars = [
+        Curve(label="KFAC", x=[0], y=[2], low=[1], high=[3], style="bars"),
+        Curve(label="SGD", x=[1], y=[4], style="bars"),
+    ]
+    (table,) = tables(
+        Figure(name="f", title="t", caption="", panels=[Panel(title="t", x_label="", y_label="loss", curves=bars)])
+    )
+    assert table.rows == (("KFAC", "2", "1 to 3"), ("SGD", "4", "–"))

@@ -57,7 +57,7 @@ def test_all_is_what_a_user_may_want():
     (inside,) = re.findall(r"layerwise\[(.*)\]", extras["all"][0])
     named = set(inside.split(","))
     assert named <= extras.keys()
-    assert extras.keys() - named == {"all", "dev", "docs", "zoo", "peers", "ray", "hub"}
+    assert extras.keys() - named == {"all", "dev", "docs", "zoo", "frameworks", "peers", "ray", "hub"}
 
 
 def test_pins_are_of_what_is_asked_for():

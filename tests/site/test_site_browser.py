@@ -23,6 +23,7 @@ PAGES = [
     "experiments/index.html",
     "experiments/head-to-head.html",
     "report/index.html",
+    "report/head-to-head/index.html",
     "changelog.html",
     "decisions/index.html",
 ]
@@ -129,6 +130,17 @@ def test_every_experiment_and_every_example_has_a_page(built):
     examples = {path.stem for path in (built.parents[2] / "examples" / "gallery").glob("plot_*.py")}
     assert len(examples) >= 12
     assert examples <= {path.stem for path in (built / "gallery").glob("plot_*.html")}
+
+
+def test_an_experiment_leads_to_its_page_of_the_report(browser, address):
+    with opened(browser, f"{address}/index.html") as page:
+        page.get_by_role("link", name="Experiments", exact=True).first.click()
+        page.locator("article").get_by_role("link", name="head-to-head", exact=True).first.click()
+        page.get_by_role("link", name="Its page of the report").click()
+        assert page.locator("figure svg.plot").first.is_visible()
+        page.get_by_role("link", name="All experiments").click()
+        assert page.locator("h1").inner_text() == "Experiments and their claims"
+        assert page.wrong == []
 
 
 def test_every_example_has_a_picture(built):

@@ -16,8 +16,8 @@ The pages need no network and no server: open the index.html whose path is print
 
 {ABOUT_NAMES}
 
-Examples: layerwise report; layerwise report --out runs --to pages; layerwise report my_package.mean:EXPERIMENT;
-layerwise report all my_package.mean:EXPERIMENT
+Examples: layerwise report; layerwise report --out runs --to pages; layerwise report errata --files;
+layerwise report my_package.mean:EXPERIMENT; layerwise report all my_package.mean:EXPERIMENT
 """
 
 
@@ -29,6 +29,8 @@ class ReportOptions:
     """Folder of all records."""
     to: Path = Path("report")
     """Folder of the pages."""
+    files: bool = False
+    """Also write every figure as SVG, PDF and PNG for papers, and its points as CSV, linked from its page."""
     json: bool = False
     """Print one JSON document and nothing else on standard output."""
 
@@ -44,7 +46,7 @@ def report(argv: list[str]) -> int:
         )
     from layerwise.report import write
 
-    index = write(options.out, options.to, experiments=wanted)
+    index = write(options.out, options.to, experiments=wanted, files=options.files)
     if options.json:
         print_json({"index": str(index.resolve())})
     else:

@@ -33,6 +33,7 @@ examples:
   layerwise run {example} --seeds 10                 more seeds; those that ran before are kept
   layerwise run {example} --first-seed 1000 --out fresh    seeds that nobody has looked at, in their own folder
   layerwise run {example} --engine processes         single seeds in parallel processes
+  layerwise run {example} --engine processes --per-device 4    four of them on each GPU
   layerwise run {example} --engine ray --address auto      on a Ray cluster
   layerwise run {example} --shard 0/8                one of eight shares, as array jobs run them (Slurm)
   layerwise run all --preset smoke                   every experiment, one after the other
@@ -69,6 +70,8 @@ class RunOptions:
     """Threads of each worker; the cores are shared among them if left out."""
     address: str | None = None
     """A Ray cluster that exists, such as auto or ray://head:10001."""
+    per_device: int | None = None
+    """Tasks of the engines `processes` and `ray` that share a GPU; each sees one GPU, as cuda."""
     out: Path = runner.OUT
     """Folder of all records."""
     shard: str | None = None
@@ -108,15 +111,23 @@ def run(argv: list[str]) -> int:
     return code
 
 
+def _engine(options: RunOptions) -> EngineOptions:
+    return EngineOptions(
+        name=options.engine,
+        workers=options.workers,
+        threads=options.threads,
+        address=options.address,
+        per_device=options.per_device,
+    )
+
+
 def _run_one(
     experiment: Experiment, config: Any, options: RunOptions, argv: list[str]
 ) -> tuple[int, dict[str, Any] | None]:
     """Run and judge one; its claims are printed, or returned for JSON."""
-    engine = EngineOptions(
-        name=options.engine, workers=options.workers, threads=options.threads, address=options.address
-    )
+    engine = _engine(options)
     if options.preset == "paper":
-        _say_cost(experiment, config)
+        _say_cost(experiment, config, here=options.address is None)
     with stopped_by_sigterm() as terminated:
         outcome = runner.run(
             experiment,
@@ -152,15 +163,16 @@ def _run_one(
         for text in result.repeats:
             print(f"  NOT as expected: {text}")
         print(f"records: {outcome.recorded.path} ({outcome.new} new, {outcome.kept} kept from before)")
+        print("figure and claims as a page: layerwise report")
     for text in result.troubles:
         note(text)
     counts = {"new": outcome.new, "kept": outcome.kept, "repeats": list(result.repeats)}
     return exits.OK, claims_json(result) | counts | {"notes": list(outcome.notes)}
 
 
-def _say_cost(experiment: Experiment, config: Any) -> None:
+def _say_cost(experiment: Experiment, config: Any, here: bool) -> None:
     """Of the preset that may take hours, before it starts."""
-    experiment.refuse_bad(config)
+    experiment.refuse_bad(config, here)
     cells, device = len(experiment.cells_of(config)), getattr(config, "device", "cpu")
     cost = f"; {experiment.cost}" if experiment.cost else ""
     print(
@@ -174,7 +186,7 @@ def _run_all(options: RunOptions, argv: list[str]) -> int:
     """One after the other; what fails is said at the end and does not stop the others."""
     names = catalog.folders().get(argv[0], tuple(catalog.experiments()))
     configs = {name: catalog.experiments()[name].preset(options.preset) for name in names}
-    EngineOptions(name=options.engine, workers=options.workers, threads=options.threads, address=options.address)
+    _engine(options)
     found, failed = [], {}
     for name, config in configs.items():
         try:

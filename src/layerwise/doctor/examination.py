@@ -140,9 +140,9 @@ class Examination:
                 self.notes.append(f"{norms} batch norm layers were given the statistics of the data.")
             watch, forward = self._watched()
             signals = watch.measured_signals(self.model)
-            broken = first_broken(signals)
-            if broken:
-                return self._broken(watch, broken, trained)
+            broken, examples = first_broken(signals), _broken_examples(self.first)
+            if broken or examples:
+                return self._broken(watch, broken, examples, trained)
             with trainable(self.model) as frozen:
                 recorder = ModelRecorder(self.model, LayerTable.from_model(self.model), self.axis, seed=self.seed)
                 stream = Streamed(
@@ -199,6 +199,8 @@ class Examination:
     def _watched(self) -> tuple[ActivationWatch, float]:
         """The first batch, or the beginning of it, under the watch; and the seconds of one example's forward."""
         watch = ActivationWatch()
+        if self.device.type == "cuda":  # a first forward loads libraries, and says nothing of the next one's time
+            self._run_first()
         n = max(1, next((len(t) for t in leaves(self.glance) if t.ndim), 1))
         with undisturbed(self.model):
             start = time.perf_counter()
@@ -218,8 +220,10 @@ class Examination:
         left = LAYERS_SHARE * self.clock.seconds - self.clock.elapsed()
         return max(4, min(PIECE, int(left / (LAYER_PASS * max(forward, 1e-9)))))
 
-    def _broken(self, watch: ActivationWatch, broken: tuple[str, ...], trained: Sequence[str]) -> Measurements:
-        """What can be said where the output is not finite."""
+    def _broken(
+        self, watch: ActivationWatch, broken: tuple[str, ...], examples: int, trained: Sequence[str]
+    ) -> Measurements:
+        """What can be said where the output, or the data, is not finite."""
         frozen = tuple(name for name, _ in self.model.named_parameters() if name not in trained)
         return Measurements(
             loss=math.nan,
@@ -231,10 +235,14 @@ class Examination:
             layers=(),
             sites=watch.measured_sites(),
             signals=watch.measured_signals(self.model),
-            inputs=_inputs([self.first.x], False),
+            inputs=None if examples else _inputs([self.first.x], False),
             frozen=frozen,
             broken=broken,
-            notes=(*self.notes, "The output is not finite: nothing else was measured."),
+            broken_examples=examples,
+            notes=(
+                *self.notes,
+                f"{'The data' if examples else 'The output'} is not finite: nothing else was measured.",
+            ),
             seconds=dict(self.clock.spent),
         )
 
@@ -407,6 +415,12 @@ def _spread(x: Tree, axis: int | None) -> Tree:
     if not isinstance(x, Tensor) or axis not in (None, 0) or x.ndim < 2 or len(x) <= GLANCE:
         return x
     return x[torch.linspace(0, len(x) - 1, GLANCE, device=x.device).long()]
+
+
+def _broken_examples(batch: Batch) -> int:
+    """Examples of a batch, along the first axis of its tensors, with values that are NaN or infinite."""
+    tensors = [t for t in leaves((batch.x, batch.y)) if t.is_floating_point() and t.ndim]
+    return max((int((~torch.isfinite(t)).reshape(len(t), -1).any(1).sum()) for t in tensors if t.numel()), default=0)
 
 
 def _module(spec: LayerSpec) -> str:

@@ -39,11 +39,19 @@ class Finding:
 def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Severe ones first, causes before what follows from them, and then by predicted gain.
 
-    A finding that follows from another that was made is at most a note: mending the cause mends it, too.
+    A finding that follows from another that was made is at most a note: mending the cause mends it, too. A cause is
+    at least as severe as what it explains: some units that happen to be dead do not explain signals that vanish.
+
+    >>> cause = Finding("dead-units", "moderate", 0.1, "Some units are dead.", "", "")
+    >>> effect = Finding("vanishing-activations", "severe", 0.1, "Signals vanish.", "", "", (), ("dead-units",))
+    >>> [finding.kind for finding in ordered([cause, effect])]
+    ['vanishing-activations', 'dead-units']
     """
     found = list(findings)
-    kinds = {finding.kind for finding in found}
-    explained = [bool(kinds & set(finding.follows_from)) for finding in found]
+    worst = {kind: min(ORDER[one.severity] for one in found if one.kind == kind) for kind in {f.kind for f in found}}
+    explained = [
+        any(worst.get(kind, 3) <= ORDER[finding.severity] for kind in finding.follows_from) for finding in found
+    ]
     keys = {
         id(finding): (ORDER[finding.severity] + (3 if why else 0), -finding.gain)
         for finding, why in zip(found, explained, strict=True)

@@ -121,6 +121,9 @@ class Inputs:
     """Largest standard deviation of a feature over the median one."""
     constant: float
     """Part of the features that never change."""
+    common: float | None = None
+    """Of inputs that are vectors: part of the variance of their features, each divided by its standard deviation, that
+    lies in one direction. Near 1 features are copies of one another."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +210,8 @@ class Measurements:
     """Parameters that no gradient reaches."""
     broken: tuple[str, ...] = ()
     """Modules whose output is NaN or infinite, the first one called first."""
+    broken_examples: int = 0
+    """Examples of the first batch with values that are NaN or infinite."""
     notes: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
 

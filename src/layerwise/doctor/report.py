@@ -60,8 +60,8 @@ class Report:
 def heading(report: Report) -> str:
     """What was looked at, in a line."""
     m = report.measured
-    if m.broken:
-        return f"{m.parameters:,} parameters; the output is not finite"
+    if m.broken or m.broken_examples:
+        return f"{m.parameters:,} parameters; the {'data' if m.broken_examples else 'output'} is not finite"
     constant = m.targets.constant_loss if m.targets is not None else None
     against = "" if constant is None else f" (best constant prediction: {number(constant)})"
     return (
@@ -86,6 +86,13 @@ LAYER_COLUMNS = (
     ("left %", "Part of it that 1000 steps of gradient descent do not reach"),
 )
 """Names of the columns, and what they are."""
+LEGEND = (
+    "κ: condition, and rank: effective rank, of a layer's inputs (in) and output gradients (out); rank one: the "
+    "gradient's largest singular value; align: with the targets; noise: in examples; curv: part of the curvature; "
+    "reach: decrease that the layer's K-FAC step predicts; left: part of it that 1000 steps of SGD do not reach. "
+    "report.save_html(path) explains and shows everything on a page."
+)
+"""The columns in a sentence, below the table on a terminal."""
 
 
 def layer_row(layer: Layer) -> list[str]:
@@ -164,7 +171,7 @@ def _rich(report: Report) -> str:
         line.append(finding.statement, "bold" if finding.severity == "severe" else "")
         line.append(f" {finding.evidence}")
         line.append(f" → {finding.remedy}", "green")
-        line.append(f" (predicted gain {number(finding.gain, 2)})", "dim")
+        line.append(f" (predicted gain: {number(finding.gain, 2)} of the loss)", "dim")
         console.print(line)
     layers, left_out = shown_layers(report)
 
@@ -178,6 +185,7 @@ def _rich(report: Report) -> str:
 
     if layers:
         table("Layers", LAYER_COLUMNS, [layer_row(layer) for layer in layers])
+        console.print(Text(LEGEND, style="dim"))
     if left_out:
         console.print(f"{left_out} more layers: report.save_html(path) and report.to_json() have all.")
     if report.measured.steps:
@@ -197,6 +205,7 @@ def _plain(report: Report) -> str:
     layers, left_out = shown_layers(report)
     if layers:
         lines += ["", "Layers", *_aligned(LAYER_COLUMNS, [layer_row(layer) for layer in layers])]
+        lines += textwrap.wrap(LEGEND, 100)
     if left_out:
         lines.append(f"{left_out} more layers: report.save_html(path) and report.to_json() have all.")
     if report.measured.steps:

@@ -116,8 +116,11 @@ class Experiment:
             raise NameLookupError(unknown("preset", name, self.presets))
         return self.presets[name]
 
-    def refuse_bad(self, config: Any) -> None:
-        """Raise an `InputError`, in one sentence, for a configuration that cannot be run."""
+    def refuse_bad(self, config: Any, here: bool = True) -> None:
+        """Raise an `InputError`, in one sentence, for a configuration that cannot be run.
+
+        Whether there is its device is only known where it is run `here`, not on other machines.
+        """
         if type(config) is not type(self.presets["smoke"]):
             raise InputError(
                 describe(
@@ -127,7 +130,8 @@ class Experiment:
                 )
             )
         check_values(config, list(self.presets.values()), self.ranges)
-        check_device(getattr(config, "device", "cpu"))
+        if here:
+            check_device(getattr(config, "device", "cpu"))
         for what in (self.check, self.cells, self.claims):
             try:
                 what(config)

@@ -2,7 +2,9 @@
 
 import os
 import sys
-from collections.abc import Generator, Sequence
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from layerwise.experiments.experiment import Cell, Experiment
@@ -10,11 +12,22 @@ from layerwise.experiments.tasks import CellError, Finished, Task, pieces, reach
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.optional import require
 
+RETRIES = 3
+"""How often a task is run again whose worker or machine died; what it brings is recorded once, when it comes."""
+
 
 def run_on_ray(
-    experiment: Experiment, config: Any, tasks: Sequence[Task], address: str | None, threads: int
+    experiment: Experiment,
+    config: Any,
+    tasks: Sequence[Task],
+    address: str | None,
+    threads: int,
+    per_device: int | None = None,
 ) -> Generator[Finished, None, None]:
-    """Seeds, or whole cells, as tasks of a Ray cluster, whose machines must be able to import the experiment."""
+    """Seeds, or whole cells, as tasks of a Ray cluster, whose machines must be able to import the experiment.
+
+    With `per_device`, so many tasks share a GPU, which Ray shows them as the only one.
+    """
     ray = require_ray()
     reference = reachable(experiment, "ray")
     ours = not ray.is_initialized()
@@ -29,8 +42,12 @@ def run_on_ray(
                     "start one with `ray start --head`, or leave out --address",
                 )
             ) from error
+    waiting = []
     try:
-        remote = ray.remote(num_cpus=threads)(_run_seeds)
+        wanted = {"CPU": float(threads)} | ({} if per_device is None else {"GPU": share_of_gpu(per_device)})
+        _require_room([node["Resources"] for node in ray.nodes() if node["Alive"]], wanted, grows=address is not None)
+        resources = {"num_cpus": wanted["CPU"], "num_gpus": wanted.get("GPU", 0)}
+        remote = ray.remote(max_retries=RETRIES, **resources)(_run_seeds)
         parts = pieces(experiment, tasks)
         waiting = [remote.remote(reference, config, cell, seeds, threads) for cell, seeds in parts]
         while waiting:
@@ -40,8 +57,33 @@ def run_on_ray(
             except ray.exceptions.RayError as error:
                 raise _failure(error, reference) from error
     finally:
+        with suppress(ray.exceptions.RayError):
+            for task in waiting:  # of a run that ends early: nobody will take what they bring
+                ray.cancel(task, force=True)
         if ours:
             ray.shutdown()
+
+
+def share_of_gpu(tasks: int) -> float:
+    """Of each of so many tasks; Ray rounds to four places, and they must not come to more than one GPU.
+
+    >>> share_of_gpu(6), share_of_gpu(1)
+    (0.1666, 1.0)
+    """
+    return (10_000 // tasks) / 10_000
+
+
+def _require_room(machines: Sequence[Mapping[str, float]], wanted: Mapping[str, float], grows: bool) -> None:
+    """Ray waits for ever for a machine that is large enough: an error, or a warning where it may still come."""
+    if any(all(machine.get(kind, 0.0) >= count for kind, count in wanted.items()) for machine in machines):
+        return
+    given = f"tasks that need {' and '.join(f'{count:g} {kind}' for kind, count in wanted.items())}"
+    expected = "a machine of the Ray cluster that has as much"
+    if grows:
+        said = describe(given, f"{expected}; there is none, and they wait until one joins", "see `ray status`")
+        warnings.warn(said, UserWarning, stacklevel=2)
+        return
+    raise InputError(describe(given, expected, "pass a smaller --threads, or leave out --per-device"))
 
 
 def _cluster(address: str | None) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def run(
     config = standard if config is None else config
     options = EngineOptions(name=engine) if isinstance(engine, str) else engine
     options.check_packages()
-    experiment.refuse_bad(config)
+    experiment.refuse_bad(config, here=options.address is None)
     cells, seeds = experiment.cells_of(config), seeds_of(config, first_seed)
     path = path_of(Path(out), experiment.name, preset, digest(experiment.name, config))
     interrupted, everything = False, [(cell, list(seeds)) for cell in cells]
@@ -85,6 +85,7 @@ def run(
         try:
             if tasks:
                 about = {"name": options.name, "workers": options.workers, "threads": options.threads}
+                about |= {} if options.per_device is None else {"per_device": options.per_device}
                 journal.append([manifest(experiment, reference_to(experiment), config, preset, seeds, about)])
             shown = resolve(progress)
             results = run_tasks(experiment, config, tasks, options, str(folder_of(path)))

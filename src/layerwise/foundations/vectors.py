@@ -39,7 +39,22 @@ class ParamVector:
 
     @classmethod
     def grad(cls, model: nn.Module) -> "ParamVector":
-        """The gradients now stored in ``.grad``; zero where there is none."""
+        """The gradients now stored in ``.grad``, zero for parameters that have none.
+
+        >>> model = nn.Linear(2, 1)
+        >>> ParamVector.grad(model)
+        Traceback (most recent call last):
+        layerwise.foundations.errors.InputError: Got a model without gradients. Expected .grad as a backward leaves \
+it. Call loss.backward() first, and opt.zero_grad() after.
+        """
+        if all(p.grad is None for p in trainable(model).values()):
+            raise InputError(
+                describe(
+                    "a model without gradients",
+                    ".grad as a backward leaves it",
+                    "call loss.backward() first, and opt.zero_grad() after",
+                )
+            )
         return cls(
             {name: torch.zeros_like(p) if p.grad is None else p.grad.detach() for name, p in trainable(model).items()}
         )

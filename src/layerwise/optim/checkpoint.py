@@ -17,8 +17,9 @@ from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.sharded import named_parameters, successors
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.options import with_own_rate
-from layerwise.optim.parameters import BareParameters
+from layerwise.optim.parameters import BareParameters, in_pairs
 from layerwise.optim.rule import Health, UpdateRule
+from layerwise.optim.sharding.one_rank import LocalParameters
 from layerwise.optim.sharding.sharding import Sharding
 from layerwise.optim.statistics.accumulate import Accumulator
 from layerwise.optim.statistics.hooks import Capture
@@ -26,7 +27,7 @@ from layerwise.optim.step.damping import Damping
 from layerwise.optim.step.stack import Stack
 from layerwise.optim.step.update import Executor
 
-OF_THIS_MODEL = ("_children", "_own", "_seen_model", "_owners")
+OF_THIS_MODEL = ("_children", "_own", "_swapped", "_seen_model", "_owners")
 """What a copy has of its own: identities of modules and parameters."""
 
 
@@ -55,6 +56,7 @@ class Checkpointed(torch.optim.Optimizer):
     _capture: Capture | None
     _settings: dict[str, Any]
     _sharding: Sharding | None
+    _on_one_rank: LocalParameters | None
     _unit: float | None
 
     @abstractmethod
@@ -263,6 +265,7 @@ class Checkpointed(torch.optim.Optimizer):
     def _named(self, group: dict[str, Any]) -> dict[str, Any]:
         """The same group with the names its parameters have in the model."""
         if isinstance(self.model, BareParameters):
+            group = in_pairs(group)
             return {**group, "params": self.model.named(group["params"])}
         given = group["params"]
         params = [given] if isinstance(given, Tensor) else list(given)
@@ -276,7 +279,8 @@ class Checkpointed(torch.optim.Optimizer):
         kept = {
             k: v
             for k, v in self.__dict__.items()
-            if k not in ("_capture", "_stacks", "_accumulator", "_executor", "_sharding", *OF_THIS_MODEL)
+            if k
+            not in ("_capture", "_stacks", "_accumulator", "_executor", "_sharding", "_on_one_rank", *OF_THIS_MODEL)
         }
         if self._stacks is not None:
             kept["_shared"] = None
@@ -293,7 +297,7 @@ class Checkpointed(torch.optim.Optimizer):
             return
         recorded = state["_capture"]
         super().__setstate__({k: v for k, v in state.items() if k != "_capture"})
-        self._sharding = None
+        self._sharding = self._on_one_rank = None
         self._accumulator = self._make_accumulator()
         self._remember_model()
         self._owners = owners(self.model)

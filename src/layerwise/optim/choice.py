@@ -9,7 +9,9 @@ from typing import Any
 from torch import nn
 
 from layerwise.foundations.errors import InputError, describe
-from layerwise.layers.table import LayerSpec
+from layerwise.foundations.sharded import Division
+from layerwise.layers.rules.linear import LinearRule
+from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.kronecker import KroneckerRoots
 from layerwise.optim.options import known
 from layerwise.optim.rule import Requirements, Shape, UpdateRule
@@ -105,3 +107,13 @@ def fallen_matrices(layers: Iterable[tuple[LayerSpec, str | None]], model: nn.Mo
                 by_reason[why] += part.numel()
                 example.setdefault(why, part.name)
     return FallenMatrices(total, dict(by_reason.most_common()), example)
+
+
+def beyond_tensor_parallelism(table: LayerTable, divided: Mapping[str, Division]) -> dict[str, str]:
+    """Layers that ranks divide among them and whose statistics cannot be put together, and why."""
+    cut = {name for name, division in divided.items() if division.axis is not None}
+    return {
+        spec.name: "tensor parallelism divides it, and it is no nn.Linear"
+        for spec in table.layers
+        if spec.sites and cut & set(spec.parameters) and not all(isinstance(s.rule, LinearRule) for s in spec.sites)
+    }

@@ -17,18 +17,29 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from layerwise.distributed.exchange import named_failure
 from layerwise.distributed.layout import Layout, MeshAxis
 from layerwise.distributed.processes import Processes
 from layerwise.foundations import likelihoods
 from layerwise.foundations.errors import InputError, LayerwiseError, UnsupportedError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
-from layerwise.foundations.sharded import is_sharded, local, named_parameters, successors, tensor_parallel, whole
+from layerwise.foundations.sharded import (
+    Swapped,
+    all_agree,
+    is_sharded,
+    local,
+    named_parameters,
+    offloaded,
+    successors,
+    tensor_parallel,
+    whole,
+)
 from layerwise.layers.matrices import Matrices
 from layerwise.layers.table import LayerSpec, LayerTable
 from layerwise.optim.backend import Backend
 from layerwise.optim.checkpoint import Checkpointed, owners
-from layerwise.optim.choice import check_rule, fallen_matrices, rule_of, why_fallback
+from layerwise.optim.choice import beyond_tensor_parallelism, check_rule, fallen_matrices, rule_of, why_fallback
 from layerwise.optim.options import (
     LIKELIHOOD,
     LOSS_AVERAGE,
@@ -60,7 +71,7 @@ from layerwise.optim.report import (
     unseen,
 )
 from layerwise.optim.rule import Context, Health, UpdateRule
-from layerwise.optim.sharding.plan import Bucket, Plan
+from layerwise.optim.sharding.plan import Blocks, Bucket, Plan
 from layerwise.optim.solver import check_solver
 from layerwise.optim.statistics.accumulate import Accumulator, Moments, Sums
 from layerwise.optim.statistics.hooks import Capture, Seen
@@ -74,6 +85,7 @@ from layerwise.optim.step.stack import Stack
 from layerwise.optim.step.update import EagerExecutor, Executor, SolveTogether, UpdateSize, averages_before, unit_of
 
 if TYPE_CHECKING:
+    from layerwise.optim.sharding.one_rank import LocalParameters
     from layerwise.optim.sharding.sharding import Sharding
 
 OWN_MOMENTUM = {"momentum", "nesterov", "betas"}
@@ -227,6 +239,8 @@ class Layerwise(Checkpointed):
         self.table = self._read_table()
         self._stacks: list[Stack] | None = None
         self._sharding: Sharding | None = None
+        self._on_one_rank: LocalParameters | None = None
+        self._divided: dict[str, Division] = {}
         self._precision: str | None = None
         self._loaded: dict[str, dict[str, Tensor]] = {}
         self._shared: frozenset[str] | None = None
@@ -276,6 +290,8 @@ class Layerwise(Checkpointed):
             return self.model.table()
         separate, requires = (nn.Module,) if self.separate_bias else (), self.requires
         found = LayerTable.from_model(self.model, separate_bias=separate, matrices=self._matrices)
+        if requires.inputs or requires.outgrads:
+            found = found.demote(beyond_tensor_parallelism(found, tensor_parallel(self.model)))
         only_gradients = requires.matrices_only and not (requires.inputs or requires.outgrads)
         return found.with_matrices(self.model) if only_gradients else found
 
@@ -342,7 +358,7 @@ class Layerwise(Checkpointed):
         law = None if likelihood is None or auto else likelihoods.resolve(likelihood)
         if not (requires.inputs or requires.outgrads):
             return None
-        self._refuse_tensor_parallel()
+        self._check_divisions()
         if not requires.outgrads:
             estimator = "empirical"
         estimator = estimator or ("empirical" if law is None else "sampled")
@@ -366,31 +382,68 @@ class Layerwise(Checkpointed):
         def before_a_forward() -> None:
             owner = optimizer()
             if owner is not None and owner._model_changed():
-                owner._refuse_tensor_parallel()
+                owner._check_divisions()
                 owner.follow_model()
+                owner._divide(owner._capture)
 
         found.before_a_forward = before_a_forward
         asks = auto and requires.outgrads and self._settings["recognised"] is None
         if asks or self._scale.given:
             found.reader = OutputReader(self._scale, asks)
         found.needs_examples = requires.examples and not requires.moments
+        self._divide(found)
         found.scale_free = self._scale_free and requires.outgrads
         self._recognise(found, self._settings["recognised"])
         return found
 
-    def _refuse_tensor_parallel(self) -> None:
-        """Second moments of activations need them whole."""
-        divided = tensor_parallel(self.model)
-        if divided:
+    def _check_divisions(self) -> None:
+        """Second moments are put together from ranks; a rule that solves for all examples would need them whole. And
+        they are of activations, beside the parameters."""
+        if away := offloaded(self.model):
             raise UnsupportedError(
                 describe(
-                    f"{type(self).__name__} of a model with tensor parallelism ({divided[0]!r} and {len(divided) - 1} "
-                    "more parameters)",
-                    "inputs and output gradients of whole layers, which tensor parallelism divides among ranks",
-                    "shard the model by fully_shard alone, or take a member that needs gradients only: Shampoo, SOAP, "
-                    "Muon, Adam, SGD",
+                    f"{type(self).__name__} of parameters that CPUOffloadPolicy keeps on the host ({away[0]!r} and "
+                    f"{len(away) - 1} more)",
+                    "parameters on the device of the activations, whose second moments are taken there",
+                    "shard the model without offload_policy, or take a member of gradients (Shampoo, SOAP, Muon, Adam, "
+                    "SGD), which steps on the host",
                 )
             )
+        self._divided = tensor_parallel(self.model)
+        if self._divided and self.requires.examples and not self.requires.moments:
+            first = next(iter(self._divided))
+            raise UnsupportedError(
+                describe(
+                    f"{type(self).__name__} of a model with tensor parallelism ({first!r} and {len(self._divided) - 1} "
+                    "more parameters)",
+                    "examples of whole layers, which tensor parallelism divides among ranks",
+                    "shard the model by fully_shard alone, or take another member: KFAC, EKFAC and FOOF gather what "
+                    "they need, Shampoo, SOAP, Muon, Adam and SGD need gradients only",
+                )
+            )
+
+    def _divide(self, capture: Capture | None) -> None:
+        """Tell a capture which ranks have its batch, and what it sees of the layers that they divide."""
+        if capture is not None:
+            of_batch = next((division.ranks for division in self._divided.values()), None)
+            capture.draws_as = None if of_batch is None else min(of_batch)
+            # Squares of examples are of whole ones, in bases that need not be block-diagonal.
+            capture.blocks = self._how[0].tensor_parallel == "blocks" and not self.requires.examples
+
+    def _blocks(self) -> dict[str, Blocks]:
+        """Of layers that ranks divide, where the blocks of A and of G are, if they are to have any."""
+        found: dict[str, Blocks] = {}
+        if self._capture is None or self._how[0].tensor_parallel == "exact":
+            return found
+        for spec in self.table.layers:
+            weight, form = spec.form.weight, spec.form
+            division = None if weight is None else self._divided.get(weight.name)
+            if division is not None and division.axis == 0:
+                found[spec.name] = None, division.bounds(form.outputs)
+            elif division is not None and division.axis == 1:
+                bias = [(form.weight_inputs, form.inputs)] if form.bias is not None else []
+                found[spec.name] = [*division.bounds(form.weight_inputs), *bias], None
+        return found
 
     @property
     def _scale_free(self) -> bool:
@@ -444,9 +497,10 @@ class Layerwise(Checkpointed):
         params = named_parameters(self.model)
         buckets = self._buckets(params, group_of)
         sharding = self._sharding = self._make_sharding(params, buckets, group_of)
+        held = params if self._on_one_rank is None else self._on_one_rank.params
         if self._precision is None and sharding is None:  # ranks with shards would have to agree: they have "high"
             own = [spec for bucket in buckets if bucket.rule is self.rule for spec in bucket.specs]
-            self._precision = self._choose_precision([params[name] for spec in own for name in spec.parameters])
+            self._precision = self._choose_precision([held[name] for spec in own for name in spec.parameters])
         self._rehearse(self._precision or LIKELY_PRECISION)
         loaded = self._loaded
         if sharding is not None:
@@ -458,7 +512,7 @@ class Layerwise(Checkpointed):
         stacks = []
         for bucket in buckets:
             names = [name for spec in bucket.specs for name in spec.parameters]
-            all_here = [(bucket.specs, {k: params[k] for k in names}, bucket.group)]
+            all_here = [(bucket.specs, {k: held[k] for k in names}, bucket.group)]
             for specs, own, group in all_here if sharding is None else sharding.place(bucket):
                 backend = self._make_backend(next(iter(own.values())).device)
                 stack = Stack(bucket.rule, specs, group, own, backend, fallback=bucket.fallback)
@@ -523,7 +577,7 @@ class Layerwise(Checkpointed):
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         params = {name: p for name, p in named_parameters(self.model).items() if id(p) in group_of}
         axes = (MeshAxis(copies), MeshAxis(ranks // copies, 0))
-        by_shape = {tuple(p.shape): Layout.cut(p.shape, axes) for p in params.values()}
+        by_shape = {shape: Layout.cut(shape, axes) for shape in {tuple(p.shape) for p in params.values()}}
         layouts = {name: by_shape[tuple(p.shape)] for name, p in params.items()}
         treated = [spec for spec in self.table.layers if self._accumulator.moments(spec)]
         shapes = {spec.name: self._accumulator.moment_shapes(spec) for spec in treated}
@@ -532,15 +586,21 @@ class Layerwise(Checkpointed):
     def _make_sharding(
         self, params: Mapping[str, nn.Parameter], buckets: list[Bucket], group_of: Mapping[int, dict[str, Any]]
     ) -> "Sharding | None":
-        """Who owns what, where parameters are sharded over several processes."""
+        """Who owns what, where parameters are sharded over several processes; one alone has them whole."""
         own = {name: p for name, p in params.items() if id(p) in group_of}
+        self._on_one_rank = None
         if not any(map(is_sharded, own.values())):
             return None
+        from layerwise.optim.sharding.one_rank import LocalParameters
         from layerwise.optim.sharding.sharding import Sharding, sharding_group
 
         self.processes.group = sharding_group(own)
+        if self.processes.count == 1:
+            self._on_one_rank = LocalParameters(params)
+            return None
         every = self.refresh_every
-        return Sharding(own, buckets, group_of, self.processes, every, self._accumulator, self.table.layers)
+        blocks, layers = self._blocks(), self.table.layers
+        return Sharding(own, buckets, group_of, self.processes, every, self._accumulator, layers, blocks)
 
     def _make_executor(self, stacks: list[Stack]) -> Executor:
         """Eager on a CPU; on a GPU one that never waits for the device."""
@@ -628,10 +688,23 @@ class Layerwise(Checkpointed):
         self.step_result(_number(after))
 
     def step_result(self, loss: float, before: float | None = None) -> None:
-        """Tell adaptive damping the loss after the last step (and before it, unless ``step(closure)`` knew)."""
-        ratio = self._damping.after(float(loss), before)
+        """Tell adaptive damping the loss after the last step (and before it, unless ``step(closure)`` knew).
+
+        With several processes a collective: each tells of its own batch, and all go by the mean.
+        """
+        ratio = self._damping.after(float(loss), before, self._mean_over_ranks)
         for group in self.param_groups:  # each group keeps its own proportion
             group["damping"] *= ratio
+
+    def _mean_over_ranks(self, values: list[float]) -> list[float]:
+        """Of numbers that every rank has of its own batch, from which all are to decide alike."""
+        count = self.processes.count
+        if count == 1:
+            return values
+        device = local(self.param_groups[0]["params"][0]).device
+        with named_failure("losses for adaptive damping"):
+            total = self.processes.add_up([torch.tensor(values, dtype=torch.float64, device=device)])[0]
+        return (total / count).tolist()
 
     @torch.no_grad()
     def _step(self) -> None:
@@ -649,19 +722,20 @@ class Layerwise(Checkpointed):
         if self._is_idle():
             return
         capture, counts, seen = self._capture, None, dict[str, Sums]()
-        several = torch.distributed.is_available() and torch.distributed.is_initialized()
-        sharded = any(is_sharded(p) for group in self.param_groups for p in group["params"])
         if capture is not None:
             counts = capture.collect()
-        if sharded:  # who owns a layer's statistics must be known before they are sent
-            if self._stacks is None and not self._begin(counts):
-                return
-            assert self._sharding is not None
-            seen = self._sharding.take_census(self._accumulator.take())
-        elif capture is not None:
+        if self._stacks is None and self._is_sharded() and not self._begin(counts):
+            return  # who owns a layer's statistics must be known before they are sent
+        accumulator, counted = self._accumulator, (0, 0) if counts is None else (counts.examples, counts.tokens)
+        if self._sharding is not None:
+            seen = self._sharding.take_census(accumulator.take(), counted)
+            counted = self._sharding.census.counted
+        elif capture is not None and self.processes.count > 1:
             device = self.param_groups[0]["params"][0].device
-            accumulator = self._accumulator
-            seen = accumulator.take_all(capture.table.layers, device) if several else accumulator.take()
+            seen = accumulator.take_all(capture.table.layers, device, counted)
+            counted = accumulator.counted
+        elif capture is not None:
+            seen = accumulator.take()
         if capture is not None and counts is not None and capture.reads_output:
             self._read_output(counts, seen)
         if self._unit is None and self._size.method == "adam":
@@ -678,14 +752,22 @@ class Layerwise(Checkpointed):
         if self._damping.adaptive:
             self._damping.check(self.steps_taken)
         scale, examples = 1.0, 1
-        if counts is not None and counts.examples:
+        if counted[0]:
             if not (capture is not None and capture.scale_free) and not self._scale_free:
-                scale = self._scale.to_mean_gradient(counts.examples, counts.tokens)
-            examples = counts.examples * (self.processes.count if several else 1)
+                scale = self._scale.to_mean_gradient(*counted, self.processes.count)
+            of_batch = next((len(division.ranks) for division in self._divided.values()), 1)
+            examples = counted[0] // of_batch
         contexts = [self._context(stack, examples) for stack in self._stacks or []]
+        if self._on_one_rank is not None:
+            self._on_one_rank.begin()
         self._executor.run(contexts, seen, scale, self._solve_together)
+        if self._on_one_rank is not None:
+            self._on_one_rank.end()
         if capture is not None:
             capture.due = self.steps_taken % self.factor_every == 0
+
+    def _is_sharded(self) -> bool:
+        return any(is_sharded(p) for group in self.param_groups for p in group["params"])
 
     def _is_idle(self) -> bool:
         """Whether gradients are all zero and so are learning rates: frameworks take such a step to make states exist,
@@ -694,12 +776,12 @@ class Layerwise(Checkpointed):
             return False
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         moves = torch.tensor(float(any(bool(local(grad).any()) for grad in grads)))
-        several = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return not float(self.processes.add_up([moves.to(grads[0].device)])[0] if grads and several else moves)
+        return not float(self.processes.add_up([moves.to(grads[0].device)])[0] if grads else moves)
 
     def _begin(self, counts: Seen | None) -> bool:
         """The first step builds the stacks; returns whether it can be taken."""
-        if self._capture is not None and self._capture.notes is None and self._broken():
+        unknown = self._capture is not None and self._capture.notes is None
+        if unknown and not all_agree(self.model, not self._broken()):
             self._health.steps, self._health.skipped_steps = self._health.steps + 1, self._health.skipped_steps + 1
             return False
         self._require_forward()
@@ -784,19 +866,25 @@ class Layerwise(Checkpointed):
         self._children = [held for module in modules for held in (module._modules, module._parameters)]
         own = (p for module in modules for p in module._parameters.values() if p is not None)
         self._own = [instead.get(id(p), p) for p in own]
-        self._seen_model = self._model_now()
+        self._swapped = Swapped(self.model)
+        ids, trained = self._model_now()
+        swapped = self._swapped.now()
+        self._seen_model = [tuple(swapped.get(key, key) for key in found) for found in ids], trained
 
     def _model_now(self) -> tuple[list[Any], list[bool]]:
-        instead = {key: id(p) for key, p in successors(self.model).items()}  # FSDP swaps them in every forward
         ids = [tuple(map(id, held.values())) for held in self._children]
-        if instead:
-            ids = [tuple(instead.get(key, key) for key in found) for found in ids]
         return ids, list(map(REQUIRES_GRAD, self._own))
 
     def _model_changed(self) -> bool:
         """Since the last call; asked before every forward, and therefore without the names of anything."""
-        if self._model_now() == self._seen_model:
+        ids, trained = now = self._model_now()
+        if now == self._seen_model:
             return False
+        instead = self._swapped.now()  # FSDP swaps parameters while the model runs
+        if trained == self._seen_model[1] and instead:
+            ids = [tuple(instead.get(key, key) for key in found) for found in ids]
+            if ids == self._seen_model[0]:
+                return False
         self._remember_model()
         return True
 

@@ -59,8 +59,13 @@ class Statistics:
     your own write over activations or gradients (`torch.cuda.make_graphed_callables`), 1. (`statistics_over`)"""
     example_axis: int | None = None
     """Axis of the examples in the input, where it is not the first."""
+    tensor_parallel: str = "exact"
+    """Of layers that ranks divide among them (`ColwiseParallel`, `RowwiseParallel`): "exact" gathers the divided side
+    of a layer, inputs or output gradients, at steps that take statistics. "blocks" sends none of these: the factor of
+    that side is block-diagonal, a block for each rank and one for the bias of the inputs."""
 
     def __post_init__(self) -> None:
+        known("tensor_parallel", self.tensor_parallel, ("exact", "blocks"))
         positive("samples", self.samples)
         known("sharing", self.sharing, ("expand", "reduce"))
         if self.over is not None:
@@ -99,7 +104,13 @@ class Execution:
         switch("cuda_graphs", self.cuda_graphs)
 
 
-GROUPED = {"samples": "samples", "sharing": "sharing", "statistics_over": "over", "example_axis": "example_axis"}
+GROUPED = {
+    "samples": "samples",
+    "sharing": "sharing",
+    "statistics_over": "over",
+    "example_axis": "example_axis",
+    "tensor_parallel": "tensor_parallel",
+}
 """From the name of an option by itself to that of its field in `Statistics`."""
 
 

@@ -23,7 +23,7 @@ class BareParameters(nn.Module):
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         super().__init__()
-        self.groups = [{**group, "params": self.named(group["params"])} for group in groups]
+        self.groups = [{**group, "params": self.named(group["params"])} for group in map(in_pairs, groups)]
         """The parameter groups as they were given, with names."""
 
     def named(self, given: Any) -> list[tuple[str, nn.Parameter]]:
@@ -73,12 +73,22 @@ def model_of(given: nn.Module | ParamsT, rule: UpdateRule, member: str) -> nn.Mo
         raise UnsupportedError(describe(f"a {type(given).__name__}", expected, "pass model or model.parameters()"))
     entries: list[Any] = list(given)
     of_groups = bool(entries) and isinstance(entries[0], dict)
-    groups: list[Any] = (
-        [{**group, "params": _list(group["params"])} for group in entries] if of_groups else [{"params": entries}]
-    )
+    groups: list[Any] = list(map(in_pairs, entries)) if of_groups else [{"params": entries}]
     if not any(group["params"] for group in groups):
         raise InputError(describe("no parameters", "at least one", "pass e.g. model.parameters()"))
     return BareParameters(groups)
+
+
+def in_pairs(group: dict[str, Any]) -> dict[str, Any]:
+    """A group with pairs ``(name, tensor)``, where its names are beside them in "param_names", as torch keeps them."""
+    params, names = _list(group["params"]), group.get("param_names")
+    rest = {k: v for k, v in group.items() if k != "param_names"}
+    if names is None or any(isinstance(p, tuple) for p in params):
+        return {**rest, "params": params}
+    if len(names) != len(params):
+        given = f"a group of {len(params)} parameters with {len(names)} param_names"
+        raise InputError(describe(given, "a name for each", "correct param_names, or leave it out"))
+    return {**rest, "params": list(zip(names, params, strict=True))}
 
 
 def _list(given: Any) -> list[Any]:

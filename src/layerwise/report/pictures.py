@@ -5,24 +5,33 @@ can be found and read aloud, and panels stand beside or below one another as the
 colours.
 """
 
-import io
+import json
 import math
-import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layerwise.experiments.figures import Figure, Panel
-from layerwise.report.drawing import GRID, INK, MUTED, bar_shade, draw, style
+from layerwise.experiments.figures import Curve, Figure, Panel
+from layerwise.report import wording
+from layerwise.report.arrangement import bar_shade, shown
+from layerwise.report.drawing import draw, style
 from layerwise.report.optional import require
-from layerwise.report.palette import HUES, Look, css_name, looks
+from layerwise.report.palette import Look, css_name, looks
+from layerwise.report.plots import DIGITS, MARKS, Plot, dashes, listed, plot
 
 FORMATS = ("svg", "pdf", "png")
 _SIZES = {1: (4.9, 3.4), 2: (4.9, 3.5)}
 _SIZE = (4.2, 3.3)
-"""Inches of a panel: the narrower its place on the page, the larger its letters stand in it."""
+"""Inches of a panel in a file: the narrower its place, the larger its letters stand in it."""
+MOST_SEEDS = 12
+"""Seeds that a reader can choose from; of more, the first ones."""
+POINTS, OF_SEEDS = 600, 1200
+"""Points that a figure keeps as numbers, and those of single seeds: of long curves every second (third, …) one, and
+fewer seeds to choose from. The lines are drawn from all of them."""
+_TOLD = 12
+"""Curves whose ends a description names; the table under the figure has all."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +57,110 @@ class Picture:
 
     panels: tuple[PanelPicture, ...]
     legend: tuple[Swatch, ...]
+    data: str
+    """The numbers of its curves, of each seed where there are several, as JSON for the script of the page."""
 
 
-def picture(figure: Figure, prefix: str) -> Picture:
-    """Draw a figure for a page; `prefix` keeps the names inside its drawings apart from those of others."""
+def picture(figure: Figure, prefix: str, by_seed: Mapping[int, Figure] | None = None) -> Picture:
+    """Draw a figure for a page.
+
+    Args:
+        figure: what is drawn.
+        prefix: keeps the names inside its drawings apart from those of others.
+        by_seed: the same figure made of the records of one seed each, for readers who want to see one.
+    """
     given = looks(curve.label for panel in figure.panels for curve in panel.curves)
-    panels = [
-        _panel(panel, given, _SIZES.get(len(figure.panels), _SIZE), f"{prefix}-{place}")
-        for place, panel in enumerate(figure.panels)
-    ]
-    styles = {curve.label: curve.style for panel in figure.panels for curve in panel.curves}
+    drawn = [plot(panel, given, f"{prefix}-{place}", describe(panel)) for place, panel in enumerate(figure.panels)]
+    panels = [PanelPicture(panel.title, one.svg, one.notes) for panel, one in zip(figure.panels, drawn, strict=True)]
+    styles: dict[str, str] = {}
+    for curve in sorted((c for panel in figure.panels for c in panel.curves), key=lambda c: c.style == "bars"):
+        styles.setdefault(curve.label, curve.style)  # bars have their names beside them, lines and points only these
     legend = [Swatch(label, _swatch(look, styles[label])) for label, look in given.items()]
-    return Picture(tuple(panels), tuple(legend))
+    if drawn and all(one.data.get("names") == list(given) for one in drawn):
+        legend = []  # every bar has its name beside it
+    return Picture(tuple(panels), tuple(legend), _json(figure, drawn, list(given), by_seed or {}))
+
+
+def describe(panel: Panel) -> str:
+    """What a screen reader says of a drawing; the table under the figure has more of the values.
+
+    >>> curve = Curve(label="KFAC", x=[0, 10], y=[1.0, 0.03])
+    >>> describe(Panel(title="t", x_label="step", y_label="distance", curves=[curve], y_scale="log"))
+    'distance (logarithmic) against step. KFAC: from 1 to 0.03.'
+    """
+    scales = {"linear": "", "log": " (logarithmic)"}
+    against = f" against {panel.x_label}{scales[panel.x_scale]}" if panel.x_label else ""
+    told = [f"{curve.label}: {ends}." for curve in panel.curves[:_TOLD] if (ends := _course(curve))]
+    more = [f"And {len(panel.curves) - _TOLD} more."] if len(panel.curves) > _TOLD else []
+    return " ".join([f"{panel.y_label}{scales[panel.y_scale]}{against}.", *told, *more])
+
+
+def _course(curve: Curve) -> str:
+    if not len(curve.y):
+        return "no points"
+    first, last = wording.number(_float(curve.y[0])), wording.number(_float(curve.y[-1]))
+    return first if len(curve.y) == 1 else f"from {first} to {last}"
+
+
+def _float(value: float | int | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+# --- Numbers for the script -----------------------------------------------------------------------------------
+
+
+def _json(figure: Figure, drawn: Sequence[Plot], labels: list[str], by_seed: Mapping[int, Figure]) -> str:
+    """The numbers as the script reads them, or nothing where there are none; a list of x is written once a panel."""
+    points = sum(len(curve["y"]) for one in drawn for curve in one.data["curves"])
+    step = max(1, math.ceil(points / POINTS))
+    panels, seeds = [], list(by_seed)[: max(2, min(MOST_SEEDS, OF_SEEDS // max(1, points // step)))]
+    for place, one in enumerate(drawn):
+        pool: list[Any] = []
+        curves = []
+        for curve in one.data["curves"]:
+            singles = [_of_seed(by_seed[seed], place, labels[curve["key"]], figure.panels[place]) for seed in seeds]
+            columns = {name: _thinned(curve[name], step) for name in ("x", "y", "low", "high") if name in curve}
+            entry = curve | columns | {"x": _pooled(pool, columns["x"])}
+            if len(seeds) > 1 and any(single is not None for single in singles):
+                entry["seeds"] = [
+                    None if single is None else [_pooled(pool, _thinned(single[0], step)), _thinned(single[1], step)]
+                    for single in singles
+                ]
+            curves.append(entry)
+        panels.append({**one.data, "xs": pool, "curves": curves})
+    if not any(panel["curves"] for panel in panels):
+        return ""
+    chosen = seeds if any("seeds" in curve for panel in panels for curve in panel["curves"]) else []
+    text = json.dumps({"labels": labels, "seeds": chosen, "panels": panels}, separators=(",", ":"), ensure_ascii=False)
+    return text.replace("<", "\\u003c")  # a name cannot end the element that holds it
+
+
+def _of_seed(figure: Figure, place: int, label: str, like: Panel) -> tuple[list[Any], list[Any]] | None:
+    """The curve of a label in the same panel of another figure, if it is there and has an x for each y."""
+    if place >= len(figure.panels) or figure.panels[place].title != like.title:
+        return None
+    curve = next((one for one in figure.panels[place].curves if one.label == label), None)
+    if curve is None or not len(curve.x) or len(curve.x) != len(curve.y):
+        return None
+    return listed(shown(curve.x, like.x_scale), 6), listed(shown(curve.y, like.y_scale), DIGITS[like.y_scale])
+
+
+def _thinned(values: list[Any], step: int) -> list[Any]:
+    """Every so many values of a long list, the last one among them.
+
+    >>> _thinned(list(range(15)), 3), _thinned([1, 2], 3)
+    ([2, 5, 8, 11, 14], [1, 2])
+    """
+    return values if step == 1 or len(values) <= 12 else values[(len(values) - 1) % step :: step]
+
+
+def _pooled(pool: list[Any], values: list[Any]) -> int:
+    if values not in pool:
+        pool.append(values)
+    return pool.index(values)
+
+
+# --- Files for papers -----------------------------------------------------------------------------------------
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
@@ -99,80 +200,17 @@ def _write(whole: Any, path: Path, kind: str) -> Path:
     return path
 
 
-def _panel(panel: Panel, given: Mapping[str, Look], size: tuple[float, float], prefix: str) -> PanelPicture:
-    with style(text=True):
-        whole = require("matplotlib.figure").Figure(figsize=size, layout="constrained")
-        notes = draw(whole.subplots(), panel, given)
-        _settle(whole)
-        written = io.StringIO()
-        whole.savefig(written, format="svg", metadata={"Date": None})
-    return PanelPicture(panel.title, _for_page(written.getvalue(), prefix, _described(panel)), tuple(notes))
-
-
-def _described(panel: Panel) -> str:
-    """What a screen reader says of a drawing; the values themselves are in the table under the figure."""
-    scales = {"linear": "", "log": ", logarithmic"}
-    names = ", ".join(curve.label for curve in panel.curves) or "nothing"
-    return (
-        f"{panel.title}: {panel.y_label}{scales[panel.y_scale]}, against {panel.x_label}{scales[panel.x_scale]}, "
-        f"for {names}."
-    )
-
-
-def _for_page(svg: str, prefix: str, description: str) -> str:
-    """Make a drawing part of a page: colours by variable, names with a prefix, a description for those who listen."""
-    body = svg[svg.index("<svg") :]
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
-    body = re.sub(r"<!--.*?-->", "", body, flags=re.DOTALL)
-    body = re.sub(r'\b(id|xlink:href|clip-path)="(#|url\(#)?', rf'\1="\2{prefix}-', body)
-    body = re.sub(r"<style.*?</style>", "", body, flags=re.DOTALL)  # it would hold for the whole page; style.css has it
-    for colour, variable in _VARIABLES.items():
-        body = body.replace(f": {colour}", f": var({variable})")
-    body = body.replace("'DejaVu Sans'", "var(--sans)")
-    body = re.sub(r' (d|x|y)="[^"]*"', _rounded, body)
-    head, rest = body.split(">", 1)
-    box = re.search(r'viewBox="[^"]*"', head)
-    assert box is not None, "matplotlib writes a viewBox"
-    label = description.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
-    opened = f'<svg class="panel" {box[0]} role="img" aria-label="{label}" xmlns:xlink="http://www.w3.org/1999/xlink">'
-    return re.sub(r"\n\s*", "\n", opened + rest).strip()
-
-
-def _rounded(attribute: re.Match) -> str:
-    return re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", attribute[0])
-
-
-_VARIABLES = {
-    INK: "--ink",
-    MUTED: "--muted",
-    GRID: "--grid",
-    **{light: css_name(hue) for hue, (light, _) in HUES.items() if hue != "ink"},
-}
+# --- Legend ---------------------------------------------------------------------------------------------------
 
 
 def _swatch(look: Look, kind: str) -> str:
     """A short line with its marker, as a drawing of 34 by 14."""
-    colour = f"var({'--ink' if look.hue == 'ink' else css_name(look.hue)})"
+    colour = "--ink" if look.hue == "ink" else css_name(look.hue)
     if kind == "bars":
-        return _swatch_svg(
-            f'<rect x="8" y="1" width="18" height="12" style="fill: {colour}; opacity: {bar_shade(look):g}"/>'
-        )
-    parts = []
-    if kind != "points":
-        dash = (3.2, 1.8) if kind == "dashed" else look.dash[1] if isinstance(look.dash, tuple) else ()
-        dashes = f"; stroke-dasharray: {' '.join(f'{2 * step:g}' for step in dash)}" if dash else ""
-        parts.append(f'<path d="M1 7H33" style="fill: none; stroke: {colour}; stroke-width: 2.4{dashes}"/>')
-    if kind != "dashed":
-        parts.append(f'<path d="{_marker(look.marker)}" style="fill: {colour}"/>')
-    return _swatch_svg("".join(parts))
-
-
-def _swatch_svg(inside: str) -> str:
-    return f'<svg class="swatch" viewBox="0 0 34 14" width="34" height="14" aria-hidden="true">{inside}</svg>'
-
-
-def _marker(name: str) -> str:
-    shape = require("matplotlib.markers").MarkerStyle(name)
-    polygons = shape.get_path().transformed(shape.get_transform()).to_polygons(closed_only=False)
-    points = [" ".join(f"{17 + 8 * x:.2f},{7 - 8 * y:.2f}" for x, y in polygon) for polygon in polygons]
-    return " ".join(f"M{polygon}Z" for polygon in points)
+        inside = f'<rect x="8" y="1" width="18" height="12" rx="1.5" opacity="{bar_shade(look):g}"/>'
+    else:
+        line = "" if kind == "points" else f'<path class="line" d="M1 7H33"{dashes(look, kind)}/>'
+        mark = "" if kind == "dashed" else f'<use href="#m{MARKS[look.marker]}" x="17" y="7"/>'
+        inside = line + mark
+    opened = '<svg class="swatch" viewBox="0 0 34 14" width="34" height="14" aria-hidden="true"'
+    return f'{opened} style="color:var({colour})">{inside}</svg>'

@@ -13,7 +13,7 @@ def strip(claim: Claim, values: Sequence[float | int]) -> str:
 
     >>> from layerwise.experiments.claims import Claim
     >>> small = Claim(name="c", statement="s", relation="<=", target=0.1, quantity=lambda records: {})
-    >>> strip(small, [0.05, 0.2]).count("<circle"), strip(small, [float("nan")])
+    >>> strip(small, [0.05, 0.2]).count("h0"), strip(small, [float("nan")])
     (2, '')
     """
     finite = [value for value in values if math.isfinite(value)]
@@ -32,14 +32,14 @@ def strip(claim: Claim, values: Sequence[float | int]) -> str:
         return EDGE + share * (WIDTH - 2 * EDGE)
 
     start, end = _holds(claim, [place(bound) for bound in bounds])
-    marks = "".join(f'<path class="goal" d="M{place(bound):.1f} 2V{HEIGHT - 2}"/>' for bound in bounds)
-    # Dots on the same tenth of a pixel are one dot: of 20,000 seeds some hundred remain.
-    at = dict.fromkeys(f"{place(value):.1f}" for value in finite)
-    dots = "".join(f'<circle cx="{x}" cy="{HEIGHT / 2:g}" r="3.2"/>' for x in at)
+    marks = "".join(f"M{place(bound):.0f} 2V{HEIGHT - 2}" for bound in bounds)
+    # Dots on the same tenth of a pixel are one dot: of 20,000 seeds some hundred remain. A line of no length with round
+    # ends is a dot, in a fourth of the letters of a circle.
+    dots = "".join(f"M{x} {HEIGHT / 2:g}h0" for x in dict.fromkeys(f"{place(value):.1f}" for value in finite))
     return (
-        f'<svg class="strip" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" aria-hidden="true">'
-        f'<rect x="{start:.1f}" y="2" width="{end - start:.1f}" height="{HEIGHT - 4}"/>'
-        f'<path class="line" d="M0 {HEIGHT / 2:g}H{WIDTH}"/>{marks}{dots}</svg>'
+        f'<svg class="strip" viewBox="0 0 {WIDTH} {HEIGHT}" aria-hidden="true">'
+        f'<rect x="{start:.0f}" y="2" width="{end - start:.0f}" height="{HEIGHT - 4}"/>'
+        f'<path class="goal" d="{marks}"/><path class="dots" d="{dots}"/></svg>'
     )
 
 

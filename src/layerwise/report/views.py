@@ -1,14 +1,16 @@
 """What the templates print, ready as text: rows of tables, badges, links."""
 
+import itertools
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from layerwise.experiments.claims import ORIGINS, Claim
 from layerwise.experiments.experiment import plain
-from layerwise.experiments.figures import Curve, Figure
+from layerwise.experiments.figures import Curve, Figure, Panel
 from layerwise.report import wording
 from layerwise.report.commands import run_command
 from layerwise.report.gather import Judged, Run
@@ -37,6 +39,10 @@ class ClaimRow:
     why: str = ""
     note: str = ""
     strip: str = ""
+    anchor: str = ""
+    """The name of its row on the page, where it has one."""
+    pair: str = ""
+    """"printed" and "corrected" for a misprint and the claim after it that puts it right."""
 
     @property
     def verdict(self) -> str:
@@ -44,12 +50,30 @@ class ClaimRow:
         return wording.OUTCOMES[self.outcome]
 
 
-def claim_row(judged: Judged) -> ClaimRow:
+def claim_rows(run: Run) -> list[ClaimRow]:
+    """The claims of a run."""
+    rows = [claim_row(judged, f"{run.name}-{place}") for place, judged in enumerate(run.claims)]
+    return paired(rows, [judged.claim for judged in run.claims])
+
+
+def paired(rows: Sequence[ClaimRow], claims: Sequence[Claim]) -> list[ClaimRow]:
+    """The same rows, where a misprint is followed by what is right instead: that is then said once."""
+    found = list(rows)
+    for place, (claim, after) in enumerate(itertools.pairwise(claims)):
+        if claim.origin == "misprint" and claim.why == after.statement:
+            found[place] = replace(found[place], pair="printed", why="")
+            found[place + 1] = replace(found[place + 1], pair="corrected")
+    return found
+
+
+def claim_row(judged: Judged, anchor: str = "") -> ClaimRow:
     """A claim of a run."""
     claim, verdict = judged.claim, judged.verdict
     if verdict is None:
-        return ClaimRow(**_declared(claim), outcome="error", detail=judged.trouble)
+        return ClaimRow(**_declared(claim), outcome="error", detail=judged.trouble, anchor=anchor)
     several = verdict.n > 1 and verdict.low is not None
+    outcome = wording.outcome(claim, verdict)
+    decided = outcome in ("held", "known", "misprint") and all(map(math.isfinite, verdict.values.values()))
     return ClaimRow(
         **_declared(claim),
         mean=wording.number(verdict.mean),
@@ -57,9 +81,10 @@ def claim_row(judged: Judged) -> ClaimRow:
         interval=wording.interval(verdict.interval),
         n=verdict.n,
         counted=wording.counted(verdict),
-        outcome=wording.outcome(claim, verdict),
-        detail=verdict.detail,
+        outcome=outcome,
+        detail="" if decided and not verdict.diverged else verdict.detail,  # columns beside it say as much
         strip=strip(claim, list(verdict.values.values())),
+        anchor=anchor,
     )
 
 
@@ -95,7 +120,7 @@ def tally(rows: Iterable[ClaimRow]) -> list[tuple[str, int, str]]:
 def run_heading(run: Run) -> dict[str, Any]:
     """What a run is called and how far it is."""
     seeds = len({record["seed"] for record in run.recorded.records})
-    spent = sum(record.get("seconds") or 0.0 for record in run.recorded.records)
+    spent = seconds(run)
     facts = [
         f"{seeds} {'seed' if seeds == 1 else 'seeds'}",
         f"last run {wording.moment(run.manifest.get('time', 'at an unknown time'))}",
@@ -104,6 +129,7 @@ def run_heading(run: Run) -> dict[str, Any]:
         facts.append(f"{wording.duration(spent)} of computing")
     return {
         "preset": run.preset,
+        "size": wording.PRESETS.get(run.preset, ""),
         "name": run.name,
         "facts": facts,
         "when": wording.moment(run.manifest.get("time", wording.NONE)),
@@ -112,6 +138,25 @@ def run_heading(run: Run) -> dict[str, Any]:
         "command": command(run),
         "version": version(run),
     }
+
+
+def headline(runs: Sequence[Run]) -> Run | None:
+    """The run that speaks for an experiment: of those that are complete the most demanding, else the first."""
+    return next((run for run in runs if run.done >= run.expected), runs[0] if runs else None)
+
+
+def seconds(run: Run) -> float:
+    """Computing time of all its records."""
+    return float(sum(record.get("seconds") or 0.0 for record in run.recorded.records))
+
+
+MOST_FIELDS = 14
+
+
+def setting(run: Run) -> list[tuple[str, str]]:
+    """The configuration in a line or two: its first fields, as name and value."""
+    fields = [(name, _text(value)) for name, value in plain(run.config).items()]
+    return [(name.replace("_", " "), value) for name, value in fields if len(value) <= 48][:MOST_FIELDS]
 
 
 def command(run: Run) -> str:
@@ -166,18 +211,96 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def last_points(figure: Figure) -> list[tuple[str, str, str, str, str]]:
-    """The end of each curve: panel, curve, x, y and band, as the table under a figure shows it."""
-    return [
-        (panel.title, curve.label, *_last(curve)) for panel in figure.panels for curve in panel.curves if len(curve.x)
-    ]
+@dataclass(frozen=True)
+class Table:
+    """Values of a panel for those who read them: a row a curve."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
 
 
-def _last(curve: Curve) -> tuple[str, str, str]:
-    band = wording.NONE
-    if curve.low is not None and curve.high is not None and len(curve.low) and len(curve.high):
-        band = f"{wording.number(float(curve.low[-1]))} to {wording.number(float(curve.high[-1]))}"
-    return wording.number(float(curve.x[-1])), wording.number(float(curve.y[-1])), band
+COLUMNS = 6
+"""Places along x that a table of values has at most."""
+
+
+def tables(figure: Figure) -> list[Table]:
+    """A table a panel: each curve at some places along x, the first and the last among them."""
+    return [_table(panel) for panel in figure.panels if any(len(curve.x) for curve in panel.curves)]
+
+
+def _table(panel: Panel) -> Table:
+    curves = [curve for curve in panel.curves if len(curve.x)]
+    if not panel.places and all(len(curve.x) == 1 for curve in curves):
+        rows = tuple((curve.label, _value(curve, 0), _range(curve, 0)) for curve in curves)
+        return Table(panel.title, ("", panel.y_label or "value", "range"), rows)
+    xs = sorted({float(x) for curve in curves for x in curve.x if x is not None and not math.isnan(x)})
+    longest = max(curves, key=lambda curve: len(curve.x))
+    if len(xs) > COLUMNS and not panel.places:
+        own = [float(x) for x in longest.x]
+        xs = sorted({own[round(k * (len(own) - 1) / (COLUMNS - 1))] for k in range(COLUMNS)})
+    named = [panel.places[int(x)] if 0 <= int(x) < len(panel.places) else wording.number(x) for x in xs]
+    shown = named if panel.places else [wording.number(x) for x in xs]
+    first = f"{panel.y_label} at {panel.x_label}" if panel.x_label and panel.y_label else panel.y_label
+    if panel.places:  # names read better down the side
+        rows = tuple((name, *(_at(curve, x) for curve in curves)) for name, x in zip(shown, xs, strict=True))
+        return Table(panel.title, (first, *(curve.label for curve in curves)), rows)
+    rows = tuple((curve.label, *(_at(curve, x) for x in xs)) for curve in curves)
+    return Table(panel.title, (first, *shown), rows)
+
+
+def _at(curve: Curve, x: float) -> str:
+    return next((_value(curve, k) for k, own in enumerate(curve.x) if own == x), wording.NONE)
+
+
+def _value(curve: Curve, place: int) -> str:
+    value = curve.y[place] if place < len(curve.y) else None
+    return wording.number(None if value is None else float(value))
+
+
+def _range(curve: Curve, place: int) -> str:
+    if curve.low is None or curve.high is None or curve.low[place] == curve.high[place]:
+        return wording.NONE
+    return f"{wording.number(float(curve.low[place]))} to {wording.number(float(curve.high[place]))}"
+
+
+# --- What is weaker than the paper ----------------------------------------------------------------------------
+
+
+def weaker(run: Run, rows: Sequence[ClaimRow]) -> tuple[list[str], list[tuple[str, str, str]]]:
+    """Sentences, and the settings that differ from preset "paper": name, here, there."""
+    said = []
+    here, there = plain(run.config), plain(run.experiment.preset("paper"))
+    differs = [(name, _text(value), _text(there[name])) for name, value in here.items() if there[name] != value]
+    if differs:
+        said.append(
+            "Settings that are smaller, or other, than in the preset paper, which is as near to the paper as this "
+            "experiment gets:"
+        )
+    else:
+        said.append(
+            "The settings are those of the preset paper, which is as near to the paper as this experiment gets."
+        )
+    if run.done < run.expected:
+        said.append(f"Only {run.done} of {run.expected} results are recorded.")
+    few = [row for row in rows if row.outcome == "few"]
+    if few:
+        said.append(f"{_claims(len(few))} not decided: more seeds are needed than have run.")
+    diverged = {seed for judged in run.claims if judged.verdict for seed in judged.verdict.diverged}
+    if diverged:
+        listed = ", ".join(map(str, sorted(diverged)[:12])) + (", …" if len(diverged) > 12 else "")
+        said.append(
+            f"{len(diverged)} {'seed' if len(diverged) == 1 else 'seeds'} diverged in some runs (seed {listed}); where "
+            "a claim is only about runs that did not, the others decide."
+        )
+    bounds = sum(judged.claim.origin == "ours" for judged in run.claims)
+    if bounds:
+        said.append(f"{_claims(bounds)} our own expectation rather than a sentence of the paper.")
+    return said, differs
+
+
+def _claims(count: int) -> str:
+    return "1 claim is" if count == 1 else f"{count} claims are"
 
 
 def left_out(drawn: Picture) -> list[tuple[str, str]]:
@@ -187,6 +310,24 @@ def left_out(drawn: Picture) -> list[tuple[str, str]]:
         for note in panel.notes:
             panels.setdefault(note, []).append(panel.title)
     return [(", ".join(titles), note) for note, titles in panels.items()]
+
+
+def short_paper(paper: str) -> str:
+    """Authors and year of a citation, for links.
+
+    >>> short_paper("George (2023), Deep networks")
+    'George (2023)'
+    >>> short_paper("Zhang, Moniri: On The Concurrence, ICML 2025, arXiv 2502.1")
+    'Zhang et al. (2025)'
+    >>> short_paper("Notes")
+    'Notes'
+    """
+    if found := re.match(r"[^(]*\(\d{4}\)", paper):
+        return found[0]
+    authors, year = paper.partition(":")[0].split(","), re.search(r"\b(?:19|20)\d{2}\b(?!\.)", paper)
+    if not year:
+        return paper if len(paper) <= 40 else f"{paper[:39]}…"
+    return f"{authors[0]}{' et al.' if len(authors) > 1 else ''} ({year[0]})"
 
 
 def slug(text: str) -> str:

@@ -53,9 +53,17 @@ def whom(claim: Claim) -> str:
     return {"every seed": "every seed", "mean": "the 95 % interval of the mean"}[claim.test]
 
 
+PRESETS = {
+    "smoke": "the smallest size, which shows in seconds that it works",
+    "laptop": "a size for a laptop",
+    "paper": "as near to the paper as this experiment gets",
+}
+"""What a preset is, for a reader who meets the word for the first time."""
+
 OUTCOMES = {
     "held": "held",
-    "known": "failed, as known",
+    "known": "refuted",
+    "misprint": "misprint",
     "failed": "failed",
     "surprise": "held, but known to fail",
     "few": "not enough runs",
@@ -64,17 +72,60 @@ OUTCOMES = {
 }
 """What a page says of a claim, by the class that colours it."""
 
+MEANINGS = {
+    "held": "the numbers agree with the statement",
+    "known": "the numbers contradict the statement, and the page says why",
+    "misprint": "the text prints it wrong: it fails as printed, and the correction is a claim of its own beside it",
+    "failed": "expected to hold, and it does not: not explained yet",
+    "surprise": "declared to fail, and it holds",
+    "few": "fewer seeds have run than the claim asks for",
+    "error": "its quantity could not be computed from the records",
+    "not-run": "there are no records",
+}
+"""The same for a reader who meets the words for the first time."""
+
 
 def outcome(claim: Claim, verdict: Verdict) -> str:
     """Which of `OUTCOMES` a verdict is."""
     if verdict.as_expected is None:
         return "few"
     if claim.expected == "fails":
-        return "known" if verdict.as_expected else "surprise" if verdict.status == "held" else "failed"
+        known = "misprint" if claim.origin == "misprint" else "known"
+        return known if verdict.as_expected else "surprise" if verdict.status == "held" else "failed"
     return "held" if verdict.as_expected else "failed"
 
 
-WHY = {"paper": "Why it fails.", "misprint": "What is right.", "ours": "Why it fails."}
+_PHRASES = {
+    "held": ("held", "held"),
+    "known": ("is refuted", "are refuted"),
+    "misprint": ("is a misprint", "are misprints"),
+    "failed": ("failed", "failed"),
+    "surprise": ("held though known to fail", "held though known to fail"),
+    "few": ("lacks runs", "lack runs"),
+    "error": ("could not be judged", "could not be judged"),
+    "not-run": ("was not run", "were not run"),
+}
+
+
+def summed_up(tally: Sequence[tuple[str, int, str]]) -> str:
+    """A tally as a sentence.
+
+    >>> summed_up([("held", 21, "held"), ("known", 1, "refuted"), ("few", 2, "not enough runs")])
+    'Of 24 claims, 21 held, 1 is refuted and 2 lack runs.'
+    >>> summed_up([("held", 3, "held")]), summed_up([])
+    ('All 3 claims held.', 'No claims are made.')
+    """
+    total = sum(count for _, count, _ in tally)
+    if not total:
+        return "No claims are made."
+    parts = [f"{count} {_PHRASES[kind][count > 1]}" for kind, count, _ in tally]
+    if len(parts) == 1:
+        words = _PHRASES[tally[0][0]]
+        return f"The one claim {words[0]}." if total == 1 else f"All {total} claims {words[1]}."
+    return f"Of {total} claims, {', '.join(parts[:-1])} and {parts[-1]}."
+
+
+WHY = {"paper": "Why it fails:", "misprint": "What is right:", "ours": "Why it fails:"}
 """What precedes the reason for which a claim is known to fail, by its origin."""
 
 

@@ -299,7 +299,7 @@ MEMBERS: dict[str, Any] = {
     "SOAP": lambda m: lw.optim.SOAP(m, lr=0.003, refresh_every=1, solver="products", weight_decay=0.1, scale="formula"),
     # eps: entries that are rounding alone are steps of ±lr without it, other ones with other numbers of threads
     "SOAP with momentum": lambda m: lw.optim.SOAP(
-        m, lr=0.003, refresh_every=1, solver="products", momentum=0.9, eps=1e-5, scale="formula"
+        m, lr=0.003, refresh_every=1, solver="products", momentum=0.9, eps=1e-3, scale="formula"
     ),
     "EKFAC": lambda m: lw.optim.EKFAC(
         m, lr=0.003, refresh_every=1, solver="products", scaling="running", scale="formula"

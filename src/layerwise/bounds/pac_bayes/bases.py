@@ -43,8 +43,8 @@ class Rotation:
         """Write this layer of ``U X Vᵀ`` (`back`), or of ``Uᵀ X V``, into the flat vector `out`."""
         left = self.left if back else self.left.mT
         right = self.right.mT if self.right is not None and back else self.right
-        if self._plain and flat.ndim == 1:
-            self._turn_in_place(flat, out, where, left[0], None if right is None else right[0])
+        if self._plain:
+            self._turn_in_place(flat, out, where, left[..., 0, :, :], None if right is None else right[..., 0, :, :])
             return
         params = {part.name: _piece(flat, where[part.name]) for part in self.form.parts}
         X, i = self.form.join(params), self.form.weight_inputs
@@ -64,20 +64,29 @@ class Rotation:
         return apart and f.groups == 1 and not f.transposed and all(part.rows is None for part in f.parts)
 
     def _turn_in_place(
-        self, flat: Tensor, out: Tensor, where: Mapping[str, tuple[int, tuple[int, ...]]], left: Tensor, right: Any
+        self,
+        flat: Float[Tensor, "*B P"],
+        out: Float[Tensor, "*B P"],
+        where: Mapping[str, tuple[int, tuple[int, ...]]],
+        left: Float[Tensor, "*b O O"],
+        right: Float[Tensor, "*b i i"] | None,
     ) -> None:
-        """Two products, without a copy of anything."""
+        """Weight and bias where they lie: joined, their rows would be of odd length, which makes products slow."""
         f = self.form
         assert f.weight is not None
-        at, size = where[f.weight.name][0], f.outputs * f.weight_inputs
-        X, Y = (v[at : at + size].view(f.outputs, f.weight_inputs) for v in (flat, out))
-        if right is None:
+        at = where[f.weight.name][0]
+        X, Y = (v[..., at : at + f.outputs * f.weight_inputs] for v in (flat, out))
+        X, Y = (v.unflatten(-1, (f.outputs, f.weight_inputs)) for v in (X, Y))
+        if flat.ndim > 1:
+            Y.copy_(_product(left, X.contiguous(), right))
+        elif right is None:
             torch.mm(left, X, out=Y)
         else:
             torch.mm(left @ X, right, out=Y)
         if f.bias is not None and self.bias == "rotate":
             at = where[f.bias.name][0]
-            torch.mv(left, flat[at : at + f.outputs], out=out[at : at + f.outputs])
+            own = flat[..., at : at + f.outputs].unsqueeze(-1)
+            out[..., at : at + f.outputs] = (left @ own).squeeze(-1)
 
 
 def _product(left: Tensor, X: Tensor, right: Tensor | None) -> Tensor:

@@ -126,16 +126,12 @@ def _check(runs: Sequence[Run]) -> None:
         raise InputError(describe('bias="leave" in a stack', '"rotate" or "joint"', "optimize such a run alone"))
 
 
-def _whole(rotation: Rotation | None, shape: tuple[int, int, int], like: Tensor) -> tuple[Tensor, Tensor]:
-    """U and V of all columns, the bias's included: where only the weight's inputs have a basis, the bias keeps its."""
-    groups, outputs, inputs = shape
-    V = torch.eye(inputs, dtype=like.dtype, device=like.device).repeat(groups, 1, 1)
-    if rotation is None:
-        return torch.eye(outputs, dtype=like.dtype, device=like.device).repeat(groups, 1, 1), V
-    if rotation.right is not None:
-        size = rotation.right.shape[-1]
-        V[:, :size, :size] = rotation.right
-    return rotation.left, V
+def _resized(own: Tensor | None, like: Tensor) -> Tensor:
+    """A side of a rotation in the size of another, with the identity in what it has not: the bias keeps its own."""
+    side = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device).repeat(like.shape[-3], 1, 1)
+    if own is not None:
+        side[:, : own.shape[-1], : own.shape[-1]] = own
+    return side
 
 
 def _stacked(members: Sequence[Bases]) -> Bases:
@@ -143,16 +139,20 @@ def _stacked(members: Sequence[Bases]) -> Bases:
     first = max(members, key=lambda bases: len(bases.rotations))
     rotations = {}
     for name, rotation in first.rotations.items():
-        form = rotation.form
-        pairs = [_whole(bases.rotations.get(name), form.shape, rotation.left) for bases in members]
-        left, right = (torch.stack([pair[part] for pair in pairs]) for part in (0, 1))
-        rotations[name] = Rotation(form, left, right, "joint")
+        found = [bases.rotations.get(name) for bases in members]
+        widest = max((r for r in found if r is not None), key=lambda r: 0 if r.right is None else r.right.shape[-1])
+        left = torch.stack([_resized(None if r is None else r.left, widest.left) for r in found])
+        right = widest.right
+        if right is not None:
+            right = torch.stack([_resized(None if r is None else r.right, right) for r in found])
+        rotations[name] = Rotation(rotation.form, left, right, widest.bias)
     return replace(first, rotations=rotations, curvature=None)
 
 
 def _write(stacked: Bases, number: int, member: Bases) -> None:
     """A member's new bases in place of those that it had."""
     for name, rotation in stacked.rotations.items():
-        assert rotation.right is not None
-        shape = rotation.form.shape
-        rotation.left[number], rotation.right[number] = _whole(member.rotations.get(name), shape, rotation.left)
+        own = member.rotations.get(name)
+        rotation.left[number] = _resized(None if own is None else own.left, rotation.left)
+        if rotation.right is not None:
+            rotation.right[number] = _resized(None if own is None else own.right, rotation.right)

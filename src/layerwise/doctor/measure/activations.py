@@ -341,8 +341,8 @@ def _root(value: float) -> float:
 
 
 def _varying(x: Tensor) -> float:
-    """Mean square of what differs between the rows of a batch."""
-    if x.ndim < 2 or x.shape[0] < 2:
+    """Mean square of what differs between the rows of a batch; NaN for one row that was expanded (learned queries)."""
+    if x.ndim < 2 or x.shape[0] < 2 or x.stride(0) == 0:
         return math.nan
     x = x.detach().float()
     return float((x - x.mean(0)).square().mean())

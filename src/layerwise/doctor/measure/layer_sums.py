@@ -230,21 +230,40 @@ class LayerSums:
 
 
 def affordable_spectrum(specs: Iterable[LayerSpec], seconds: float, device: torch.device) -> int:
-    """The features up to which all spectra of these layers can be computed in so many seconds.
-
-    A small decomposition is timed; the others take as many times longer as their sizes, cubed, say.
-    """
-    sizes = [size for spec in specs for size in spec.form.shape[1:] if not spec.form.one_hot]
-    test = 192
-    matrix = torch.eye(test, device=device) + torch.ones(test, test, device=device)
-    torch.linalg.eigh(matrix)
-    start = time.perf_counter()
-    torch.linalg.eigh(matrix)
-    each = max(time.perf_counter() - start, 1e-6) / test**3
+    """The features up to which all spectra of these layers can be computed in so many seconds."""
+    sizes = factor_sizes(specs)
     largest = LARGEST_SPECTRUM
-    while largest > 64 and sum(each * min(size, largest) ** 3 for size in sizes) > seconds:
+    while largest > 64 and eigh_seconds((min(size, largest) for size in sizes), device) > seconds:
         largest = int(largest / 1.25)
     return largest
+
+
+def factor_sizes(specs: Iterable[LayerSpec]) -> list[int]:
+    """Sizes of the second moments that have to be decomposed: not those of one-hot inputs, which are diagonal."""
+    return [size for spec in specs for size in spec.form.shape[1:] if not spec.form.one_hot]
+
+
+def eigh_seconds(sizes: Iterable[int], device: torch.device) -> float:
+    """What eigendecompositions of these sizes will take: one is timed, the others go with the cube of their size."""
+    return _seconds_per_cube(device) * sum(size**3 for size in sizes)
+
+
+_TIMED: dict[torch.device, float] = {}
+"""Seconds of an eigendecomposition over the cube of its size."""
+
+
+def _seconds_per_cube(device: torch.device) -> float:
+    if device not in _TIMED:
+        size = 384  # large enough for the arithmetic to count, and not only the calls
+        matrix = torch.eye(size, device=device) + torch.rand(size, 1, device=device)
+        matrix = matrix @ matrix.mT
+        if device.type == "cuda":
+            torch.linalg.eigh(matrix)  # the first call loads a library
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        torch.linalg.eigh(matrix)[0].tolist()
+        _TIMED[device] = max(time.perf_counter() - start, 1e-6) / size**3
+    return _TIMED[device]
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ direction that has only learned the noise of its own examples gets no credit for
 """
 
 import copy
+import dataclasses
 import math
 import time
 import warnings
@@ -18,10 +19,12 @@ from torch import Tensor, nn
 
 from layerwise import optim
 from layerwise.doctor.clock import Clock
+from layerwise.doctor.measure.layer_sums import eigh_seconds, factor_sizes
 from layerwise.doctor.measurements import OwnStep, Step
 from layerwise.foundations.errors import LayerwiseError
 from layerwise.foundations.likelihoods import Likelihood, Terms
 from layerwise.foundations.vectors import ParamVector
+from layerwise.layers.capture.examine import examined_as
 from layerwise.layers.capture.linearize import Linearization
 from layerwise.layers.capture.model_call import call, undisturbed
 from layerwise.layers.capture.recorder import Batch, ModelRecorder
@@ -32,6 +35,12 @@ MEMBERS = ("SGD", "Adam", "Sign", "Muon", "FOOF", "KFAC", "EKFAC", "SOAP", "Sham
 WARM_UP = 5
 """Steps at rate zero that fill an optimizer's running means before its direction is looked at."""
 
+DECOMPOSE = {"EKFAC": 1.6, "SOAP": 1.6, "Shampoo": 1.6}
+"""Members that decompose both factors of a layer; the null space of a factor of few rows is decomposed as well."""
+GRADIENTS_ALONE = ("SGD", "Adam", "Sign", "Muon", "SOAP", "Shampoo")
+"""Members that look at no forward: one backward of each batch serves all of them."""
+HELD_BYTES = 2**30
+"""Memory for those gradients; beyond it they are computed again."""
 RATE = 1e-3
 """At which a direction is looked at: small enough for no bound on updates, large enough for float32."""
 
@@ -45,6 +54,25 @@ class Line:
     likelihood: Likelihood
     batches: Sequence[Batch]
     _linearization: list[Linearization] = field(default_factory=list, repr=False)
+    _only_terms: list[Terms] = field(default_factory=list, init=False, repr=False)
+    """Of a single batch, with their graph: every direction is pushed through the same. New for other batches."""
+
+    _held: dict[int, dict[str, Tensor]] = field(default_factory=dict, init=False, repr=False)
+    """Gradients of single batches, by their number."""
+
+    def batch_gradient(self, batch: Batch) -> dict[str, Tensor]:
+        """Of the mean loss of one batch, for the parameters that it reaches."""
+        if batch.number in self._held:
+            return self._held[batch.number]
+        params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        with undisturbed(self.model), torch.enable_grad():
+            losses, weights = self._terms(batch)
+            grads = torch.autograd.grad(losses / weights, list(params.values()), allow_unused=True)
+        found = {name: grad for name, grad in zip(params, grads, strict=True) if grad is not None}
+        size = sum(grad.numel() * grad.element_size() for grad in found.values())
+        if size * (len(self._held) + 1) <= HELD_BYTES:
+            self._held[batch.number] = found
+        return found
 
     def loss(self) -> float:
         """At the parameters as they are, a mean over terms."""
@@ -86,9 +114,14 @@ class Line:
                 def standard(out: Tensor, batch: Batch = batch, n: int = n) -> Terms:
                     return self.recorder.terms(out, batch, self.likelihood, n)
 
-                self.recorder.seed_forward(batch)
-                with torch.enable_grad():
-                    terms = standard(linear.run(batch.x))
+                if self._only_terms:
+                    terms = self._only_terms[0]
+                else:
+                    self.recorder.seed_forward(batch)
+                    with torch.enable_grad():
+                        terms = standard(linear.run(batch.x))
+                    if len(self.batches) == 1:
+                        self._only_terms.append(terms)
                 self.recorder.seed_forward(batch)
                 pushed = linear.push(batch.x, terms.f, columns, lambda out, standard=standard: standard(out).f)
                 total += float((self.likelihood.hessian_product(terms, pushed) * pushed).sum())
@@ -99,9 +132,8 @@ class Line:
         """``L(θ − η d)``."""
         params = dict(self.model.named_parameters())
         with _restored(params.values()):
-            with torch.no_grad():
-                for name, direction in d.items():
-                    params[name].sub_(direction.to(params[name].dtype), alpha=rate)
+            for name, direction in d.items():
+                params[name].data.sub_(direction.to(params[name].dtype), alpha=rate)
             return self.loss()
 
     def _terms(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -113,14 +145,16 @@ class Line:
 
 @contextmanager
 def _restored(parameters: Any) -> Iterator[None]:
-    """Parameters get their values back."""
+    """Parameters get their values back.
+
+    All through ``.data``, which autograd does not count as a change: graphs of before are used afterwards.
+    """
     held = [(p, p.detach().clone()) for p in parameters]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for p, before in held:
-                p.copy_(before)
+        for p, before in held:
+            p.data.copy_(before)
 
 
 def measure_steps(
@@ -132,13 +166,19 @@ def measure_steps(
     begun = time.perf_counter()
     start = line.loss()
     gradient = line.gradient()
-    slowest = 3 * (time.perf_counter() - begun)  # a first guess of what a step takes
+    slowest = guess = 1.5 * (time.perf_counter() - begun)
+    """What a member takes beside decompositions; at first a guess."""
+    if clock.left() > 3 * guess:
+        line.curvature(gradient)  # finds the way to J d, once for all members
     theta = ParamVector({name: p.detach() for name, p in line.model.named_parameters() if name in gradient.dict()})
     found, notes = list[Step](), list[str]()
-    for place, name in enumerate(members):
-        if not clock.has(share) or clock.left() < 1.5 * slowest:
-            notes.append(f"No time for the steps of {', '.join(members[place:])} (seconds={clock.seconds:g}).")
-            break
+    decomposing = _decomposing_seconds(line) if not DECOMPOSE.keys().isdisjoint(members) else 0.0
+    late = []
+    for name in members:
+        extra = DECOMPOSE.get(name, 0.0) * decomposing
+        if not clock.has(share) or clock.left() < 1.3 * slowest + extra:
+            late.append(name)
+            continue
         begun = time.perf_counter()
         try:
             with warnings.catch_warnings(record=True) as said:
@@ -149,16 +189,26 @@ def measure_steps(
         except (LayerwiseError, RuntimeError) as error:
             notes.append(f"The step of {name} was not measured: {error}")
             continue
-        slowest = time.perf_counter() - begun if place == 0 else max(slowest, time.perf_counter() - begun)
+        took = time.perf_counter() - begun
+        slowest = took if slowest is guess else max(slowest, took - extra)
         if step is not None:
-            found.append(step)
+            found.append(dataclasses.replace(step, seconds=took))
+    if late:
+        notes.append(f"No time for the steps of {', '.join(late)} (seconds={clock.seconds:g}).")
     found.sort(key=lambda step: -step.predicted)
     return tuple(found), notes
+
+
+def _decomposing_seconds(line: Line) -> float:
+    """Of the factors of all layers, once."""
+    factored = [spec for spec in line.recorder.table.layers if spec.sites and spec.form.kronecker]
+    return eigh_seconds(factor_sizes(factored), next(line.model.parameters()).device)
 
 
 def direction(line: Line, training: Sequence[Batch], name: str) -> ParamVector:
     """What a member subtracts at rate one, after some steps at rate zero that fill its running means."""
     model = copy.deepcopy(line.model)
+    examined_as(model, line.recorder.findings, training[0].x)
     for p in model.parameters():
         p.grad = None
     model.training = True  # optimizers take statistics of training forwards; the modules inside stay in eval mode
@@ -172,7 +222,12 @@ def direction(line: Line, training: Sequence[Batch], name: str) -> ParamVector:
         if place == len(warm):
             for group in opt.param_groups:
                 group["lr"] = RATE
-        _backward(line, model, batch, opt)
+        if name in GRADIENTS_ALONE:
+            grads = line.batch_gradient(batch)
+            for key, p in model.named_parameters():
+                p.grad = None if key not in grads else grads[key].clone()
+        else:
+            _backward(line, model, batch, opt)
         opt.step()
     after = dict(model.named_parameters())
     return ParamVector({key: (value - after[key].detach()) / RATE for key, value in before.items()})
@@ -240,6 +295,10 @@ def measure_own_step(
     after = dict(model.named_parameters())
     d = ParamVector({key: before[key] - after[key].detach() for key in gradient.dict()})
     slopes, bends = float(gradient @ d), line.curvature(d)
+    if slopes <= 0:  # noise: the step of one half raises the loss of the other, at any rate. Its own half can say more
+        line = dataclasses.replace(line, batches=[training[-1]])
+        start, gradient = line.loss(), line.gradient()
+        slopes, bends = float(gradient @ d), line.curvature(d)
     predicted = slopes - 0.5 * bends
     measured = start - line.loss_after(d, 1.0)
     multiple = slopes / bends if bends > 0 else math.inf

@@ -82,6 +82,10 @@ class TargetSums:
         )
 
 
+FEW = 4
+"""Features below which nothing is said of what they have in common."""
+
+
 def measure_inputs(x: Tree, convolutional: bool) -> Inputs | None:
     """Scales and offsets of features; None for integer inputs."""
     values = next((t for t in leaves(x) if t.is_floating_point() and t.ndim >= 2), None)
@@ -95,6 +99,10 @@ def measure_inputs(x: Tree, convolutional: bool) -> Inputs | None:
     live = std[~constant]
     if not live.numel():
         return Inputs(len(std), scale, 0.0, 0.0, math.inf, 1.0, 1.0)
+    common = None
+    if values.ndim == 2 and live.numel() >= FEW and len(rows) > live.numel():
+        z = (rows - mean)[:, ~constant] / live
+        common = float(torch.linalg.matrix_norm(z.mT @ z, 2) / z.square().sum())
     return Inputs(
         len(std),
         scale,
@@ -103,4 +111,5 @@ def measure_inputs(x: Tree, convolutional: bool) -> Inputs | None:
         float((mean.abs()[~constant] / live).median()),
         float(live.max() / live.median()),
         float(constant.double().mean()),
+        common,
     )

@@ -15,7 +15,7 @@ Rule = Callable[[Measurements], Iterator[Finding]]
 RULES: tuple[Rule, ...] = (*DATA_RULES, *SIGNAL_RULES, *LAYER_RULES, *STEP_RULES)
 
 KINDS = {
-    "not-finite": "an output is NaN or infinite",
+    "not-finite": "an output, or an example of the data, is NaN or infinite",
     "input-scale": "input features are too large, too small, or of very different sizes",
     "input-offset": "input features are far from zero mean",
     "constant-features": "input features never change",
@@ -37,7 +37,7 @@ KINDS = {
     "not-in-optimizer": "trained parameters that the optimizer does not have",
     "rate-too-high": "the next step of the optimizer makes the loss larger",
     "rate-too-low": "the next step of the optimizer is far smaller than it could be",
-    "anisotropic-inputs": "inputs of a layer have directions that gradient descent does not reach",
+    "anisotropic-inputs": "inputs of a layer have directions that gradient descent does not reach, or are copies",
     "anisotropic-gradients": "output gradients of a layer have such directions",
     "gradient-noise": "batches are dominated by noise",
     "kronecker-error": "a layer's curvature is far from its K-FAC",

@@ -10,6 +10,8 @@ LARGE, SMALL = 20.0, 0.02
 """Root mean square of inputs, beyond which their size is a fault."""
 SPREAD = 30.0
 """Largest over median standard deviation of features."""
+COMMON = 0.95
+"""Part of the variance of features in one direction, from which they are nearly copies of one another."""
 OFFSET = 10.0
 """|mean| over standard deviation."""
 CONSTANT = 0.5
@@ -19,7 +21,9 @@ UNEVEN = 0.1
 """Entropy that labels lack, as a part of that of even ones, from which rare classes are a fault."""
 LARGEST_SHARE = 0.7
 SHUFFLED = 3.0
-"""Standard deviations above shuffled labels, below which labels count as unrelated."""
+"""Standard deviations above shuffled labels, below which labels may be unrelated."""
+SURELY_SHUFFLED = 2.0
+"""The same, below which that is a severe finding: 2 to 3 is also seen where labels are hard to see at first."""
 TARGET_LARGE = 10.0
 
 
@@ -81,6 +85,18 @@ def input_scale(measured: Measurements) -> Iterator[Finding]:
             "Subtract the mean of the training data and divide by its standard deviation.",
             names,
         )
+    if x.common is not None and x.common >= COMMON:
+        yield Finding(
+            "anisotropic-inputs",
+            "severe",
+            max(gain, measured.best_step()),
+            "Input features are nearly copies of one another.",
+            f"{_percent(x.common)} of the variance of {x.features} features, each of size one, lies in one direction."
+            f"{condition} What tells the features apart is hardly seen: SGD needs about that many steps to learn it.",
+            "Decorrelate (whiten) the inputs, or precondition the first layer (FOOF and K-FAC).",
+            names,
+            ("input-offset", "input-scale", "not-finite"),
+        )
     if CONSTANT <= x.constant < 1.0 or 0 < x.constant < CONSTANT:
         severe = x.constant >= CONSTANT
         yield Finding(
@@ -132,7 +148,7 @@ def unrelated_labels(measured: Measurements) -> Iterator[Finding]:
         return
     yield Finding(
         "unrelated-labels",
-        "severe",
+        "severe" if y.shuffled_z <= SURELY_SHUFFLED else "moderate",
         max(y.constant_loss or 0.0, 0.0),
         "Targets look unrelated to the inputs, as far as this network can see.",
         f"The tangent kernel's alignment with them is {number(y.shuffled_z, 2)} standard deviations above that with "
@@ -142,6 +158,7 @@ def unrelated_labels(measured: Measurements) -> Iterator[Finding]:
             "constant-features",
             "input-scale",
             "input-offset",
+            "anisotropic-inputs",
             "dead-units",
             "saturated-units",
             "constant-representation",
@@ -154,6 +171,7 @@ def unrelated_labels(measured: Measurements) -> Iterator[Finding]:
             "class-imbalance",
             "unused",
             "output-scale",
+            "collapsed-attention",
         ),
     )
 
@@ -180,9 +198,14 @@ def target_scale(measured: Measurements) -> Iterator[Finding]:
 def output_scale(measured: Measurements) -> Iterator[Finding]:
     """A loss above that of a constant prediction."""
     y = measured.targets
-    if y is None or y.constant_loss is None or y.kind != "classes" or not y.classes:
+    if y is None or y.constant_loss is None:
         return
-    chance = math.log(y.classes)
+    if y.kind == "classes" and y.classes:
+        chance = math.log(y.classes)
+    elif measured.likelihood == "bernoulli":
+        chance = y.constant_loss  # of several labels, whose number is not known here: at most that of even ones
+    else:
+        return
     if measured.loss <= 1.5 * chance:
         return
     yield Finding(

@@ -21,7 +21,16 @@ VARIATION = 1e-3
 
 def not_finite(measured: Measurements) -> Iterator[Finding]:
     """NaN or infinite outputs."""
-    if measured.broken:
+    if measured.broken_examples:
+        yield Finding(
+            "not-finite",
+            "severe",
+            math.inf,
+            f"{measured.broken_examples} examples of the first batch have inputs or targets that are NaN or infinite.",
+            "One of them in a batch makes its loss, and every gradient, NaN.",
+            "Clean the data: `torch.isfinite(x)` tells which; look for divisions by zero in the preprocessing.",
+        )
+    elif measured.broken:
         first = measured.broken[0] or "the model itself"
         yield Finding(
             "not-finite",
@@ -123,8 +132,11 @@ def signal_size(measured: Measurements) -> Iterator[Finding]:
     if len(signals) < 3:
         return
     start, rest = signals[0], signals[1:]
-    largest = max(rest, key=lambda signal: max(signal.rms_in, signal.rms_out))
-    size = max(largest.rms_in, largest.rms_out)
+    # What the last layer alone makes large is the outputs' size, and no growth from layer to layer.
+    sizes = {signal.module: max(signal.rms_in, signal.rms_out) for signal in rest[:-1]}
+    sizes[rest[-1].module] = rest[-1].rms_in
+    largest = max(rest, key=lambda signal: sizes[signal.module])
+    size = sizes[largest.module]
     base = start.rms_out
     if base > 0 and size / base > GROWTH and size > GROWTH / 3:
         yield Finding(

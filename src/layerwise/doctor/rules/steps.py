@@ -44,6 +44,7 @@ def own_rate(measured: Measurements) -> Iterator[Finding]:
             f"{number(-own.predicted, 2)}); at {number(own.rate * own.best_multiple, 1)} it would fall by "
             f"{number(own.best, 2)}.",
             f"Lower the rate to {number(own.rate * own.best_multiple, 1)} or less, or warm it up.",
+            follows_from=("exploding-gradients", "exploding-activations"),
         )
     elif own.best_multiple > TOO_LOW and math.isfinite(own.best_multiple):
         yield Finding(

@@ -39,8 +39,6 @@ LABELS = {
 THESIS = ("sgd", "kfac", "ekfac", "ekfac-ra")
 FRESH = 10_000
 """Added to a seed: the seed of the run that is reported, which had no part in the choice of options."""
-PROPORTIONAL = tuple(name for name in LABELS if name != "shampoo")
-"""Their updates are in proportion to the rate, so that runs of several rates can be one tensor program."""
 LOSS = "train/loss"
 
 
@@ -67,7 +65,7 @@ class Config:
     tf32: bool = False
     """Products of float32 in TF32, where the device has it."""
     processes: int = 1
-    """Over which trials of a method are spread that cannot be one tensor program; they may share a GPU."""
+    """Over which the trials of a method are spread, those of one second option together; they may share a GPU."""
 
 
 def cells(config: Config) -> list[Cell]:
@@ -109,7 +107,7 @@ def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if config.tf32 else precision)
     try:
-        with workers(1 if cell.key in PROPORTIONAL else config.processes) as over:
+        with workers(config.processes) as over:
             yield from (_chosen_once if config.choosing else _chosen_each)(config, cell, seeds, over)
     finally:
         torch.set_float32_matmul_precision(precision)
@@ -138,7 +136,6 @@ def _search(config: Config, cell: Cell, seeds: Sequence[int], over: Callable) ->
         return within_cell().track(over(function, every), f"{cell.key}, trials", len(every))
 
     given, method, every = _asked(config, cell)
-    stacked = "lr" if cell.key in PROPORTIONAL else None
     folder = scratch()
     keep = None if folder is None else folder / f"{'-'.join(map(str, seeds))}.trials"
     return search(
@@ -149,7 +146,7 @@ def _search(config: Config, cell: Cell, seeds: Sequence[int], over: Callable) ->
         score=LOSS,
         every=every,
         device=config.device,
-        stacked=stacked,
+        stacked="lr",
         keep=keep,
         map=shown,
     )

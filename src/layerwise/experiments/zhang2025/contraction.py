@@ -319,7 +319,7 @@ def rank_distance(config: Config, G: torch.Tensor, task: Task, more: int, seed: 
     found = []
     for _ in range(steps):
         first, second = (draw_batch(task, config.batch, random) for _ in range(2))
-        w = fl.KFAC().step(w, torch.tensor(MIDDLE, dtype=torch.float64), first, second)
+        w = fl.KFAC().step(w, torch.full((1, 1), MIDDLE, dtype=torch.float64), first, second)
         small, large = (G, w.G) if more > 0 else (w.G, G)
         if not w.G.isfinite().all():
             return math.nan

@@ -71,8 +71,10 @@ class Notes:
     """What others have found out since about the same model and kind of batch; no modules here either."""
 
 
-_KEPT: WeakKeyDictionary[nn.Module, tuple[object, Notes]] = WeakKeyDictionary()
-"""The last notes on each model, with the signature they hold for."""
+_KEPT: WeakKeyDictionary[nn.Module, tuple[tuple[object, object], Notes]] = WeakKeyDictionary()
+"""The last notes on each model, with the signature they hold for: of model and input, and of the target."""
+_COPIES: WeakKeyDictionary[nn.Module, tuple[object, Notes]] = WeakKeyDictionary()
+"""Notes on what a model is a copy of, with the kind of input they hold for."""
 
 
 def examine(
@@ -88,10 +90,14 @@ def examine(
 
     `before` is called if the model must be run. `whole` uses all examples, and nothing that was found before.
     """
-    signature = _signature(model, table, x, y, example_axis)
+    signature = _signature(model, table, x, example_axis), _target(x, y)
     kept = _KEPT.get(model)
-    if kept is not None and kept[0] == signature and not whole:
+    # Without a target there is one hint less at the axis of the examples: notes that had it are better than new ones.
+    if kept is not None and not whole and kept[0][0] == signature[0] and (y is None or kept[0][1] == signature[1]):
         return kept[1]
+    alike = _COPIES.get(model)
+    if alike is not None and not whole and alike[0] == _inputs(x):
+        return alike[1]
     before()
     with undisturbed(model):  # a forward of its own must not move buffers (spectral norm in train mode)
         notes = _examine_anew(model, table, x, y, example_axis, whole)
@@ -100,7 +106,31 @@ def examine(
     return notes
 
 
-def _signature(model: nn.Module, table: LayerTable, x: Tree, y: object, example_axis: int | None) -> object:
+def examined_as(copied: nn.Module, notes: Notes | None, x: Tree) -> None:
+    """A deep copy of a model that was examined is not examined again on inputs like x: the notes on the model hold.
+
+    The copy must not be changed but for its parameters' values. Where layers of the model fall back, the copy is
+    examined after all: another table may have them in other blocks.
+    """
+    if notes is not None and notes.conclusive and not notes.reasons:
+        _COPIES[copied] = _inputs(x), notes
+
+
+def _inputs(x: Tree) -> object:
+    """The kind of input: types and sizes of its tensors, not how many examples there are."""
+    tensors = list(leaves(x))
+    sizes = [t.shape[0] if t.ndim else None for t in tensors]
+    return tuple((t.dtype, t.shape[1:], n == 1, n == sizes[0]) for t, n in zip(tensors, sizes, strict=True))
+
+
+def _target(x: Tree, y: object) -> object:
+    first = next(leaves(x), None)
+    if first is None or not isinstance(y, Tensor) or not y.ndim:
+        return None
+    return y.ndim, bool(first.ndim) and y.shape[0] == first.shape[0]
+
+
+def _signature(model: nn.Module, table: LayerTable, x: Tree, example_axis: int | None) -> object:
     """Everything that a forward can depend on, as far as it can be seen: modules, their settings, ties, shapes."""
     modules = tuple(
         (
@@ -116,11 +146,7 @@ def _signature(model: nn.Module, table: LayerTable, x: Tree, y: object, example_
         (name, id(p), p.requires_grad, p.dtype, p.device, p.shape) for name, p in model.named_parameters()
     )
     buffers = tuple((name, b.dtype, b.device, b.shape) for name, b in model.named_buffers())
-    tensors = list(leaves(x))
-    sizes = [t.shape[0] if t.ndim else None for t in tensors]
-    inputs = tuple((t.dtype, t.shape[1:], n == 1, n == sizes[0]) for t, n in zip(tensors, sizes, strict=True))
-    target = (y.ndim, y.shape[0] == sizes[0]) if isinstance(y, Tensor) and y.ndim else None
-    return modules, parameters, buffers, tuple(table.names()), inputs, target, example_axis, type(model).forward
+    return modules, parameters, buffers, tuple(table.names()), _inputs(x), example_axis, type(model).forward
 
 
 _BOOKKEEPING = frozenset(nn.Module().__dict__) - {"training"}

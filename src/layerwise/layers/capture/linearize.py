@@ -44,7 +44,7 @@ def _forgets_padding(graph: Graph) -> bool:
     It would not show where a batch has no padding, so that no check of one batch can tell.
     """
     tables = (node for node in graph.nodes if type(node).__name__.startswith("EmbeddingBackward"))
-    return any(node._saved_padding_idx >= 0 for node in tables)
+    return any(node._saved_padding_idx < 2**63 for node in tables)  # no padding is −1, shown as 2⁶⁴ − 1
 
 
 class Linearization:

@@ -22,17 +22,33 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from layerwise.foundations.errors import InputError, UnsupportedError, describe
+from layerwise.foundations.sharded import is_sharded, local, whole_gradient, whole_input
 from layerwise.foundations.types import unwrap
 from layerwise.layers.capture.model_call import backward_of_another, in_own_forward, own_backward, without_fast_path
 from layerwise.layers.capture.uses import ProductTracer, Use, same_use
 from layerwise.layers.capture.vectorised import batched_grad
 from layerwise.layers.form import RULES
 from layerwise.layers.io.layer_io import CHUNK_BYTES, LayerCall, LayerIO, Layout, RecordedIO
+from layerwise.layers.rules.linear import LinearRule
 from layerwise.layers.rules.products import Product
 from layerwise.layers.table import LayerSpec, LayerTable, Site, has_own_forward
 
 SiteKey = tuple[str, str, int]
 """Module name, call site, and how many calls came before: what a layout is kept under."""
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A call of a layer that several ranks make together, each with a part of its weight (tensor parallelism)."""
+
+    mesh: Any
+    shape: torch.Size
+    """Of the output that this rank has."""
+    blocks: bool
+
+    def whole(self, g: Tensor, shape: torch.Size) -> Tensor:
+        """The gradient of the whole output. A collective, but for `blocks`."""
+        return whole_gradient(g if is_sharded(g) else g.reshape(self.shape), self.mesh, shape, self.blocks)
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -55,6 +71,8 @@ class Event:
     """Whether somebody may write over x: see `_lent`."""
     waiting: int = 0
     """Layers that still need the gradient."""
+    divided: "Divided | None" = None
+    """How the output is divided among ranks (tensor parallelism); `out_shape` is that of the whole."""
     grad: Tensor | None = field(default=None, repr=False)
 
     @property
@@ -64,6 +82,8 @@ class Event:
 
     def shaped(self, g: Tensor, vectors: bool = True) -> Tensor:
         """A gradient of the output's own shape; that of a view's base has another."""
+        if self.divided is not None:
+            return self.divided.whole(g, self.out_shape)
         return g.reshape((*g.shape[:1], *self.out_shape) if vectors else self.out_shape)
 
     def missing_grad(self, vectors: int) -> Tensor:
@@ -124,8 +144,12 @@ class Tape:
         listens: bool = False,
         by_rows: bool = False,
         sizes: Mapping[str, int] | None = None,
+        blocks: bool = False,
     ) -> None:
         self.broadcast, self.examples = broadcast, examples
+        self.blocks = blocks
+        """Whether of a layer that ranks divide among them each has its own features alone, among zeros, so that
+        second moments are block-diagonal; else features are gathered."""
         self.sizes = sizes
         """Numbers of input entries of the modules in `broadcast`, recorded without broadcasting: an input with more of
         them has got its example axis from an earlier module already. None: inputs are not compared."""
@@ -305,9 +329,18 @@ class Tape:
             return
         base = _base_of(out)
         edge = None if self.listens else base or get_gradient_edge(out)
-        raw, order = x.detach(), len(self.events)
-        lent = _lent(x if x._base is None else x._base)
-        event = Event(site, len(before), order, raw, raw._version, edge, out.shape, out.dtype, live, lent)
+        order, divided, shape = len(self.events), None, out.shape
+        if is_sharded(x):
+            if not isinstance(site.rule, LinearRule):  # falls back: see `layerwise.optim.engine`
+                return
+            held: Any = x
+            module: Any = site.module
+            divided = Divided(held.device_mesh, local(out).shape, self.blocks)
+            shape = torch.Size((*x.shape[:-1], module.out_features))
+            raw, lent = whole_input(x, self.blocks)
+        else:
+            raw, lent = x.detach(), _lent(x if x._base is None else x._base)
+        event = Event(site, len(before), order, raw, raw._version, edge, shape, out.dtype, live, lent, divided=divided)
         self.events.append(event)
         before.append(event)
         notify = _notify(self._self, weakref.ref(event))
@@ -321,7 +354,8 @@ class Tape:
         """A gradient reached a recorded output."""
         arrived = self._arrived
         if arrived is not None and not backward_of_another(self):
-            arrived(event, event.shaped(g, vectors=False) if g.shape != event.out_shape else g)
+            as_it_is = g.shape == event.out_shape and event.divided is None
+            arrived(event, g if as_it_is else event.shaped(g, vectors=False))
 
     # --- pulling back ------------------------------------------------------------------------------------
 

@@ -24,6 +24,8 @@ from layerwise.layers.table import LayerSpec, LayerTable, Site
 
 CHUNK_BYTES = 128 * 2**20
 """Scratch that one layer's standard form may take at a time."""
+ON_A_GPU = 4
+"""Times as much there: chunks of a few examples each would take longer to launch than to compute."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,8 @@ class RecordedIO(LayerIO):
 
     def parts(self, bytes_per_example: int | float) -> Iterator["RecordedIO"]:
         """The same, few enough examples at a time to fit the scratch."""
-        size = int(max(1, min(self.examples, self.chunk_bytes // max(bytes_per_example, 1))))
+        scratch = self.chunk_bytes * (ON_A_GPU if self.calls[0].x.is_cuda else 1)
+        size = int(max(1, min(self.examples, scratch // max(bytes_per_example, 1))))
         if size >= self.examples:
             yield self
             return

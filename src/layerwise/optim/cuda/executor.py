@@ -170,7 +170,7 @@ class AsynchronousExecutor(Executor):
             stack, rule, context, requires = part.stack, part.stack.rule, part.context, part.stack.requires
             if requires.refreshes and not (requires.inputs or requires.outgrads):
                 remember(stack, stack.by_group(part.active))
-            observed = self.accumulator.observation(stack, seen) if rule is self.rule else None
+            observed = self.accumulator.observation(stack, seen) if seen and rule is self.rule else None
             # Of an earlier batch: no part of this step, so that layers without a gradient keep them too.
             if observed is not None:
                 deferred_statistics.take_all(stack)

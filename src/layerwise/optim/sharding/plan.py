@@ -18,6 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import heappop, heappush
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from layerwise.layers.table import LayerSpec
 from layerwise.optim.backend import Factor
 from layerwise.optim.reference import Reference
 from layerwise.optim.rule import Shape, UpdateRule, kept, tensors
+
+Blocks = tuple[list[tuple[int, int]] | None, list[tuple[int, int]] | None]
+"""First and last entries of the diagonal blocks of A and of G; None: not divided."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,10 @@ class Plan:
                 entries += [(spec, bucket, (before + place) % every) for place, spec in enumerate(bucket.specs)]
             before += not bucket.fallback
         entries = [entry for entry in entries if not set(entry[0].parameters) <= local]
-        costs = [_cost(spec, bucket) for spec, bucket, _ in entries]
+        kinds = {_kind(spec, bucket): (spec, bucket) for spec, bucket, _ in entries}  # of some hundred layers a few
+        cost_of = {kind: _cost(*one) for kind, one in kinds.items()}
+        basis_of = {kind: sum(map(math.prod, basis_shapes(*one))) for kind, one in kinds.items()}
+        costs = [cost_of[_kind(spec, bucket)] for spec, bucket, _ in entries]
         owner = owners_by_cost(
             [spec.parameters for spec, _, _ in entries], costs, [slot for _, _, slot in entries], ranks
         )
@@ -117,7 +124,7 @@ class Plan:
         )
         names = [name for name in layouts if name in local]
         matrices = sum(spec.form.groups for spec, bucket, _ in entries if bucket.sized)
-        bases = {spec.name: sum(map(math.prod, basis_shapes(spec, bucket))) for spec, bucket, _ in entries}
+        bases = {spec.name: basis_of[_kind(spec, bucket)] for spec, bucket, _ in entries}
         bases = {layer: count for layer, count in bases.items() if count}
         sent = {layer: (packed_size(A), packed_size(G)) for layer, (A, G) in moments.items()}
         sizes = {name: p.dtype.itemsize for name, p in params.items()}
@@ -183,10 +190,10 @@ class Plan:
         return (bases + squares) * itemsize
 
     def census_bytes(self) -> int:
-        """Of the all-reduce that begins a step: a flag for every parameter, three counts for every layer that has
-        statistics, a norm for every matrix that needs one."""
+        """Of the all-reduce that begins a step: three numbers, a flag for every parameter, three counts for every layer
+        that has statistics, a norm for every matrix that needs one."""
         observed = sum(duty.layer in self.moments for duty in self.duties)
-        return 8 * (1 + len(self.layouts) + 3 * observed + self.matrices)
+        return 8 * (3 + len(self.layouts) + 3 * observed + self.matrices)
 
     def step_bytes(self, rank: int, statistics: bool = True, itemsize: int = 4) -> int:
         """That a rank sends in a step."""
@@ -239,6 +246,12 @@ def _local_parameters(buckets: Sequence[Bucket]) -> set[str]:
         local -= owned
 
 
+def _kind(spec: LayerSpec, bucket: Bucket) -> tuple[Any, ...]:
+    """What a layer's cost and basis depend on."""
+    form = spec.form
+    return id(bucket), form.shape, form.one_hot, form.taps, form.bias is not None
+
+
 def _cost(spec: LayerSpec, bucket: Bucket) -> tuple[float, int]:
     """Work and state of a layer, from what its rule keeps for it.
 
@@ -275,10 +288,15 @@ def owners_by_cost(
     total = [max(sum(cost[side] for cost in costs), 1) for side in (0, 1)]
     shares = [tuple(sum(costs[i][side] for i in unit) / total[side] for side in (0, 1)) for unit in units]
     order = sorted(range(len(units)), key=lambda u: (-max(shares[u]), slots[units[u][0]], units[u][0]))
-    loads, owner = [[0.0, 0.0] for _ in range(ranks)], [0] * len(parameters)
+    owner = [0] * len(parameters)
+    loaded = {(0.0, 0.0): list(range(ranks))}  # ranks by what they have: of thousands, most have the same
     for u in order:
-        rank = min(range(ranks), key=lambda r: (max(a + b for a, b in zip(loads[r], shares[u], strict=True)), r))
-        loads[rank] = [a + b for a, b in zip(loads[rank], shares[u], strict=True)]
+        work, state = shares[u]
+        load = min(loaded, key=lambda own: (max(own[0] + work, own[1] + state), loaded[own][0]))
+        rank = heappop(loaded[load])
+        if not loaded[load]:
+            del loaded[load]
+        heappush(loaded.setdefault((load[0] + work, load[1] + state), []), rank)
         for place in units[u]:
             owner[place] = rank
     return owner

@@ -32,7 +32,7 @@ from layerwise.foundations.types import statistics_dtype
 from layerwise.layers.form import Form, Part
 from layerwise.layers.table import LayerSpec
 from layerwise.optim.options import rate
-from layerwise.optim.sharding.plan import Bucket, Plan, packed_size
+from layerwise.optim.sharding.plan import Blocks, Bucket, Plan, packed_size
 from layerwise.optim.statistics.accumulate import Accumulator, Sums
 from layerwise.optim.step.stack import Stack
 from layerwise.optim.step.update import USUAL_GRADIENT
@@ -52,6 +52,8 @@ class Census:
     """Of layers that were seen on some rank: rows of A, and examples."""
     squares: dict[str, Tensor]
     """Of the weights of each matrix of a layer, summed."""
+    counted: tuple[int, int] = (0, 0)
+    """Examples and tokens of the step."""
 
 
 class Sharding:
@@ -66,7 +68,10 @@ class Sharding:
         every: int,
         accumulator: Accumulator,
         specs: Sequence[LayerSpec],
+        blocks: Mapping[str, Blocks] | None = None,
     ) -> None:
+        self.blocks = blocks or {}
+        """Of layers with block-diagonal factors (`tensor_parallel="blocks"`)."""
         self.params, self.processes, self.rank = dict(params), processes, processes.rank
         self.accumulator = accumulator
         self.device = local(next(iter(params.values()))).device
@@ -101,6 +106,8 @@ class Sharding:
         self._placed = set[str]()
         self._groups_of_entries: dict[str, Tensor] = {}
         self.census = Census({}, True, {}, {})
+        self._grads: dict[str, Tensor | None] = {}
+        """This rank's part of each gradient, from the beginning of a step to its end."""
         self._compare_plans()
 
     def _check_shards(self, layouts: Mapping[str, Layout]) -> None:
@@ -166,31 +173,32 @@ class Sharding:
     # --- before a step -----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def take_census(self, own: Mapping[str, Sums]) -> dict[str, Sums]:
-        """Begin a step; returns this rank's sums of every layer that some rank has seen."""
+    def take_census(self, own: Mapping[str, Sums], counted: tuple[int, int] = (0, 0)) -> dict[str, Sums]:
+        """Begin a step; returns this rank's sums of every layer that some rank has seen. `counted` are its examples and
+        tokens."""
         for sums in own.values():
             sums.settle()
-        grads = {name: p.grad for name, p in self.params.items()}
+        grads = self._grads = {name: placed_gradient(p) for name, p in self.params.items()}
         flags = [float(g is not None) for g in grads.values()]
         for layer in self.observed:
             sums = own.get(layer)
             flags += [0.0, 0.0, 0.0] if sums is None else [1.0, float(sums.rows), float(sums.examples)]
-        sums_of_grads = [local(g).sum(dtype=torch.float64) for g in grads.values() if g is not None]
+        sums_of_grads = [g.sum(dtype=torch.float64) for g in grads.values() if g is not None]
         total = torch.stack(sums_of_grads).sum() if sums_of_grads else torch.zeros((), device=self.device)
         broken = 0.0
         if not math.isfinite(float(total)):
-            broken = float(any(not bool(torch.isfinite(local(g)).all()) for g in grads.values() if g is not None))
+            broken = float(any(not bool(torch.isfinite(g).all()) for g in grads.values() if g is not None))
         squares = [self._own_squares(self.specs[layer]) for layer in self.sized]
-        host = torch.tensor([broken, *flags], dtype=torch.float64, device=self.device)
+        host = torch.tensor([broken, *counted, *flags], dtype=torch.float64, device=self.device)
         message = torch.cat([host, *squares])
         self._all_reduce(message, "census")
         first, n = message.tolist() if not squares else message[: len(host)].tolist(), len(grads)
-        active = dict(zip(grads, (flag > 0 for flag in first[1 : n + 1]), strict=True))
-        counts = [first[i : i + 3] for i in range(n + 1, len(host), 3)]
+        active = dict(zip(grads, (flag > 0 for flag in first[3 : n + 3]), strict=True))
+        counts = [first[i : i + 3] for i in range(n + 3, len(host), 3)]
         seen = {k: (int(rows), int(n)) for k, (came, rows, n) in zip(self.observed, counts, strict=True) if came > 0}
         lengths = [self.specs[layer].form.groups for layer in self.sized]
         found = dict(zip(self.sized, message[len(host) :].split(lengths), strict=True)) if squares else {}
-        self.census = Census(active, first[0] == 0, seen, found)
+        self.census = Census(active, first[0] == 0, seen, found, (int(first[1]), int(first[2])))
         return {layer: own.get(layer, Sums()) for layer in seen}
 
     def _own_squares(self, spec: LayerSpec) -> Tensor:
@@ -234,11 +242,11 @@ class Sharding:
     def unit(self) -> float | None:
         """The root mean square of all gradients over `USUAL_GRADIENT`, as `unit_of` has it."""
         squares = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for name, p in self.params.items():
+        for name, grad in self._grads.items():
             if self.census.active[name]:
                 layout = self.layouts[name]
-                if p.grad is not None and not layout.replica[self.rank]:
-                    squares[0] += torch.linalg.vector_norm(local(p.grad), dtype=torch.float64) ** 2
+                if grad is not None and not layout.replica[self.rank]:
+                    squares[0] += torch.linalg.vector_norm(grad, dtype=torch.float64) ** 2
                 if self.rank == 0:
                     squares[1] += math.prod(layout.shape)
         self._all_reduce(squares, "gradient scale")
@@ -277,8 +285,12 @@ class Sharding:
 
     def _unpack(self, layer: str, flat: Tensor) -> tuple[Tensor | None, Tensor | None]:
         A, G = self.shapes[layer]
-        of_A, of_G = flat.split([packed_size(A), packed_size(G)])
-        return None if A is None else _square(of_A, A), None if G is None else _square(of_G, G)
+        found = list[Tensor | None]()
+        parts = flat.split([packed_size(A), packed_size(G)])
+        for shape, part, blocks in zip((A, G), parts, self.blocks.get(layer, (None, None)), strict=True):
+            moment = None if shape is None else _square(part, shape)
+            found.append(moment if moment is None or blocks is None else _block_diagonal(moment, blocks))
+        return found[0], found[1]
 
     # --- gradients and updates ---------------------------------------------------------------------------
 
@@ -290,9 +302,7 @@ class Sharding:
     def collect_gradients(self) -> None:
         """Give the stand-ins their gradients."""
         for name, shard in self.shards.items():
-            p = self.params[name]
-            shard.data = local(p).detach()  # FSDP may have put it elsewhere
-            grad = None if p.grad is None else local(p.grad)
+            shard.data, grad = local(self.params[name]).detach(), self._grads[name]  # FSDP may have put it elsewhere
             if self.is_active(name):
                 shard.grad = torch.zeros_like(shard) if grad is None else grad.to(shard.dtype)
             else:
@@ -321,8 +331,8 @@ class Sharding:
         return sends, receives
 
     def _own_gradient(self, piece: Piece) -> Tensor:
-        p = self.params[piece.key]
-        return torch.zeros(piece.count, dtype=p.dtype, device=self.device) if p.grad is None else local(p.grad)
+        grad, dtype = self._grads[piece.key], self.params[piece.key].dtype
+        return torch.zeros(piece.count, dtype=dtype, device=self.device) if grad is None else grad
 
     def _fill(self, whole: Mapping[str, Tensor], piece: Piece, flat: Tensor) -> None:
         layout = self.layouts[piece.key]
@@ -356,6 +366,7 @@ class Sharding:
             stand_in.data = stand_in.data.new_empty(0)
         for shard in self.shards.values():
             shard.grad = None
+        self._grads = {}
 
     def _apply(self, name: str, update: Tensor) -> None:
         if not self.is_active(name):
@@ -464,6 +475,20 @@ def global_ranks(processes: Processes) -> list[int]:
     return dist.get_process_group_ranks(processes.group)
 
 
+def placed_gradient(p: nn.Parameter) -> Tensor | None:
+    """This rank's part of a gradient, cut as the parameter is.
+
+    A collective where autograd has left it otherwise: tensor parallelism has the whole gradient of a layer with fewer
+    outputs than ranks on all of them.
+    """
+    grad: Any = p.grad
+    if grad is not None and is_sharded(grad):
+        held: Any = p
+        if tuple(grad.placements) != tuple(held.placements):
+            grad = grad.redistribute(held.device_mesh, held.placements)
+    return None if grad is None else local(grad)
+
+
 def _empty(p: nn.Parameter) -> nn.Parameter:
     here = local(p)
     return nn.Parameter(torch.empty(0, dtype=here.dtype, device=here.device), requires_grad=True)
@@ -486,6 +511,14 @@ def _companions(specs: Any) -> dict[str, tuple[str, ...]]:
 
 
 # --- symmetric matrices are sent by their triangle ---------------------------------------------------------
+
+
+def _block_diagonal(M: Tensor, blocks: Sequence[tuple[int, int]]) -> Tensor:
+    """``[K, d, d]`` with zeros beside its diagonal blocks."""
+    found = torch.zeros_like(M)
+    for start, stop in blocks:
+        found[:, start:stop, start:stop] = M[:, start:stop, start:stop]
+    return found
 
 
 def _triangle(M: Tensor) -> Tensor:

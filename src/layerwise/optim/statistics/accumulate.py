@@ -68,6 +68,8 @@ class Accumulator:
         """To be called when that may have changed."""
         self.rows: Any = None
         """On a GPU, what keeps the rows of linear layers for the step in place of their moments (`cuda.rows`)."""
+        self.counted = (0, 0)
+        """Examples and tokens of all processes, as `take_all` found them."""
         self._sums: dict[str, Sums] = {}
 
     def forget(self) -> None:
@@ -151,13 +153,17 @@ class Accumulator:
         sums, self._sums = self._sums, {}
         return sums
 
-    def take_all(self, specs: Sequence[LayerSpec], device: torch.device) -> dict[str, Sums]:
-        """The same over all processes: one reduction, in the order of the layers."""
+    def take_all(
+        self, specs: Sequence[LayerSpec], device: torch.device, counted: tuple[int, int] = (0, 0)
+    ) -> dict[str, Sums]:
+        """The same over all processes: one reduction, in the order of the layers. `counted` are this one's examples and
+        tokens."""
         own, processes = self.take(), self.processes
         for sums in own.values():
             sums.settle()
-        present = torch.tensor([float(spec.name in own) for spec in specs], dtype=torch.float64)
-        present = processes.add_up([present.to(device)])[0]
+        present = torch.tensor([*counted, *(float(spec.name in own) for spec in specs)], dtype=torch.float64)
+        examples, tokens, *present = processes.add_up([present.to(device)])[0].tolist()
+        self.counted = int(examples), int(tokens)
         known = [spec for spec, p in zip(specs, present, strict=True) if p > 0]
         filled = {spec.name: own.get(spec.name, Sums()) for spec in known}
         moments = processes.add_up([t for spec in known for t in self._tensors(spec, filled[spec.name], device)])

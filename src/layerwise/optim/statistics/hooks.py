@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from layerwise.distributed.processes import Processes
 from layerwise.foundations.cotangents import Cotangent, HessianRoot, SampledLabels
-from layerwise.foundations.errors import InteractionError, UnsupportedError
+from layerwise.foundations.errors import InteractionError, UnsupportedError, describe
 from layerwise.foundations.likelihoods import Likelihood
-from layerwise.foundations.sharded import gathered, is_fully_sharded
+from layerwise.foundations.sharded import all_agree, gathered, is_fully_sharded
 from layerwise.foundations.types import Tree, leaves
 from layerwise.foundations.vectors import unwrap
 from layerwise.layers.capture.examine import Notes, examine
@@ -128,6 +128,10 @@ class Capture:
         """Whether empirical statistics are as the gradients come, and their scale is taken out by the step."""
         self.needs_examples = False
         """Whether a layer is of use only if its rows are known to be which example's: a routed token's are not."""
+        self.blocks = False
+        """Whether layers that ranks divide (tensor parallelism) are seen by each rank's own features alone."""
+        self.draws_as: int | None = None
+        """The rank whose labels are drawn: ranks with the same batch have the same ones. None: this one."""
         self.rounds = 0
         """Steps that had a training forward: names their labels, so that batches that are accumulated have those that
         they would have as one."""
@@ -258,7 +262,8 @@ class Capture:
         tape.forget_unreached(Graph.of(f).places)
         cotangent: Cotangent = HessianRoot(likelihood)
         if self.estimator == "sampled":
-            cotangent = SampledLabels(likelihood, self.samples, self.seed + RANK_SEEDS * Processes().rank)
+            rank = Processes().rank if self.draws_as is None else self.draws_as
+            cotangent = SampledLabels(likelihood, self.samples, self.seed + RANK_SEEDS * rank)
         with torch.enable_grad():
             terms = likelihood.standardize_asked(as_statistics(f), None, None, self._arrange(n), None)
         before = self._labelled or 0
@@ -327,7 +332,8 @@ class Capture:
         """
         if self.notes is not None:
             return True
-        if not all(bool(torch.isfinite(t).all()) for t in leaves(x) if t.is_floating_point()):
+        finite = all(bool(torch.isfinite(t).all()) for t in leaves(x) if t.is_floating_point())
+        if not all_agree(self.model, finite):  # what follows gathers a sharded model
             return False
         try:
             with gathered(self.model):
@@ -339,6 +345,16 @@ class Capture:
             self.table, self._recorded = found.demote(reasons), None
         except InteractionError:
             self.notes = Notes(self.example_axis or 0, Layout())  # examples first, as far as anyone can tell
+        except RuntimeError as error:
+            if self.draws_as is None:
+                raise
+            raise UnsupportedError(
+                describe(
+                    f"a forward that fails where tensor parallelism does not divide its activations: {error}",
+                    "one that takes whole activations, too: the model is examined with them once",
+                    "give view a -1 in place of a rank's own number of heads or features",
+                )
+            ) from error
         return True
 
     def look_again(self, table: LayerTable) -> None:
@@ -364,6 +380,7 @@ class Capture:
             until_released=True,
             listens=self.estimator == "empirical",
             by_rows=True,
+            blocks=self.blocks,
         )
 
     def _count(self, x: Tree) -> int:

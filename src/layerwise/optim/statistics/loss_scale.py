@@ -49,10 +49,13 @@ class LossScale:
         averages = ("examples", "tokens", None) if self.average == "auto" else (self.average,)
         return {replace(self, average=average).to_sum(examples, n) for average in averages for n in tokens}
 
-    def to_mean_gradient(self, examples: int, tokens: int) -> float:
-        """The factor from accumulated gradients (unscaled) to the gradient of the mean over examples."""
+    def to_mean_gradient(self, examples: int, tokens: int, ranks: int = 1) -> float:
+        """The factor from accumulated gradients (unscaled) to the gradient of the mean over examples.
+
+        Gradients are means over `ranks`, whose examples and tokens are counted together: all scale alike.
+        """
         n = max(examples, 1)
-        factors = {"examples": 1.0, "tokens": tokens / n, None: (self.accumulate or 1) / n}
+        factors = {"examples": 1.0, "tokens": tokens / n, None: (self.accumulate or 1) * ranks / n}
         return factors["examples" if self.average == "auto" else self.average]
 
 

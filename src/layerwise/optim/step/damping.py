@@ -86,12 +86,17 @@ class Damping:
             change += stack.share * 0.5 * eta**2 * (0.0 if curvature is None else float(curvature))
         self._predicted = total(change)
 
-    def after(self, loss: float, before: float | None = None) -> float:
+    def after(
+        self, loss: float, before: float | None = None, mean: Callable[[list[float]], list[float]] = list
+    ) -> float:
         """Compare the loss after the step with what was predicted; returns what the damping is multiplied by.
 
-        A step that is told of every time counts for one (ω), one that is told of now and then for those between.
+        A step that is told of every time counts for one (ω), one that is told of now and then for those between. Ranks
+        have losses of their own batches: the decision is by their `mean`, or parameters would drift apart.
         """
         start = self._before if before is None else before
+        loss, *known = mean([loss] if start is None else [loss, start])
+        start = known[0] if known else None
         steps = min(max(self._step - self._told, 1), ADAPT_EVERY)
         self._reports, self._told, self._before = self._reports + 1, self._step, loss
         if not self.adaptive or start is None or self._predicted is None or self._predicted >= 0:

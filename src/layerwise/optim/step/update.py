@@ -25,6 +25,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, describe, not_one_of
+from layerwise.foundations.sharded import local
 from layerwise.optim.backend import norms
 from layerwise.optim.rule import Context, Health, Observation, UpdateRule
 from layerwise.optim.statistics.accumulate import Accumulator, Sums
@@ -149,7 +150,7 @@ def weight_norms(stack: Stack) -> Float[Tensor, "K"]:
 def unit_of(params: Iterable[nn.Parameter]) -> float | None:
     """The root mean square of all gradients over `USUAL_GRADIENT`: what ε = 1e-8 is multiplied by, so that a loss that
     is multiplied by a number takes the same steps. None where there is no gradient, or none that is finite."""
-    grads = [p.grad for p in params if p.grad is not None]
+    grads = [local(p.grad) for p in params if p.grad is not None]
     if not grads:
         return None
     dense = [g.coalesce().values() if g.is_sparse else g for g in grads]

@@ -85,8 +85,8 @@ def problem(images: str, batch: int, epochs: int, batch_norm: bool = False, devi
 def method(name: str, rates: Sequence[float], dampings: Sequence[float], refresh: int) -> Method:
     """A method by its name, with five or so rates and three values of another option.
 
-    Muon and Shampoo have a third of `rates`, Adam and SOAP a tenth. All but Shampoo, which has updates of AdamW's size,
-    are as their papers have them, so that runs of several rates can be one tensor program (`training.stacked`). K-FAC
+    Muon and Shampoo have a third of `rates`, Adam and SOAP a tenth. All are as their papers have them (no updates of
+    AdamW's size), so that runs of several rates can be one tensor program (`training.stacked`). K-FAC
     and EKFAC with `SAMPLED` after their name draw the labels of their statistics from the model.
     """
     if name.removesuffix(SAMPLED) in CURVATURE:
@@ -101,7 +101,7 @@ def method(name: str, rates: Sequence[float], dampings: Sequence[float], refresh
         "shampoo": (
             Shampoo,
             {"lr": small, "damping": (1e-4, 1e-2, 1e-6, 1e-1)[: len(dampings)]},
-            {"refresh_every": refresh},
+            {"refresh_every": refresh, "scale": "formula"},
         ),
         "soap": (SOAP, {"lr": [rate / 10 for rate in rates], "eps": eps}, {"scale": "formula"}),
         "muon": (

@@ -50,13 +50,16 @@ class Alone:
         done: Callable[[Run, Log], bool],
         progress: Progress,
     ) -> list[Finished]:
-        """Run after run; convolutions in float32, for TF32 would round away what a large α amplifies."""
+        """Run after run; convolutions in float32 where α amplifies f − f₀, for TF32 would round most of it away."""
         before = torch.backends.cudnn.allow_tf32
-        torch.backends.cudnn.allow_tf32 = False
+        finished = []
         try:
-            return [self.one(task, run, epochs, done, progress) for run in runs]
+            for run in runs:
+                torch.backends.cudnn.allow_tf32 = run.alpha <= 1
+                finished.append(self.one(task, run, epochs, done, progress))
         finally:
             torch.backends.cudnn.allow_tf32 = before
+        return finished
 
     def one(self, task: Task, run: Run, epochs: int, done: Callable[[Run, Log], bool], progress: Progress) -> Finished:
         """As long as `done` does not say of its log that it has come far enough."""
