@@ -1,4 +1,8 @@
-"""A command in a process of its own, with empty caches of compiled kernels where the start is to be a first one."""
+"""A command in a process of its own, with empty caches of compiled kernels where the start is to be a first one.
+
+Processes that take turns on a device are all begun at once, and wait (`Waiting`, `wait_for_turn`) when they have
+imported what they need: that takes longer than many runs, and would be on nobody's clock.
+"""
 
 import contextlib
 import os
@@ -25,15 +29,32 @@ class ProcessError(RuntimeError):
     """A process that failed, in its own last words."""
 
 
+class Waiting:
+    """A Python script that has begun, and goes on when it is its turn; in it, `wait_for_turn` must be called."""
+
+    def __init__(self, script: Path, arguments: Sequence[str], environment: dict[str, str]) -> None:
+        command, piped = [sys.executable, str(script), *arguments], subprocess.PIPE
+        env = os.environ | environment
+        self._process = subprocess.Popen(command, env=env, stdin=piped, stdout=piped, stderr=piped, text=True)
+
+    def output(self) -> str:
+        """Let it go on; what it prints."""
+        printed, errors = self._process.communicate("go\n")
+        if self._process.returncode:
+            raise ProcessError((errors.strip().splitlines() or ["no output"])[-1][:160])
+        return printed
+
+    def stop(self) -> None:
+        """If it has not ended."""
+        self._process.kill()
+        self._process.wait()
+
+
+def wait_for_turn() -> None:
+    """In a script that was begun by `Waiting`: until it may go on."""
+    sys.stdin.readline()
+
+
 def output_of(script: Path, arguments: Sequence[str], environment: dict[str, str]) -> str:
-    """What a Python script prints."""
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise ProcessError((done.stderr.strip().splitlines() or ["no output"])[-1][:160])
-    return done.stdout
+    """What a Python script prints that waits for no turn."""
+    return Waiting(script, arguments, environment).output()

@@ -20,6 +20,7 @@ seconds. On an H200 all takes some 10 minutes: 2.5 for the rates, 20 s for each 
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -32,13 +33,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from processes import ProcessError, cold_caches, output_of
+from processes import ProcessError, Waiting, cold_caches, wait_for_turn
 from shakespeare.members import MEMBERS, RATES
 from shakespeare.model import SAMPLE, TINY, Size, Text
 from shakespeare.runs import Race, Run, run
 
 AIM_SECONDS, AIM_MEMBERS = 14.0, 4
 TUNING_SEED = 0
+IMPORTS = 15.0
+"""Seconds for all processes to import torch, before the first one takes the device."""
 
 
 def print_head(target: float) -> None:
@@ -142,17 +145,21 @@ class Book:
         return any((r.member, r.rate, r.seed) == (member, rate, seed) for r in self.final)
 
 
-def in_process(args: argparse.Namespace, member: str, rate: float, seed: int, most: int | None, cold: bool) -> Run:
-    """A run in another process, with empty caches or with those of this machine."""
+def begin(
+    args: argparse.Namespace, member: str, rate: float, seed: int, most: int | None, caches: dict | None
+) -> Waiting:
+    """A run in another process, with its own caches, or with those of this machine and without a clock that counts."""
     own = ["--run", member, "--rates", str(rate), "--seeds", str(seed), "--target", str(args.target)]
-    limit = args.limit if cold else args.limit * args.processes
+    limit = args.limit if caches else args.limit * args.processes
     own += ["--limit", str(limit), "--device", args.device, *(["--tiny"] if args.tiny else [])]
     own += [*(["--steps", str(args.steps)] if args.steps else []), *(["--most", str(most)] if most else [])]
+    return Waiting(Path(__file__), own, caches or {})
+
+
+def end(process: Waiting, member: str, rate: float, seed: int) -> Run:
+    """What a run gave, once it may take the device."""
     try:
-        if not cold:
-            return Run.read(json.loads(output_of(Path(__file__), own, {}).splitlines()[-1]))
-        with cold_caches() as caches:
-            return Run.read(json.loads(output_of(Path(__file__), own, caches).splitlines()[-1]))
+        return Run.read(json.loads(process.output().splitlines()[-1]))
     except ProcessError as error:
         return Run(member, rate, seed, note=f"fails: {error}")
 
@@ -169,7 +176,8 @@ def tune(book: Book, start: float) -> None:
                 return
             done = [r for r in book.tuning if r.member == member]
             most = to_beat(done, args.steps or 0) or None
-            book.add(book.tuning, in_process(args, member, rate, TUNING_SEED, most, cold=False))
+            process = begin(args, member, rate, TUNING_SEED, most, None)
+            book.add(book.tuning, end(process, member, rate, TUNING_SEED))
 
     with ThreadPoolExecutor(args.processes) as pool:
         list(pool.map(one, args.members))
@@ -180,15 +188,18 @@ def report(book: Book, start: float) -> None:
     args = book.args
     print("\nat the chosen rates, each in a process of its own with empty caches")
     print_head(args.target)
-    for seed in args.seeds:
-        for member in args.members:
-            rate = book.chosen(member)
-            if book.has(member, rate, seed):
-                continue
+    wanted = [(member, book.chosen(member), seed) for seed in args.seeds for member in args.members]
+    wanted = [run for run in wanted if not book.has(*run)]
+    with contextlib.ExitStack() as folders:
+        waiting = [begin(args, *run, None, folders.enter_context(cold_caches())) for run in wanted]
+        for process in waiting:
+            folders.callback(process.stop)
+        time.sleep(0 if args.tiny else IMPORTS)
+        for run, process in zip(wanted, waiting, strict=True):
             if time.perf_counter() - start > args.total:
                 print("  no time left")
                 return
-            book.add(book.final, in_process(args, member, rate, seed, None, cold=True))
+            book.add(book.final, end(process, *run))
 
 
 def arguments() -> argparse.Namespace:
@@ -230,6 +241,7 @@ def main() -> int:
     args, start = arguments(), time.perf_counter()
     warnings.simplefilter("ignore")  # of torch's own deprecations
     if args.run:
+        wait_for_turn()
         one_run(args)
         return 0
     load(TINY if args.tiny else Size(), "cpu", args.tiny)  # says at once what is missing

@@ -6,6 +6,7 @@ only says which kernel it would run (`triton.ahead`). That takes the host a tent
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import fields
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from layerwise.optim.cuda.triton.device import available
 from layerwise.optim.rule import Context, Health, Observation
 from layerwise.optim.step.stack import Stack
 
-TOKENS = 1024
-"""Rows of a layer in a batch: any multiple of 16."""
+TOKENS = (256, 8192)
+"""Rows of a layer in a batch, few and many: sums over many may be divided among programs, by another kernel."""
 SHAPE_FIELDS = ("dtype", "one_hot", "taps", "bias")
 HALF = torch.bfloat16
 """What layers compute in, where that is not known."""
@@ -107,11 +108,11 @@ def _statistics(stack: Stack) -> Iterator[Observation]:
         yield Observation(A if requires.inputs else None, G if requires.outgrads else None, **how)
         return
     bias = stack.specs[0].form.bias is not None
-    for dtype in (HALF, torch.float32):
-        A = _rows(len(stack.specs), shape.own_inputs - bias, dtype, bias) if requires.inputs else None
-        G = _rows(len(stack.specs), shape.own_outputs, HALF) if requires.outgrads else None
+    for tokens, dtype in product(TOKENS, (HALF, torch.float32)):
+        A = _rows(len(stack.specs), tokens, shape.own_inputs - bias, dtype, bias) if requires.inputs else None
+        G = _rows(len(stack.specs), tokens, shape.own_outputs, HALF) if requires.outgrads else None
         yield Observation(A, G, **how)
 
 
-def _rows(layers: int, width: int, dtype: torch.dtype, bias: bool = False) -> StackRows:
-    return StackRows([Rows(torch.empty(TOKENS, width, dtype=dtype, device="meta"), HALF, 1.0, bias)] * layers, TOKENS)
+def _rows(layers: int, tokens: int, width: int, dtype: torch.dtype, bias: bool = False) -> StackRows:
+    return StackRows([Rows(torch.empty(tokens, width, dtype=dtype, device="meta"), HALF, 1.0, bias)] * layers, tokens)
