@@ -72,8 +72,10 @@ class Book:
 
     def chosen(self, member: str) -> tuple[float, float] | None:
         """Of all trials, or None while some are to come."""
-        own = {(r.rate, r.decay): r for r in self.trials if r.member == member}
-        if len(own) < len(MEMBERS[member].settings()):
+        settings = MEMBERS[member].settings()
+        trials = [r for r in self.trials if r.member == member]
+        own = {(r.rate, r.decay): r for r in trials if (r.rate, r.decay) in settings}
+        if len(own) < len(settings):
             return None
         best = max(own.values(), key=lambda r: r.last)
         return best.rate, best.decay

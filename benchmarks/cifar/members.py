@@ -16,7 +16,7 @@ class Member:
     """How an optimizer is made at a rate and a decay."""
 
     make: Callable[[nn.Module, float, float], torch.optim.Optimizer]
-    rates: tuple[float, ...] = (1e-3, 3e-3, 9e-3, 2.7e-2)
+    rates: tuple[float, ...] = (3e-3, 9e-3, 2.7e-2, 8.1e-2)
     decays: tuple[float, ...] = (0.1, 1.0)
     """Decoupled: weights shrink by rate × decay at every step."""
 
@@ -48,7 +48,7 @@ def _own(member: str, **options: Any) -> Member:
 MEMBERS = {
     "torch AdamW": Member(_adamw),
     # its decay is a gradient's term, in units of the loss
-    "torch SGD, Nesterov": Member(_sgd, (0.15, 0.4, 1.0, 2.5), (3e-4, 1e-3)),
+    "torch SGD, Nesterov": Member(_sgd, (0.4, 1.0, 2.5, 6.0), (3e-4, 1e-3)),
     "Muon": _own("Muon"),
     "SOAP": _own("SOAP"),
     # statistics of drawn labels cost a backward: every tenth step
