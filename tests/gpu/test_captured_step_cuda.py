@@ -1,5 +1,6 @@
 """Steps captured as CUDA graphs: the same as steps that are not, without a word from the device."""
 
+import gc
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 import layerwise as lw
 from layerwise.optim.cuda.executor import AsynchronousExecutor
+from layerwise.optim.cuda.graphs import Graphs
 from layerwise.optim.engine import Layerwise
 from waiting import nothing_waits
 
@@ -83,3 +85,34 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     found, opt = trained("SOAP", cuda_graphs=True, broken=20)
     assert bool(torch.isfinite(flat(found)).all())
     assert opt.health().skipped_steps == 1
+
+
+def test_graphs_that_nobody_needs_any_more_do_not_end_a_capture():
+    """An optimizer in a cycle dies when Python looks for cycles: not while another one's step is captured."""
+    device, x = torch.device("cuda"), torch.zeros(3, device="cuda")
+    dead = Graphs()
+
+    def zeros() -> None:
+        x.fill_(0)
+
+    for _ in range(3):
+        dead.run("key", zeros, device)
+    assert dead._captured
+    cycle: list[object] = [dead]
+    cycle.append(cycle)
+
+    def call() -> None:
+        for _ in range(10):
+            x.add_(float(len([object() for _ in range(100)])))
+
+    found, often = Graphs(), gc.get_threshold()
+    found.run("key", call, device)
+    gc.set_threshold(1)
+    del dead, cycle
+    try:
+        kinds = [found.run("key", call, device) for _ in range(2)]
+    finally:
+        gc.set_threshold(*often)
+    assert not found.failed
+    assert kinds == [True, True]
+    assert x.tolist() == [3000.0] * 3

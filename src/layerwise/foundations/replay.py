@@ -6,13 +6,28 @@ fast as a device runs them. A replayed graph is one launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import gc
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 FIRST = 3
 """Calls that are made as they are before one is recorded: kernels are chosen and states of optimizers made in them."""
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """While a graph is recorded Python collects no cycles: among them may be an optimizer that nobody needs any more,
+    and the end of its graphs would end the recording."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 class Replayed:
@@ -64,7 +79,7 @@ class Replayed:
             if self._made[known] > FIRST:
                 kept, graph = [t.clone() for t in inputs], torch.cuda.CUDAGraph()
                 try:
-                    with torch.cuda.graph(graph, stream=beside):
+                    with uncollected(), torch.cuda.graph(graph, stream=beside):
                         self.call(*kept)
                 except RuntimeError as error:  # nothing was computed: go on without
                     self.fault = str(error)

@@ -214,6 +214,7 @@ class Layerwise(Checkpointed):
             check_rule(rule)
         self.requires = self.rule.requirements()
         self.model = model_of(model, self.rule, type(self).__name__)
+        _prepare_device(self.model)
         check_solver(refresh.solver, self.requires.powers)
         self.fallback = fallback_rule(update_fallback, betas)
         self._damping = Damping(damping, damping_scale)
@@ -987,6 +988,15 @@ def _fallback_ratio(fallback_lr: float, lr: float) -> float:
         expected = "a learning rate above 0, to which fallback_lr keeps its proportion"
         raise InputError(describe("fallback_lr with lr=0", expected, 'use overrides={"*": {"lr": 0.0}} instead'))
     return fallback_lr / lr
+
+
+def _prepare_device(model: nn.Module) -> None:
+    """On a GPU, what has to be done before a kernel can be compiled goes on beside the construction."""
+    first = next(model.parameters(), None)
+    if first is not None and first.device.type == "cuda":
+        from layerwise.optim.cuda.triton.device import prepare
+
+        prepare(first.device)
 
 
 def _number(loss: Any) -> float:

@@ -1,6 +1,7 @@
 """Captured steps: the same as steps that are taken as they are, whatever changes between them."""
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -216,3 +217,16 @@ def test_graphs_replay_what_was_captured():
     assert kinds == [False, True, True, True, True]
     expected: Tensor = sum(torch.full((3,), 2.0 * s).cumsum(0) for s in range(5))  # type: ignore[assignment]
     assert torch.equal(total, expected)
+
+
+def test_nothing_is_collected_while_a_call_is_captured():
+    """A dead optimizer's graphs would be destroyed, which a capture does not survive."""
+    found, collecting = Graphs(), []
+
+    def call() -> None:
+        collecting.append(gc.isenabled())
+
+    for _ in range(2):
+        found.run("key", call, torch.device("cpu"))
+    assert collecting == [True, False]
+    assert gc.isenabled()

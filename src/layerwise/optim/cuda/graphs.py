@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from layerwise.foundations.replay import uncollected
+
 MOST = 256
 """Graphs of one optimizer: if more are asked for, some number changes all the time, and calls are made as they are."""
 
@@ -51,7 +53,8 @@ class Graphs:
         if kind in self.failed or key not in self._met or len(self._captured) >= self._most:
             return False
         try:
-            self._captured[key] = self._graph_of(call)
+            with uncollected():
+                self._captured[key] = self._graph_of(call)
         except RuntimeError as error:  # some operation cannot be captured: go on as before
             self.failed[kind] = str(error)
             return False

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from layerwise.optim.cuda.backend import CudaBackend
 from layerwise.optim.cuda.executor import AsynchronousExecutor
 from layerwise.optim.cuda.rows import Rows, StackRows, has_plain_form
 from layerwise.optim.cuda.triton import ahead
@@ -39,7 +40,7 @@ def kind_of(stack: Stack) -> Hashable:
     """What kernels tell stacks apart by, as far as it can be seen: divisible sizes, about how large they are, forms."""
     shape, forms = stack.shape, [spec.form for spec in stack.specs]
     sides = (shape.outputs, shape.inputs)
-    sizes = sorted((side.bit_length(), side % ahead.ALIGNED == 0) for side in sides)
+    sizes = ((side.bit_length(), side % ahead.ALIGNED == 0) for side in sides)
     layout = tuple((form.transposed, form.cut, form.groups > 1, len(form.parts)) for form in forms)
     rule = (id(stack.rule), stack.fallback, bool(stack.group["momentum"]))
     return rule, tuple(sizes), min(sides) == 1, layout, len(forms), *(getattr(shape, f) for f in SHAPE_FIELDS)
@@ -100,12 +101,15 @@ def _steps(executor: AsynchronousExecutor, context_of: Callable[[Stack], Context
 def _statistics(stack: Stack) -> Iterator[Observation]:
     """What a batch may give: rows in half or single precision of layers that have such, else moments."""
     requires, shape, state = stack.rule.requirements(stack.shape), stack.shape, stack.state
+    assert isinstance(stack.backend, CudaBackend)
     if not (requires.inputs or requires.outgrads) or not requires.moments:
         return
     how: Any = {"known": [True] * shape.groups, "examples": 1, "groups": [spec.form.groups for spec in stack.specs]}
-    if not all(has_plain_form(spec.form) for spec in stack.specs):
+    kept = all(has_plain_form(spec.form) for spec in stack.specs)
+    if not kept or stack.backend.precision != "half":  # layers that compute in single precision give moments
         A, G = (state[side].dense() if side in state else None for side in ("Q", "P"))
         yield Observation(A if requires.inputs else None, G if requires.outgrads else None, **how)
+    if not kept:
         return
     bias = stack.specs[0].form.bias is not None
     for tokens, dtype in product(TOKENS, (HALF, torch.float32)):

@@ -4,7 +4,8 @@ Triton compiles a kernel when it is first launched: for every combination of typ
 second of compiler and C compiler, one after the other. Under `listing` launches are not made, but handed to threads
 that compile what they would run (most of that does not need the interpreter's lock); their tensors are on the device
 "meta" and have no data. Whoever then launches such a kernel waits for it (`Awaited`). A kernel that was not listed, or
-could not be compiled here, is compiled at its launch, as ever.
+could not be compiled here, is compiled at its launch, as ever. What Triton does once a process, before it compiles
+anything, takes a second and can begin sooner (`prepare`).
 """
 
 import os
@@ -22,7 +23,9 @@ ALIGNED = 16
 """What addresses and integers are a multiple of, or not: Triton compiles a kernel for each case."""
 _STATE = threading.local()
 _SLOTS = threading.BoundedSemaphore(max(os.cpu_count() or 1, 1))
-_PREPARING = threading.Lock()
+_PREPARING: dict[torch.device, list[threading.Thread]] = {}
+_MAKING = threading.Lock()
+"""Of what a kernel keeps for each device, which two threads would make twice."""
 _KNOWN: set[Hashable] = set()
 """What has been compiled, or is being."""
 _THREADS: dict[str, list[threading.Thread]] = {}
@@ -32,6 +35,7 @@ _THREADS: dict[str, list[threading.Thread]] = {}
 @contextmanager
 def listing(device: torch.device) -> Iterator[None]:
     """Launches in this thread compile for this device, in the background, and run nothing."""
+    prepare(device)
     _STATE.device = device
     try:
         yield
@@ -106,19 +110,37 @@ def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], device
         if not threading.main_thread().is_alive():  # the program has ended
             return
         try:
+            for thread in _PREPARING.get(device, ()):
+                thread.join()
             with torch.cuda.device(device):
-                _prepare(kernel)
+                with _MAKING:
+                    _ = kernel.device_caches[torch.cuda.current_device()]
                 compiled = kernel.warmup(*args, grid=(1,), **options)
                 _ = compiled.run  # what launches it, which the C compiler makes, and the code on the device
         except Exception:  # the launch will say what is wrong
             return
 
 
-def _prepare(kernel: Any) -> None:
-    """What Triton makes once, for all kernels and for one, and would make in every thread that asks for it at once."""
-    with _PREPARING:
-        _ = kernel.device_caches[torch.cuda.current_device()]
-        with suppress(ImportError):  # it lies elsewhere in other versions
-            from triton.runtime.cache import triton_key  # pyright: ignore[reportMissingImports]
+def prepare(device: torch.device) -> None:
+    """Begin what Triton does once a process, for all kernels: thirty threads that compile would each do it again."""
+    if device not in _PREPARING:
+        tasks = (_read_triton, lambda: _load_driver(device))
+        _PREPARING[device] = [threading.Thread(target=task, name="prepare to compile") for task in tasks]
+        for thread in _PREPARING[device]:
+            thread.start()
 
-            triton_key()  # of Triton's own files, a third of a second
+
+def _read_triton() -> None:
+    """The key of its own files, by which compiled kernels are kept: a third of a second, more at a first reading."""
+    with suppress(ImportError):  # it lies elsewhere in other versions
+        from triton.runtime.cache import triton_key  # pyright: ignore[reportMissingImports]
+
+        triton_key()
+
+
+def _load_driver(device: torch.device) -> None:
+    """What asks the device, which the C compiler makes if it is not in the cache."""
+    with suppress(Exception), torch.cuda.device(device):  # a launch will say what is wrong
+        from triton.runtime.driver import driver  # pyright: ignore[reportMissingImports]
+
+        _ = driver.active.get_current_target(), driver.active.utils

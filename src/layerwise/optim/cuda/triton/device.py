@@ -37,6 +37,15 @@ def available(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
 
 
+def prepare(device: torch.device) -> None:
+    """Begin what takes time before any kernel can be compiled, where there will be some.
+
+    >>> prepare(torch.device("cpu"))
+    """
+    if available(device):
+        ahead.prepare(device)
+
+
 def kernels(module: str = "product_kernels") -> Any:
     """A module of kernels, to launch them.
 
