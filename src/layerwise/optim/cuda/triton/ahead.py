@@ -8,6 +8,7 @@ could not be compiled here, is compiled at its launch, as ever. What Triton does
 anything, takes a second and can begin sooner (`prepare`).
 """
 
+import importlib
 import os
 import threading
 from collections import defaultdict
@@ -124,6 +125,7 @@ def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], device
 def prepare(device: torch.device) -> None:
     """Begin what Triton does once a process, for all kernels: thirty threads that compile would each do it again."""
     if device not in _PREPARING:
+        importlib.import_module("triton")  # whole, before threads ask for parts of it
         tasks = (_read_triton, lambda: _load_driver(device))
         _PREPARING[device] = [threading.Thread(target=task, name="prepare to compile") for task in tasks]
         for thread in _PREPARING[device]:
