@@ -355,7 +355,9 @@ class Layerwise(Checkpointed):
         requires = self.requires
         estimator, likelihood = self._settings["estimator"], self._settings["likelihood"]
         auto = likelihood == "auto"
-        law = None if likelihood is None or auto else likelihoods.resolve(likelihood)
+        if auto:  # a copy goes on with what was recognised
+            likelihood = found if (found := self._settings["recognised"]) in ("categorical", "bernoulli") else None
+        law = None if likelihood is None else likelihoods.resolve(likelihood)
         if not (requires.inputs or requires.outgrads):
             return None
         self._check_divisions()
