@@ -169,6 +169,26 @@ def parameter_groups(
     return found
 
 
+def group_defaults(rule: UpdateRule, fallback_lr: float | None, **given: Any) -> dict[str, Any]:
+    """What a parameter group has, where it says nothing else."""
+    defaults = {**given, "update": "rule"}
+    if (average := rule.requirements().own_momentum) is not None:  # in the group, where schedulers change it
+        own = (average, "nesterov") if average == "momentum" else ("betas",)
+        defaults |= {name: defaults.get(name) or getattr(rule, name) for name in own}
+    check_numbers(defaults)
+    defaults["fallback_ratio"] = 1.0 if fallback_lr is None else _fallback_ratio(fallback_lr, float(given["lr"]))
+    return defaults
+
+
+def _fallback_ratio(fallback_lr: float, lr: float) -> float:
+    """Its proportion to the learning rate, which it keeps under schedules."""
+    check_number("fallback_lr", fallback_lr)
+    if not lr:
+        expected = "a learning rate above 0, to which fallback_lr keeps its proportion"
+        raise InputError(describe("fallback_lr with lr=0", expected, 'use overrides={"*": {"lr": 0.0}} instead'))
+    return fallback_lr / lr
+
+
 def with_own_rate(group: dict[str, Any]) -> dict[str, Any]:
     """A group that says its learning rate means it, whatever `fallback_lr` is."""
     return {"fallback_ratio": 1.0, **group} if "lr" in group else group

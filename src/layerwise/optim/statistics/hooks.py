@@ -391,7 +391,7 @@ class Capture:
     @property
     def reads_output(self) -> bool:
         """Whether a step asks what the gradient at the output told of the loss."""
-        return self.reader is not None or self.scale_free or self.estimator == "empirical"
+        return self.reader is not None or self.estimator == "empirical"
 
     # --- between steps -----------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from layerwise.optim.statistics.accumulate import Accumulator, Sums
 from layerwise.optim.step.clip import Clip
 from layerwise.optim.step.damping import Damping
 from layerwise.optim.step.graft import Graft
-from layerwise.optim.step.refresh_schedule import RefreshSchedule, give_turns
+from layerwise.optim.step.refresh_schedule import RefreshSchedule, freshness, give_turns
 from layerwise.optim.step.stack import Stack, gradients
 
 BETAS = (0.9, 0.999)
@@ -234,6 +234,18 @@ class Executor(ABC):
         """Take that up again."""
         for stack in self.stacks:
             stack.backend.resume(stack, saved)
+
+    def begin_moments(self) -> None:
+        """What a first step would add to the state of each stack, as zeros; for who looks at it before."""
+        for stack in self.stacks:
+            shape, matrices = stack.shape, stack.requires.matrices_only
+            if self.size.sets(stack) or (matrices and self.graft.method == "adam"):
+                stack.state |= {f"graft_{name}": shape.zeros(shape.outputs, shape.inputs) for name in ("m", "v")}
+                stack.state["graft_steps"] = shape.zeros()
+            if self.momentum_of(stack):
+                stack.state["momentum"] = shape.zeros(shape.outputs, shape.inputs)
+            if stack.requires.refreshes:
+                freshness(stack)
 
     def _momentum(self, part: Part) -> float:
         return self.momentum_of(part.stack)
