@@ -36,20 +36,6 @@ States = dict[str, dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Built:
-    """What an optimizer steps with."""
-
-    stacks: list[Stack]
-    executor: Executor
-    precision: str | None
-    """That the first gradients have chosen, if they had to."""
-    sharding: "Sharding | None" = None
-    """Who owns what, where parameters are sharded over several processes."""
-    on_one_rank: "LocalParameters | None" = None
-    """Where they are sharded, and one process has them all."""
-
-
-@dataclass(frozen=True)
 class Builder:
     """Of an optimizer as it is now."""
 
@@ -72,9 +58,10 @@ class Builder:
         return {id(p): group for group in self.groups for p in group["params"]}
 
     def build(
-        self, loaded: States, shared: Collection[str] | None, rehearse: Callable[[str], None] = lambda _: None
-    ) -> Built:
-        """Layers of one shape, group and rule together, with what was loaded of their state (`Stack.ensure_state`).
+        self, loaded: States, shared: Collection[str] | None, rehearse: Callable[[str], None]
+    ) -> "tuple[Executor, str | None, Sharding | None, LocalParameters | None]":
+        """An executor of stacks, layers of one shape, group and rule together, with what was loaded of their state;
+        the precision that the first gradients have chosen, where they had to; and how parameters are sharded.
 
         `rehearse` is called with the precision of products as soon as that is known.
         """
@@ -105,7 +92,7 @@ class Builder:
                 stacks.append(stack)
         executor = self._executor(stacks, sharding)
         executor.resume(loaded)
-        return Built(stacks, executor, precision, sharding, on_one_rank)
+        return executor, precision, sharding, on_one_rank
 
     def _choose_precision(self, params: Collection[nn.Parameter]) -> str | None:
         """Of products on a GPU, where nothing was asked for: by the first gradients."""

@@ -120,7 +120,7 @@ class Choice:
         self, layers: Iterable[LayerSpec], params: Mapping[str, nn.Parameter], group_of: Mapping[int, dict[str, Any]]
     ) -> list[Bucket]:
         """What goes into one stack: layers of one shape, group and rule."""
-        found: dict[Any, list[LayerSpec]] = {}
+        found: dict[Any, tuple[UpdateRule, dict[str, Any], list[LayerSpec]]] = {}
         for spec in layers:
             form, first = spec.form, params[spec.parameters[0]]
             group = group_of.get(id(first))
@@ -130,20 +130,15 @@ class Choice:
             by_channel = rule is self.rule and rule.requirements().by_channel
             size = (form.outputs, form.inputs, form.one_hot, form.taps if by_channel else 1)
             groups = tuple(id(group_of.get(id(params[name]))) for name in spec.parameters)
-            found.setdefault((id(rule), groups, *size, first.dtype, first.device), []).append(spec)
-        return [self._bucket(specs, params, group_of) for specs in found.values()]
-
-    def _bucket(
-        self, specs: list[LayerSpec], params: Mapping[str, nn.Parameter], group_of: Mapping[int, dict[str, Any]]
-    ) -> Bucket:
-        first = params[specs[0].parameters[0]]
-        group = group_of[id(first)]
-        rule = self.rule_for(specs[0], group)
-        requires = rule.requirements()
-        sized = self.size.method == "adam" and requires.matrices_only
-        momentum = bool(group["momentum"]) and not averages_before(requires.own_momentum, sized, rule is self.rule)
-        fallback = rule is self.fallback and rule is not self.rule
-        return Bucket(rule, group, tuple(specs), fallback, first.dtype, sized, momentum)
+            key = (id(rule), groups, *size, first.dtype, first.device)
+            found.setdefault(key, (rule, group, []))[2].append(spec)
+        buckets = []
+        for (*_, dtype, _), (rule, group, specs) in found.items():
+            own, requires = rule is self.rule, rule.requirements()
+            sized = self.size.method == "adam" and requires.matrices_only
+            momentum = bool(group["momentum"]) and not averages_before(requires.own_momentum, sized, own)
+            buckets.append(Bucket(rule, group, tuple(specs), not own, dtype, sized, momentum))
+        return buckets
 
 
 @dataclass(frozen=True)

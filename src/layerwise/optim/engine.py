@@ -18,7 +18,6 @@ from torch.optim.optimizer import ParamsT
 
 from layerwise.distributed.exchange import mean_over_ranks
 from layerwise.distributed.processes import Processes
-from layerwise.foundations.errors import LayerwiseError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
 from layerwise.foundations.sharded import Division, all_agree, is_sharded, local, named_parameters, tensor_parallel
@@ -58,7 +57,7 @@ from layerwise.optim.step.damping import Damping
 from layerwise.optim.step.graft import Graft
 from layerwise.optim.step.stack import Stack
 from layerwise.optim.step.update import SolveTogether, UpdateSize, unit_of
-from layerwise.optim.tensor_parallel import beyond, divisions, ranks_of_a_batch
+from layerwise.optim.tensor_parallel import beyond, divisions
 
 OWN_MOMENTUM = {"momentum", "nesterov", "betas"}
 """Options of the optimizer's own rule, which a fallback that averages by itself does not take."""
@@ -199,16 +198,9 @@ class Layerwise(Checkpointed):
         self.table = self._read_table()
         self._loaded, self._divided = {}, dict[str, Division]()
         self._health, self._notices, self.processes = Health(), Notices(), Processes()
-        defaults = group_defaults(
-            self.rule,
-            fallback_lr,
-            lr=lr,
-            momentum=momentum,
-            nesterov=nesterov,
-            weight_decay=weight_decay,
-            damping=self._damping.initial,
-            factor_decay=factor_decay,
-        )
+        numbers = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
+        numbers |= {"damping": self._damping.initial, "factor_decay": factor_decay}
+        defaults = group_defaults(self.rule, numbers, fallback_lr)
         super().__init__(parameter_groups(self.model, self.table, overrides or {}, defaults), defaults)
         self.steps_taken = 0
         self._snapshot = ModelSnapshot(self.model)
@@ -292,7 +284,8 @@ class Layerwise(Checkpointed):
     def _divide(self, capture: Capture | None) -> None:
         """Tell a capture which ranks have its batch, and what it sees of the layers that they divide."""
         if capture is not None:
-            capture.draws_as = min(ranks_of_a_batch(self._divided), default=None)
+            of_batch = next((division.ranks for division in self._divided.values()), None)
+            capture.draws_as = None if of_batch is None else min(of_batch)
             # Squares of examples are of whole ones, in bases that need not be block-diagonal.
             capture.blocks = self._how[0].tensor_parallel == "blocks" and not self.requires.examples
 
@@ -326,9 +319,8 @@ class Layerwise(Checkpointed):
         if self._capture is not None:
             self.table = self._capture.table
         built = self._builder.build(self._loaded, self._shared, self._rehearse)
-        self._executor, self._precision = built.executor, built.precision
-        self._sharding, self._on_one_rank = built.sharding, built.on_one_rank
-        return built.stacks
+        self._executor, self._precision, self._sharding, self._on_one_rank = built
+        return self._executor.stacks
 
     def _rehearse(self, likely: str) -> None:
         """On a GPU, begin to compile the kernels of a step in the background: at construction, and at the first step if
@@ -426,7 +418,8 @@ class Layerwise(Checkpointed):
         if counted[0]:
             if not (capture is not None and capture.scale_free) and not self._scale_free:
                 scale = self._scale.to_mean_gradient(*counted, self.processes.count)
-            examples = counted[0] // len(ranks_of_a_batch(self._divided)) if self._divided else counted[0]
+            of_batch = next((len(division.ranks) for division in self._divided.values()), 1)
+            examples = counted[0] // of_batch
         contexts = [self._context(stack, examples) for stack in self._stacks or []]
         if self._on_one_rank is not None:
             self._on_one_rank.begin()
@@ -478,24 +471,11 @@ class Layerwise(Checkpointed):
             if not all_agree(self.model, all(bool(torch.isfinite(local(grad)).all()) for grad in grads)):
                 self._health.steps, self._health.skipped_steps = self._health.steps + 1, self._health.skipped_steps + 1
                 return False
-            raise self._no_forward()
+            self._capture.require_forward(type(self).__name__)
         self._stacks = self._build()
         self._notices.unseen = None
         self._notices.of_fallback(type(self).__name__, self._choice, self._stacks, self.model)
         return True
-
-    def _no_forward(self) -> LayerwiseError:
-        evaluating = not self.model.training
-        return LayerwiseError(
-            describe(
-                f"a step of {type(self).__name__} before it has seen a training forward of its model"
-                + (", which is in eval mode" if evaluating else ""),
-                "model(x) in train mode, with gradients, after the optimizer was built",
-                "call model.train() before the loop (from_pretrained returns a model in eval mode)"
-                if evaluating
-                else "build the optimizer before torch.compile and call the model itself, not its parts",
-            )
-        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, and statistics of a step that was never taken (a gradient scaler leaves steps out)."""
@@ -533,15 +513,9 @@ class Layerwise(Checkpointed):
     def __repr__(self) -> str:
         """What every parameter gets, and why."""
         self.follow_model()
-        rows, choice, group_of = [], self._choice, self._builder.group_of()
-        params = named_parameters(self.model)
-        for spec in self.table.layers:
-            group = group_of.get(id(params[spec.parameters[0]]))
-            if group is None:
-                continue
-            rule = choice.rule_for(spec, group)
-            shape = choice.shape_of(rule, spec, group)
-            rows.append(layer_row(spec, rule.describe(shape), choice.why_fallback(spec, group)))
+        choice, group_of, params = self._choice, self._builder.group_of(), named_parameters(self.model)
+        groups = [(spec, group_of.get(id(params[spec.parameters[0]]))) for spec in self.table.layers]
+        rows = [layer_row(spec, choice, group) for spec, group in groups if group is not None]
         return table("\n".join([self._headline(), *group_lines(self.param_groups)]), rows)
 
     def _headline(self) -> str:

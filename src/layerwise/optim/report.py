@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from layerwise.layers.table import LayerSpec
-from layerwise.optim.choice import Choice, FallenMatrices, fallen_matrices
+from layerwise.optim.choice import Choice, FallenMatrices, Group, fallen_matrices
 from layerwise.optim.rule import Context, Health
 from layerwise.optim.step.stack import Stack
 
@@ -17,10 +17,11 @@ MOST = 0.5
 """Share of the matrix parameters above which falling back is said."""
 
 
-def layer_row(spec: LayerSpec, update: str, reason: str | None) -> tuple[str, str, str, str]:
+def layer_row(spec: LayerSpec, choice: Choice, group: Group) -> tuple[str, str, str, str]:
     """What a layer gets, and why it gets the fallback where it does."""
-    why = f"  (fallback: {reason})" if reason else ""
-    return spec.name, ", ".join(spec.parameters), " × ".join(map(str, spec.form.shape)), update + why
+    reason, rule = choice.why_fallback(spec, group), choice.rule_for(spec, group)
+    update = rule.describe(choice.shape_of(rule, spec, group)) + (f"  (fallback: {reason})" if reason else "")
+    return spec.name, ", ".join(spec.parameters), " × ".join(map(str, spec.form.shape)), update
 
 
 def table(first_line: str, rows: Sequence[tuple[str, str, str, str]]) -> str:

@@ -39,11 +39,6 @@ def divisions(model: nn.Module, requires: Requirements, member: str) -> dict[str
     return divided
 
 
-def ranks_of_a_batch(divided: Mapping[str, Division]) -> tuple[int, ...]:
-    """Those that have the same batch, as they divide its layers; none where nothing is divided."""
-    return next((division.ranks for division in divided.values()), ())
-
-
 def beyond(table: LayerTable, divided: Mapping[str, Division]) -> dict[str, str]:
     """Layers that ranks divide among them and whose statistics cannot be put together, and why."""
     cut = {name for name, division in divided.items() if division.axis is not None}
