@@ -1,6 +1,7 @@
 """The likelihood, by the gradient at the model's output."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -157,6 +158,20 @@ def test_labels_are_drawn_once_the_likelihood_is_known(name: str):
     other = getattr(lw.optim, name)(model)
     other.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert "likelihood=auto (categorical)" in repr(other)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("name", ["KFAC", "EKFAC", "MahalanobisSpectral"])
+def test_a_copy_goes_on_with_the_likelihood_that_was_recognised(name: str, how: Callable[[Any], Any]):
+    model = net()
+    opt = getattr(lw.optim, name)(model)
+    step(opt, model, lambda f: F.cross_entropy(f, LABELS))
+    twin, copied = how((model, opt))
+    assert "likelihood=auto (categorical)" in repr(copied)
+    for each, own in ((opt, model), (copied, twin)):
+        step(each, own, lambda f: F.cross_entropy(f, LABELS), 1)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 def test_the_empirical_fisher_is_chosen_or_warned_of():

@@ -86,7 +86,7 @@ def test_options_are_those_of_the_thesis(name: str):
     assert {option: chosen.fixed[option] for option in expected} == expected
     assert chosen.grid == {"lr": (0.3, 0.1), "damping": (0.1, 0.01)}
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten())
-    assert chosen.make(model, lr=0.1, damping=0.1, **chosen.fixed)._settings["estimator"] == "empirical"
+    assert chosen.make(model, lr=0.1, damping=0.1, **chosen.fixed)._labels.estimator == "empirical"
     assert method(name, (0.3,), (0.1,), refresh=500).fixed["sua"]
 
 
@@ -191,4 +191,4 @@ def test_labels_of_the_model_or_of_the_data(name: str):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(optimizer.model(torch.randn(6, 4)), torch.arange(6) % 3).backward()
         optimizer.step()
-        assert optimizer._settings["estimator"] == estimator
+        assert optimizer._labels.estimator == estimator

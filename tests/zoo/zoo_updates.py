@@ -77,7 +77,7 @@ def treated(model: nn.Module, opt: Layerwise) -> dict[str, str | None]:
     hidden, found = hidden_matrices(model), dict[str, str | None]()
     for stack in opt._stacks or []:
         for spec, groups in stack.slices():
-            why = opt._reason(spec, stack.group)
+            why = opt._choice.why_fallback(spec, stack.group)
             counts = [stack.state[f"{side}_count"][groups] for side in ("P", "Q") if f"{side}_count" in stack.state]
             if why is None and any(not bool((count > 0).all()) for count in counts):
                 why = "its statistics have not come"

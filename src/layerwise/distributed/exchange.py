@@ -102,3 +102,13 @@ def summed(came: Sequence[tuple[Piece, Tensor]]) -> dict[str, Tensor]:
     for piece, t in came:
         found[piece.key] = found[piece.key] + t if piece.key in found else t
     return found
+
+
+def mean_over_ranks(processes: Processes, values: list[float], device: torch.device, what: str) -> list[float]:
+    """Of numbers that every rank has of its own batch, from which all are to decide alike."""
+    count = processes.count
+    if count == 1:
+        return values
+    with named_failure(what):
+        total = processes.add_up([torch.tensor(values, dtype=torch.float64, device=device)])[0]
+    return (total / count).tolist()

@@ -1,12 +1,8 @@
-"""`Checkpointed`: an optimizer's state in checkpoints and pickles, where parameters are added, or the model changes.
-
-What belongs together is found by identity: a parameter that has another name now is the same one, and a layer's state
-goes with its parameters. A parameter under an old name is the successor of the one that had it.
-"""
+"""`Checkpointed`: an optimizer's state in checkpoints and pickles, where parameters are added, or the model changes."""
 
 from abc import abstractmethod
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,21 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.foundations.errors import InputError, describe
-from layerwise.foundations.sharded import named_parameters, successors
-from layerwise.layers.table import LayerSpec, LayerTable
+from layerwise.foundations.sharded import named_parameters
+from layerwise.layers.table import LayerTable
+from layerwise.optim.model_changes import ModelSnapshot, follow_groups, owners, renamed, renamed_layers
 from layerwise.optim.options import with_own_rate
 from layerwise.optim.parameters import BareParameters, in_pairs
+from layerwise.optim.report import Notices
 from layerwise.optim.rule import Health, UpdateRule
 from layerwise.optim.sharding.one_rank import LocalParameters
 from layerwise.optim.sharding.sharding import Sharding
 from layerwise.optim.statistics.accumulate import Accumulator
 from layerwise.optim.statistics.hooks import Capture
+from layerwise.optim.statistics.labels import Labels
 from layerwise.optim.step.damping import Damping
 from layerwise.optim.step.stack import Stack
 from layerwise.optim.step.update import Executor
 
-OF_THIS_MODEL = ("_children", "_own", "_swapped", "_seen_model", "_owners")
-"""What a copy has of its own: identities of modules and parameters."""
+MADE_ANEW = ("_capture", "_stacks", "_accumulator", "_executor", "_sharding", "_on_one_rank", "_snapshot")
+"""What a copy has of its own: hooks, identities of modules and parameters, and what is built from its options."""
 
 
 class Checkpointed(torch.optim.Optimizer):
@@ -41,47 +40,35 @@ class Checkpointed(torch.optim.Optimizer):
     steps_taken: int
     _damping: Damping
     _health: Health
-    _stacks: list[Stack] | None
+    _stacks: list[Stack] | None = None
     _loaded: dict[str, dict[str, Tensor]]
     """State of layers until there are stacks."""
-    _shared: frozenset[str] | None
+    _shared: frozenset[str] | None = None
     """Of another member's state, the factors that mean the same; None: it is this one's own."""
     _packing: dict[Tensor, Any] | None = None
     """What is being saved, while it is."""
-    _strangers: list[tuple[str, nn.Parameter]] | None
-    _owners: dict[int, int]
-    """The module of each parameter, by identity."""
+    _snapshot: ModelSnapshot
     _executor: Executor
     _accumulator: Accumulator
     _capture: Capture | None
-    _settings: dict[str, Any]
-    _sharding: Sharding | None
-    _on_one_rank: LocalParameters | None
-    _unit: float | None
+    _labels: Labels
+    _notices: Notices
+    _sharding: Sharding | None = None
+    _on_one_rank: LocalParameters | None = None
+    _unit: float | None = None
+    """Of the first gradients, for AdamW's ε (`step.update.unit_of`)."""
 
     @abstractmethod
     def _read_table(self) -> LayerTable:
         """The model's layers."""
 
     @abstractmethod
-    def _initial_state(self) -> dict[str, dict[str, Tensor]]:
-        """What there is to save before the first step: distributed checkpoints are read into tensors that exist."""
+    def _build(self) -> list[Stack]:
+        """Stacks with the state that was loaded, and the executor of their steps."""
 
     @abstractmethod
     def _make_accumulator(self) -> Accumulator:
         """One that has seen nothing."""
-
-    @abstractmethod
-    def _model_changed(self) -> bool:
-        """Whether the model has changed since the last call."""
-
-    @abstractmethod
-    def _remember_model(self) -> None:
-        """The model as it is now."""
-
-    @abstractmethod
-    def _recognise(self, capture: Capture, name: str | None) -> None:
-        """Take up a likelihood that was recognised."""
 
     @abstractmethod
     def _make_capture(self, example_axis: int | None, seed: int) -> Capture | None:
@@ -122,7 +109,7 @@ class Checkpointed(torch.optim.Optimizer):
         What is no parameter's ("engine": steps taken, adaptive damping) is also in the first group, where
         `torch.distributed.checkpoint` keeps it.
         """
-        if self._model_changed():
+        if self._snapshot.changed():
             self.follow_model()
         self.param_groups[0]["engine"] = self._engine()
         begun = self._stacks is not None or bool(self._loaded)
@@ -145,8 +132,14 @@ class Checkpointed(torch.optim.Optimizer):
             "rounds": 0 if self._capture is None else self._capture.rounds,
             "damping": self._damping.state() | {"step": self.steps_taken},
             "unit": self._unit,
-            "likelihood": self._settings["recognised"],
+            "likelihood": self._labels.recognised,
         }
+
+    def _initial_state(self) -> dict[str, dict[str, Tensor]]:
+        """What there is to save before the first step: distributed checkpoints are read into tensors that exist."""
+        stacks = self._build()
+        self._executor.begin_moments()
+        return self._saved_stacks(stacks)
 
     def _saved(self) -> dict[str, dict[str, Tensor]]:
         if self._stacks is None:
@@ -174,7 +167,7 @@ class Checkpointed(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        if self._model_changed():
+        if self._snapshot.changed():
             self.follow_model()
         engine = engine_of(state_dict)
         shared = shared_factors(engine, self.rule, type(self).__name__)
@@ -190,9 +183,9 @@ class Checkpointed(torch.optim.Optimizer):
         self.steps_taken = int(engine["steps"])
         self._damping.load_state(engine["damping"])
         self._unit = engine.get("unit")
-        if self._capture is not None and self._settings["likelihood"] == "auto":
-            self._recognise(self._capture, engine.get("likelihood"))
         if self._capture is not None:
+            if self._labels.likelihood == "auto":
+                self._labels.recognise(self._capture, engine.get("likelihood"))
             self._capture.ask_again()
             self._capture.forwards = int(engine["forwards"])
             self._capture.rounds = int(engine.get("rounds", engine["forwards"]))
@@ -221,7 +214,7 @@ class Checkpointed(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Parameters that take part from now on, such as layers that were frozen before."""
         super().add_param_group(with_own_rate(self._named(param_group)))
-        if "_stacks" not in self.__dict__ or "steps_taken" not in self.__dict__:  # the constructor's own
+        if "steps_taken" not in self.__dict__:  # the constructor's own
             return
         self._rebuild()
 
@@ -230,20 +223,18 @@ class Checkpointed(torch.optim.Optimizer):
 
         A parameter that was replaced has its successor in its group, without its state unless the module is the same.
         """
-        self._strangers = None
+        self._snapshot.strangers = None
         params, before = named_parameters(self.model), self._parameters_by_name()
         successors = follow_groups(self.param_groups, params)
-        owner, self._owners = self._owners, owners(self.model)
+        owner, owns = self._snapshot.owners, owners(self.model)
+        self._snapshot.owners = owns
         unfrozen = {name for group in self.param_groups for name in group["param_names"]} - {*self.table.shapes}
         if successors is None and not any(name in params and params[name].requires_grad for name in unfrozen):
             return
-        for (
-            name,
-            p,
-        ) in before.items():  # the same module with another tensor, as `load_state_dict(assign=True)` leaves it
+        for name, p in before.items():
             successor = (successors or {}).get(id(p))
-            if successor is not None and successor.shape == p.shape and owner[id(p)] == self._owners[id(successor)]:
-                before[name] = successor
+            if successor is not None and successor.shape == p.shape and owner[id(p)] == owns[id(successor)]:
+                before[name] = successor  # the same module's, as `load_state_dict(assign=True)` leaves it
         self._rebuild(before)
 
     def _parameters_by_name(self) -> dict[str, nn.Parameter]:
@@ -253,7 +244,7 @@ class Checkpointed(torch.optim.Optimizer):
     def _rebuild(self, before: dict[str, nn.Parameter] | None = None) -> None:
         """Read the model anew; layers whose parameters (by their names `before`) are the same keep their state."""
         saved, table, self._shared = self._saved(), self.table, None if self._stacks else self._shared
-        self._stacks = self._strangers = None
+        self._stacks = self._snapshot.strangers = None
         self._accumulator.forget()
         self.table = self._read_table()
         params = named_parameters(self.model)
@@ -276,19 +267,12 @@ class Checkpointed(torch.optim.Optimizer):
         return {**group, "params": named}
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {
-            k: v
-            for k, v in self.__dict__.items()
-            if k
-            not in ("_capture", "_stacks", "_accumulator", "_executor", "_sharding", "_on_one_rank", *OF_THIS_MODEL)
-        }
+        kept = {k: v for k, v in self.__dict__.items() if k not in MADE_ANEW}
         if self._stacks is not None:
             kept["_shared"] = None
-        kept["_loaded"], kept["_stacks"], kept["_strangers"] = self._saved(), None, None
-        capture = self._capture
-        kept["_capture"] = (
-            None if capture is None else (capture.example_axis, capture.seed, capture.forwards, capture.rounds)
-        )
+        kept["_loaded"], kept["_capture"] = self._saved(), None
+        if (capture := self._capture) is not None:
+            kept["_capture"] = (capture.example_axis, capture.seed, capture.forwards, capture.rounds)
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -296,17 +280,23 @@ class Checkpointed(torch.optim.Optimizer):
             self.__dict__["param_groups"] = state["param_groups"]
             return
         recorded = state["_capture"]
-        super().__setstate__({k: v for k, v in state.items() if k != "_capture"})
-        self._sharding = self._on_one_rank = None
+        super().__setstate__(with_parts({k: v for k, v in state.items() if k != "_capture"}))
         self._accumulator = self._make_accumulator()
-        self._remember_model()
-        self._owners = owners(self.model)
+        self._snapshot = ModelSnapshot(self.model)
         self._capture = None
         if recorded is not None:
             self._capture = self._make_capture(recorded[0], recorded[1])
             assert self._capture is not None
             self._capture.forwards, self._capture.rounds = recorded[2:]
             self._capture.due = self.steps_taken % self.factor_every == 0
+
+
+def with_parts(state: dict[str, Any]) -> dict[str, Any]:
+    """A pickled state; in those of before, what `Labels` and `Notices` have now was the optimizer's own."""
+    if "_settings" in state:
+        state["_labels"] = Labels(**state.pop("_settings"))
+        state["_notices"] = Notices(*(state.pop(name) for name in ("_unseen", "_said_fallen", "_said_none_came")))
+    return state
 
 
 # --- what a loaded state says ------------------------------------------------------------------------------
@@ -382,75 +372,4 @@ def renamed_state(
                 own = list(layers.get(params[place], ()))
                 layer = renamed(layer, before[place], names[place], own, number, len(of_layers))
             found[layer] = {k: t.clone() for k, t in tensors.items()}
-    return found
-
-
-# --- a model that changes after its optimizer was built ----------------------------------------------------
-
-
-def owners(model: nn.Module) -> dict[int, int]:
-    """From each parameter to its module, by identity."""
-    instead = successors(model)
-    of_modules = ((p, module) for module in model.modules() for p in module._parameters.values() if p is not None)
-    return {id(instead.get(id(p), p)): id(module) for p, module in of_modules}
-
-
-def follow_groups(
-    groups: Iterable[dict[str, Any]], params: Mapping[str, nn.Parameter]
-) -> dict[int, nn.Parameter] | None:
-    """Bring names and parameters of groups up to date, in place.
-
-    Returns the successors of parameters that were replaced, by the identity of those; None: no group has changed.
-    """
-    names = {id(p): name for name, p in params.items()}
-    groups = list(groups)
-    known = {id(p) for group in groups for p in group["params"]}
-    successors, renamed = dict[int, nn.Parameter](), False
-    for group in groups:
-        for place, (name, p) in enumerate(zip(group["param_names"], group["params"], strict=True)):
-            now = params.get(name)
-            if id(p) in names:
-                renamed = renamed or names[id(p)] != name
-                group["param_names"][place] = names[id(p)]
-            elif now is not None and id(now) not in known:
-                successors[id(p)] = group["params"][place] = now
-    return successors if renamed or successors else None
-
-
-def renamed(layer: str, before: str, now: str, own: Sequence[str], place: int, count: int) -> str:
-    """A layer's name, where its first parameter has another one than before.
-
-    It is made of the module's name or is the parameter's; else (the model itself is the layer) it is the one in its
-    place among `count` layers of that parameter, which are now called `own`.
-    """
-    if before == now:
-        return layer
-    if layer == before:
-        return now
-    old, new = before.rpartition(".")[0], now.rpartition(".")[0]
-    if old and new and (layer == old or layer.startswith(f"{old}.")):
-        return new + layer[len(old) :]
-    return own[place] if len(own) == count else layer
-
-
-def renamed_layers(
-    before: LayerTable, old: Mapping[str, Tensor], after: LayerTable, new: Mapping[str, Tensor]
-) -> dict[str, str]:
-    """From names of layers to those that the same layers have now, by the identity of their parameters."""
-    names, found = {id(p): name for name, p in new.items()}, dict[str, str]()
-    later_layers = _by_first(after)
-    for first, layers in _by_first(before).items():
-        for place, spec in enumerate(layers):
-            now = [names.get(id(old[name])) if name in old else None for name in spec.parameters]
-            if now[0] is not None and None not in now:
-                own = [later.name for later in later_layers.get(now[0], [])]
-                found[spec.name] = renamed(spec.name, first, now[0], own, place, len(layers))
-    return found
-
-
-def _by_first(table: LayerTable) -> dict[str, list[LayerSpec]]:
-    """Layers by their first parameter."""
-    found: dict[str, list[LayerSpec]] = {}
-    for spec in table.layers:
-        found.setdefault(spec.parameters[0], []).append(spec)
     return found

@@ -1,20 +1,28 @@
-"""Which rule: that of an optimizer's arguments, and whether a layer gets it."""
+"""Which rule: that of an optimizer's arguments, whether a layer gets it, and with which others."""
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from layerwise.foundations.errors import InputError, describe
-from layerwise.foundations.sharded import Division
-from layerwise.layers.rules.linear import LinearRule
-from layerwise.layers.table import LayerSpec, LayerTable
+from layerwise.layers.table import LayerSpec
+from layerwise.optim.backend import Backend
 from layerwise.optim.kronecker import KroneckerRoots
 from layerwise.optim.options import known
-from layerwise.optim.rule import Requirements, Shape, UpdateRule
+from layerwise.optim.reference import Reference
+from layerwise.optim.rule import Shape, UpdateRule
+from layerwise.optim.sharding.plan import Bucket
+from layerwise.optim.statistics.accumulate import Moments
+from layerwise.optim.step.stack import Stack
+from layerwise.optim.step.update import UpdateSize, averages_before
+
+Group = Mapping[str, Any]
+"""A parameter group."""
 
 CHOSEN = "overrides"
 """The reason of layers for which the user has asked for the fallback's update."""
@@ -50,30 +58,87 @@ def check_rule(rule: UpdateRule) -> None:
         )
 
 
-ShapeOf = Callable[[UpdateRule, LayerSpec, Mapping[str, Any]], Shape]
+@dataclass(frozen=True)
+class Choice:
+    """Which layers get the optimizer's rule, which the fallback's, which are treated together, and by which backend."""
 
+    rule: UpdateRule
+    fallback: UpdateRule
+    size: UpdateSize
+    solver: str
+    precision: str
+    host_may_sync: bool
 
-def why_fallback(
-    rule: UpdateRule, requires: Requirements, spec: LayerSpec, group: Mapping[str, Any], embeddings: bool, of: ShapeOf
-) -> str | None:
-    """Why a layer gets the fallback's update, or None; `embeddings`: whether one is a matrix to rules of inputs."""
-    if group.get("update") == "fallback":
-        return CHOSEN
-    if not requires.matrices_only:
-        return None
-    if spec.reason is not None:
-        return spec.reason
-    if not spec.sites and (requires.inputs or requires.outgrads):
-        return "no layer rule"
-    if not requires.kronecker_only:
-        return None
-    if not spec.form.kronecker or spec.form.weight is None:
-        return f"{spec.kind}: a vector, not a matrix"
-    if min(spec.form.outputs, spec.form.inputs) == 1 and not requires.inputs:
-        return "a vector, not a matrix"
-    if spec.form.one_hot and not (requires.inputs and embeddings):
-        return "an embedding"
-    return rule.requirements(of(rule, spec, group)).refused
+    def backend(self, device: torch.device, precision: str | None = None) -> Backend:
+        """The reference on a CPU; that of `cuda` on a GPU, or where factors are to be refined by products."""
+        if self.host_may_sync and device.type == "cpu" and self.solver != "products":
+            return Reference(self.solver)
+        from layerwise.optim.cuda.backend import CudaBackend  # the GPU's code is not read where there is none
+
+        return CudaBackend(self.solver, precision or self.precision)
+
+    def rule_for(self, spec: LayerSpec, group: Group) -> UpdateRule:
+        """The rule that a layer gets."""
+        return self.fallback if self.why_fallback(spec, group) else self.rule
+
+    def why_fallback(self, spec: LayerSpec, group: Group) -> str | None:
+        """Why a layer gets the fallback's update, or None."""
+        requires, form = self.rule.requirements(), spec.form
+        if group.get("update") == "fallback":
+            return CHOSEN
+        if not requires.matrices_only:
+            return None
+        if spec.reason is not None:
+            return spec.reason
+        if not spec.sites and (requires.inputs or requires.outgrads):
+            return "no layer rule"
+        if not requires.kronecker_only:
+            return None
+        if not form.kronecker or form.weight is None:
+            return f"{spec.kind}: a vector, not a matrix"
+        if min(form.outputs, form.inputs) == 1 and not requires.inputs:
+            return "a vector, not a matrix"
+        if form.one_hot and not (requires.inputs and self.size.method == "formula"):
+            return "an embedding"
+        return self.rule.requirements(self.shape_of(self.rule, spec, group)).refused
+
+    def shape_of(self, rule: UpdateRule, spec: LayerSpec, group: Group) -> Shape:
+        """Of a layer alone."""
+        name = spec.parameters[0]
+        first = {name: group["params"][group["param_names"].index(name)]}
+        return Stack(rule, (spec,), dict(group), first, self.backend(first[name].device)).shape
+
+    def moments_of(self, spec: LayerSpec, groups: Iterable[Group]) -> Moments | None:
+        """Which second moments the rule wants of a layer; None where the layer gets the fallback's update."""
+        group = next((g for g in groups if spec.parameters[0] in g.get("param_names", ())), None)
+        if group is None or self.why_fallback(spec, group):
+            return None
+        wanted = self.rule.requirements(self.shape_of(self.rule, spec, group))
+        return wanted.outgrads, wanted.inputs
+
+    def buckets(
+        self, layers: Iterable[LayerSpec], params: Mapping[str, nn.Parameter], group_of: Mapping[int, dict[str, Any]]
+    ) -> list[Bucket]:
+        """What goes into one stack: layers of one shape, group and rule."""
+        found: dict[Any, tuple[UpdateRule, dict[str, Any], list[LayerSpec]]] = {}
+        for spec in layers:
+            form, first = spec.form, params[spec.parameters[0]]
+            group = group_of.get(id(first))
+            if group is None:
+                continue
+            rule = self.rule_for(spec, group)
+            by_channel = rule is self.rule and rule.requirements().by_channel
+            size = (form.outputs, form.inputs, form.one_hot, form.taps if by_channel else 1)
+            groups = tuple(id(group_of.get(id(params[name]))) for name in spec.parameters)
+            key = (id(rule), groups, *size, first.dtype, first.device)
+            found.setdefault(key, (rule, group, []))[2].append(spec)
+        buckets = []
+        for (*_, dtype, _), (rule, group, specs) in found.items():
+            own, requires = rule is self.rule, rule.requirements()
+            sized = self.size.method == "adam" and requires.matrices_only
+            momentum = bool(group["momentum"]) and not averages_before(requires.own_momentum, sized, own)
+            buckets.append(Bucket(rule, group, tuple(specs), not own, dtype, sized, momentum))
+        return buckets
 
 
 @dataclass(frozen=True)
@@ -107,13 +172,3 @@ def fallen_matrices(layers: Iterable[tuple[LayerSpec, str | None]], model: nn.Mo
                 by_reason[why] += part.numel()
                 example.setdefault(why, part.name)
     return FallenMatrices(total, dict(by_reason.most_common()), example)
-
-
-def beyond_tensor_parallelism(table: LayerTable, divided: Mapping[str, Division]) -> dict[str, str]:
-    """Layers that ranks divide among them and whose statistics cannot be put together, and why."""
-    cut = {name for name, division in divided.items() if division.axis is not None}
-    return {
-        spec.name: "tensor parallelism divides it, and it is no nn.Linear"
-        for spec in table.layers
-        if spec.sites and cut & set(spec.parameters) and not all(isinstance(s.rule, LinearRule) for s in spec.sites)
-    }

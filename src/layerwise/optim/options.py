@@ -4,7 +4,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -104,14 +104,13 @@ class Execution:
         switch("cuda_graphs", self.cuda_graphs)
 
 
-GROUPED = {
-    "samples": "samples",
-    "sharing": "sharing",
-    "statistics_over": "over",
-    "example_axis": "example_axis",
-    "tensor_parallel": "tensor_parallel",
+GROUPS = {"statistics": Statistics, "refresh": Refresh, "execution": Execution}
+ALONE = {
+    "statistics_over" if each.name == "over" else each.name: (name, each.name)
+    for name, kind in GROUPS.items()
+    for each in fields(kind)
 }
-"""From the name of an option by itself to that of its field in `Statistics`."""
+"""From the name of an option by itself to that of its group, and of its field there."""
 
 
 def grouped(
@@ -121,18 +120,16 @@ def grouped(
     if "record" in given:
         warnings.warn("record= is called cuda_graphs= now", DeprecationWarning, stacklevel=4)
         given["cuda_graphs"] = given.pop("record")
-    own = {GROUPED[name]: given.pop(name) for name in GROUPED if name in given}
-    solver = {"solver": given.pop("solver")} if "solver" in given else {}
-    how = {name: given.pop(name) for name in ("precision", "cuda_graphs") if name in given}
-    for name, group, alone in (
-        ("statistics", statistics, own),
-        ("refresh", refresh, solver),
-        ("execution", execution, how),
-    ):
-        if group is not None and alone:
-            field = next(iter(alone))
+    own: dict[str, dict[str, Any]] = {name: {} for name in GROUPS}
+    for option in [option for option in given if option in ALONE]:
+        name, field = ALONE[option]
+        own[name][field] = given.pop(option)
+    for name, group in (("statistics", statistics), ("refresh", refresh), ("execution", execution)):
+        if group is not None and own[name]:
+            field = next(iter(own[name]))
             raise InputError(describe(f"{field} beside {name}=", "one of them", f"put {field} into {name}="))
-    return statistics or Statistics(**own), refresh or Refresh(**solver), execution or Execution(**how)
+    alone = own["statistics"], own["refresh"], own["execution"]
+    return statistics or Statistics(**alone[0]), refresh or Refresh(**alone[1]), execution or Execution(**alone[2])
 
 
 def parameter_groups(
@@ -167,6 +164,23 @@ def parameter_groups(
     found = [*([{"params": rest}] if rest else []), *groups]
     _check_columns(table, {name: {**defaults, **group} for group in found for name, _ in group["params"]})
     return found
+
+
+def group_defaults(rule: UpdateRule, given: Mapping[str, Any], fallback_lr: float | None) -> dict[str, Any]:
+    """What a parameter group has, where it says nothing else."""
+    defaults = {**given, "update": "rule"}
+    if (average := rule.requirements().own_momentum) is not None:  # in the group, where schedulers change it
+        own = (average, "nesterov") if average == "momentum" else ("betas",)
+        defaults |= {name: defaults.get(name) or getattr(rule, name) for name in own}
+    check_numbers(defaults)
+    ratio, lr = 1.0, float(given["lr"])
+    if fallback_lr is not None:
+        check_number("fallback_lr", fallback_lr)
+        if not lr:
+            expected = "a learning rate above 0, to which fallback_lr keeps its proportion"
+            raise InputError(describe("fallback_lr with lr=0", expected, 'use overrides={"*": {"lr": 0.0}} instead'))
+        ratio = fallback_lr / lr  # which it keeps under schedules
+    return {**defaults, "fallback_ratio": ratio}
 
 
 def with_own_rate(group: dict[str, Any]) -> dict[str, Any]:
@@ -232,8 +246,7 @@ def show_options(member: Callable[..., Any], engine: Callable[..., Any], hidden:
 
 def about_unknown(member: type, others: Collection[str]) -> str:
     """What to do about options that a member does not have: torch's own, or misspelt ones."""
-    alone = (*GROUPED, "solver", "precision", "cuda_graphs")
-    name, known = next(iter(others)), [*inspect.signature(member).parameters, *alone]
+    name, known = next(iter(others)), [*inspect.signature(member).parameters, *ALONE]
     if name in TORCHS_OWN:
         expected = f"options among: {', '.join(known)}"
         return describe(f"{member.__name__}({name}=…)", expected, f"leave {name} out: {TORCHS_OWN[name]}")

@@ -1,20 +1,27 @@
-"""What an optimizer says about itself: `print(opt)` and `opt.health()`."""
+"""What an optimizer says about itself: `print(opt)`, `opt.health()`, and warnings."""
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from layerwise.layers.table import LayerSpec
-from layerwise.optim.choice import FallenMatrices
+from layerwise.optim.choice import Choice, FallenMatrices, Group, fallen_matrices
 from layerwise.optim.rule import Context, Health
 from layerwise.optim.step.stack import Stack
 
 HEAD = ("layer", "parameters", "form K × O × I", "update")
+MOST = 0.5
+"""Share of the matrix parameters above which falling back is said."""
 
 
-def layer_row(spec: LayerSpec, update: str, reason: str | None) -> tuple[str, str, str, str]:
+def layer_row(spec: LayerSpec, choice: Choice, group: Group) -> tuple[str, str, str, str]:
     """What a layer gets, and why it gets the fallback where it does."""
-    why = f"  (fallback: {reason})" if reason else ""
-    return spec.name, ", ".join(spec.parameters), " × ".join(map(str, spec.form.shape)), update + why
+    reason, rule = choice.why_fallback(spec, group), choice.rule_for(spec, group)
+    update = rule.describe(choice.shape_of(rule, spec, group)) + (f"  (fallback: {reason})" if reason else "")
+    return spec.name, ", ".join(spec.parameters), " × ".join(map(str, spec.form.shape)), update
 
 
 def table(first_line: str, rows: Sequence[tuple[str, str, str, str]]) -> str:
@@ -51,7 +58,60 @@ def group_lines(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     return shown
 
 
-def unseen(layers: Sequence[str], total: int) -> str:
+def measure(stack: Stack, context: Context, health: Health) -> None:
+    """Condition numbers and damping of a stack's layers, as they are now."""
+    found = stack.rule.conditions(stack.state, context) if stack.state else None
+    if found is None:
+        return
+    for spec, groups in stack.layers:
+        health.condition[spec.name] = float(found[0][groups].max())
+        health.damping[spec.name] = float(found[1][groups].max())
+
+
+# --- warnings, each given once -----------------------------------------------------------------------------
+
+
+@dataclass
+class Notices:
+    """What an optimizer has warned of, or has still to look at."""
+
+    unseen: set[str] | None = None
+    """Layers of its rule that never had statistics; None: stacks are new, and it is to be found."""
+    fallen: bool = False
+    """Whether it has said that most matrices fall back; likewise that a backward brought no statistics."""
+    none_came: bool = False
+
+    def of_statistics(self, member: str, step: int, own: Sequence[Stack], seen: Collection[str], came: int) -> None:
+        """Warn of layers that have a gradient and never had statistics, which get the plain gradient's step; and of a
+        backward that reached the output and brought no layer's statistics (`came`: how many), after others did."""
+        layers = [each for stack in own for each in zip(stack.specs, stack.active(), strict=True)]
+        if self.unseen is None:
+            self.unseen = {spec.name for spec, _ in layers}
+        self.unseen -= {*seen}
+        missing = [spec.name for spec, on in layers if on and spec.name in self.unseen]
+        if missing:
+            self.unseen -= {*missing}
+            self.none_came = True
+            warnings.warn(_unseen(missing, len(layers)), UserWarning, stacklevel=3)
+        if any(on for _, on in layers) and not came and not self.none_came:
+            self.none_came = True
+            warnings.warn(_none_came(member, step), UserWarning, stacklevel=3)
+
+    def of_fallback(self, member: str, choice: Choice, stacks: Sequence[Stack], model: nn.Module) -> None:
+        """Warn where most matrix parameters get the fallback's update and nobody asked for that."""
+        requires = choice.rule.requirements()
+        if self.fallen or not requires.matrices_only:
+            return
+        layers = [(spec, choice.why_fallback(spec, stack.group)) for stack in stacks for spec in stack.specs]
+        found = fallen_matrices(layers, model)
+        if found.share > MOST:
+            self.fallen = True
+            by_gradient = not (requires.inputs or requires.outgrads)
+            said = _most_fall_back(member, found, choice.fallback.name, by_gradient)
+            warnings.warn(said, UserWarning, stacklevel=2)
+
+
+def _unseen(layers: Sequence[str], total: int) -> str:
     """What is said of layers that are trained without statistics."""
     named = ", ".join([*layers[:4], *(["…"] if len(layers) > 4 else [])])
     return (
@@ -62,7 +122,7 @@ def unseen(layers: Sequence[str], total: int) -> str:
     )
 
 
-def none_came(member: str, step: int) -> str:
+def _none_came(member: str, step: int) -> str:
     """What is said where a backward brought no statistics at all."""
     return (
         f"{member}: at step {step} the backward reached the model's output, but no layer's statistics came, and steps "
@@ -71,7 +131,7 @@ def none_came(member: str, step: int) -> str:
     )
 
 
-def most_fall_back(member: str, fallen: FallenMatrices, fallback: str, by_gradient: bool) -> str:
+def _most_fall_back(member: str, fallen: FallenMatrices, fallback: str, by_gradient: bool) -> str:
     """What is said where most matrix parameters do not get the member's own update.
 
     `by_gradient`: the member looks at nothing but gradients, so that no other could treat more.
@@ -86,13 +146,3 @@ def most_fall_back(member: str, fallen: FallenMatrices, fallback: str, by_gradie
         f"says which matrices a parameter holds; {others}"
         'overrides={"...": {"update": "fallback"}} says that it is meant.'
     )
-
-
-def measure(stack: Stack, context: Context, health: Health) -> None:
-    """Condition numbers and damping of a stack's layers, as they are now."""
-    found = stack.rule.conditions(stack.state, context) if stack.state else None
-    if found is None:
-        return
-    for spec, groups in stack.layers:
-        health.condition[spec.name] = float(found[0][groups].max())
-        health.damping[spec.name] = float(found[1][groups].max())

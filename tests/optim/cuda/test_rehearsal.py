@@ -78,7 +78,7 @@ def model() -> nn.Module:
 
 
 def rehearsed(opt: Layerwise, precision: str = "half") -> Exception | None:
-    found = rehearse(lambda: opt._stand_in(precision), lambda stack: opt._context(stack, 1), META)
+    found = rehearse(lambda: opt._builder.stand_in(precision), lambda stack: opt._context(stack, 1), META)
     ahead.wait()
     return found
 

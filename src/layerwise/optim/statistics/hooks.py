@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from layerwise.distributed.processes import Processes
 from layerwise.foundations.cotangents import Cotangent, HessianRoot, SampledLabels
-from layerwise.foundations.errors import InteractionError, UnsupportedError, describe
+from layerwise.foundations.errors import InteractionError, LayerwiseError, UnsupportedError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.sharded import all_agree, gathered, is_fully_sharded
 from layerwise.foundations.types import Tree, leaves
@@ -357,6 +357,22 @@ class Capture:
             ) from error
         return True
 
+    def require_forward(self, member: str) -> None:
+        """A step needs to know the model."""
+        if self.notes is not None:
+            return
+        evaluating = not self.model.training
+        raise LayerwiseError(
+            describe(
+                f"a step of {member} before it has seen a training forward of its model"
+                + (", which is in eval mode" if evaluating else ""),
+                "model(x) in train mode, with gradients, after the optimizer was built",
+                "call model.train() before the loop (from_pretrained returns a model in eval mode)"
+                if evaluating
+                else "build the optimizer before torch.compile and call the model itself, not its parts",
+            )
+        )
+
     def look_again(self, table: LayerTable) -> None:
         """The model has changed: examine it at the next forward."""
         self.table, self.notes = table, None
@@ -391,7 +407,7 @@ class Capture:
     @property
     def reads_output(self) -> bool:
         """Whether a step asks what the gradient at the output told of the loss."""
-        return self.reader is not None or self.scale_free or self.estimator == "empirical"
+        return self.reader is not None or self.estimator == "empirical"
 
     # --- between steps -----------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from layerwise.optim.statistics.accumulate import Accumulator, Sums
 from layerwise.optim.step.clip import Clip
 from layerwise.optim.step.damping import Damping
 from layerwise.optim.step.graft import Graft
-from layerwise.optim.step.refresh_schedule import RefreshSchedule, give_turns
+from layerwise.optim.step.refresh_schedule import RefreshSchedule, freshness, give_turns
 from layerwise.optim.step.stack import Stack, gradients
 
 BETAS = (0.9, 0.999)
@@ -109,10 +109,9 @@ class UpdateSize:
     def _averaged(self, stack: Stack, grad: Tensor, context: Context) -> tuple[Tensor, Float[Tensor, "K"]]:
         """What the rule gets in the gradient's place, and the norm of AdamW's update."""
         mu, (b1, b2) = 0.0 if stack.requires.own_momentum else stack.group["momentum"], self.betas or BETAS
-        state, shape = stack.state, stack.shape
+        state = stack.state
         if "graft_m" not in state:
-            state |= {f"graft_{name}": shape.zeros(shape.outputs, shape.inputs) for name in ("m", "v")}
-            state["graft_steps"] = shape.zeros()
+            _begin_adam(stack)
         moments = {"m": state["graft_m"], "v": state["graft_v"], "steps": state["graft_steps"]}
         wanted = context.backend.adam_norms_(moments, grad, (mu or b1, b2), EPS * context.unit, context)
         state["graft_m"], state["graft_v"] = m, _ = moments["m"], moments["v"]  # a backend may lay them out anew
@@ -132,6 +131,12 @@ class UpdateSize:
         most = MOST_CHANGE * weight_norms(stack).to(wanted).clamp_min(least)
         step = (lr * wanted).clamp_min(torch.finfo(wanted.dtype).tiny)
         return wanted * (most / step).clamp(max=1.0)
+
+
+def _begin_adam(stack: Stack) -> None:
+    shape = stack.shape
+    stack.state |= {f"graft_{name}": shape.zeros(shape.outputs, shape.inputs) for name in ("m", "v")}
+    stack.state["graft_steps"] = shape.zeros()
 
 
 def weight_norms(stack: Stack) -> Float[Tensor, "K"]:
@@ -234,6 +239,17 @@ class Executor(ABC):
         """Take that up again."""
         for stack in self.stacks:
             stack.backend.resume(stack, saved)
+
+    def begin_moments(self) -> None:
+        """What a first step would add to the state of each stack, as zeros; for who looks at it before."""
+        for stack in self.stacks:
+            shape, matrices = stack.shape, stack.requires.matrices_only
+            if self.size.sets(stack) or (matrices and self.graft.method == "adam"):
+                _begin_adam(stack)
+            if self.momentum_of(stack):
+                stack.state["momentum"] = shape.zeros(shape.outputs, shape.inputs)
+            if stack.requires.refreshes:
+                freshness(stack)
 
     def _momentum(self, part: Part) -> float:
         return self.momentum_of(part.stack)
