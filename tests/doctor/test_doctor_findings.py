@@ -1,6 +1,8 @@
 """Findings: what is said of planted faults, in which order; and the model that is left as it was."""
 
+import dataclasses
 import importlib.util
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -13,6 +15,7 @@ import layerwise as lw
 from layerwise.doctor.examination import doctor as examine
 from layerwise.doctor.findings import Finding, ordered
 from layerwise.doctor.rules import KINDS, UNBOUNDED
+from layerwise.doctor.rules.data import output_scale
 from layerwise.foundations.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -33,11 +36,14 @@ assert lw.doctor is examine  # a function, although a package has its name
 
 
 def load_zoo():
-    spec = importlib.util.spec_from_file_location("doctor_zoo", ROOT / "benchmarks" / "doctor_zoo.py")
+    """`benchmarks/doctor` under its own name, and nothing else of `benchmarks`."""
+    folder = ROOT / "benchmarks" / "doctor"
+    places = [str(folder)]
+    spec = importlib.util.spec_from_file_location("doctor", folder / "__init__.py", submodule_search_locations=places)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["doctor_zoo"] = module
+    sys.modules["doctor"] = module
     spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("doctor.zoo")
 
 
 zoo = load_zoo()
@@ -298,3 +304,22 @@ def test_a_step_that_only_fits_noise_still_has_a_rate() -> None:
         own = lw.doctor(model, (x, y), optimizer=opt, members=(), seed=seed).measured.own_step
         assert own is not None
         assert own.best_multiple > 1e3
+
+
+@pytest.mark.parametrize(("multiple", "severity"), [(1.4, None), (2.3, "moderate"), (4.5, "severe")])
+def test_a_loss_above_chance_is_severe_where_it_takes_long_to_undo(multiple: float, severity: str | None) -> None:
+    """Only the loss is set; He's initialisation now and then begins at twice the loss of chance."""
+    _, report = examined("healthy-mlp", seed=20)
+    assert report.measured.targets is not None
+    chance = math.log(report.measured.targets.classes)
+    found = list(output_scale(dataclasses.replace(report.measured, loss=multiple * chance)))
+    assert [one.severity for one in found] == ([] if severity is None else [severity])
+    assert all(one.gain == pytest.approx(multiple * chance - report.measured.targets.constant_loss) for one in found)
+
+
+def test_a_healthy_network_that_begins_above_chance_has_no_severe_finding() -> None:
+    patient, report = examined("fresh-conv1d", seed=21)
+    assert patient.fault is None
+    assert report.measured.loss > 2 * math.log(3)
+    assert [one.severity for one in report.findings if one.kind == "output-scale"] == ["moderate"]
+    assert not report.severe()

@@ -25,6 +25,11 @@ SHUFFLED = 3.0
 SURELY_SHUFFLED = 2.0
 """The same, below which that is a severe finding: 2 to 3 is also seen where labels are hard to see at first."""
 TARGET_LARGE = 10.0
+ABOVE_CHANCE = 1.5
+"""Loss over that of even probabilities, from which outputs are too large."""
+COSTLY = 4.0
+"""The same, from which that is severe: SGD then needs about twice the steps to get to half the loss of even
+probabilities. Below, what is in excess is gone after some ten steps, and training is as fast afterwards."""
 
 
 def input_scale(measured: Measurements) -> Iterator[Finding]:
@@ -196,7 +201,7 @@ def target_scale(measured: Measurements) -> Iterator[Finding]:
 
 
 def output_scale(measured: Measurements) -> Iterator[Finding]:
-    """A loss above that of a constant prediction."""
+    """A loss above that of a constant prediction; severe where it takes long to undo."""
     y = measured.targets
     if y is None or y.constant_loss is None:
         return
@@ -206,14 +211,15 @@ def output_scale(measured: Measurements) -> Iterator[Finding]:
         chance = y.constant_loss  # of several labels, whose number is not known here: at most that of even ones
     else:
         return
-    if measured.loss <= 1.5 * chance:
+    if measured.loss <= ABOVE_CHANCE * chance:
         return
+    costly = measured.loss > COSTLY * chance
     yield Finding(
         "output-scale",
-        "severe",
+        "severe" if costly else "moderate",
         measured.loss - y.constant_loss,
-        f"The loss, {number(measured.loss, 3)}, is far above that of even probabilities, {number(chance, 3)}: outputs "
-        "are large and wrong.",
+        f"The loss, {number(measured.loss, 3)}, is {'far ' if costly else ''}above that of even probabilities, "
+        f"{number(chance, 3)}: outputs are large and wrong.",
         f"A constant prediction has {number(y.constant_loss, 3)}. {_percent(1 - y.constant_loss / measured.loss)} of "
         "the loss is there because of the size of the outputs.",
         "Make the last layer's initial weights smaller (or zero), or restart from before the loss rose.",
