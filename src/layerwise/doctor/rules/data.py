@@ -28,8 +28,8 @@ TARGET_LARGE = 10.0
 ABOVE_CHANCE = 1.5
 """Loss over that of even probabilities, from which outputs are too large."""
 COSTLY = 4.0
-"""The same, from which that is severe: SGD then needs about twice the steps to get to half the loss of even
-probabilities. Below, what is in excess is gone after some ten steps, and training is as fast afterwards."""
+"""The same, from which that is severe: half the loss of even probabilities then takes SGD about twice the steps. Below,
+the excess costs some twenty steps of SGD or Adam at most."""
 
 
 def input_scale(measured: Measurements) -> Iterator[Finding]:
