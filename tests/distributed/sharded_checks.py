@@ -446,6 +446,10 @@ def one_rank(rank: int, world: int, folder: str) -> Any:
     found: dict[str, Any] = {}
     cases = [Case(member, model, steps=5) for model in ("mlp", "transformer") for member in MEMBERS]
     cases = [case for case in cases if case.member != "NGD"]
+    half = {"dtype": "float32", "autocast": True}
+    cases += [
+        Case(m, model, (), 5, half) for model in ("mlp", "transformer") for m in ("KFAC adam", "EKFAC adam", "SOAP")
+    ]
     for case in cases:
         found[case.name] = torch.equal(train(case, 0, 1, True), train(case))
     waits = lw.optim.Layerwise.host_may_sync

@@ -177,7 +177,9 @@ def train(case: Case, rank: int = 0, world: int = 1, sharded: bool = False, summ
             if sharded and parts > 1:
                 model.set_requires_gradient_sync(part == parts - 1)
             place = slice((part * world + rank) * each, (part * world + rank + 1) * each)
-            (loss_of(model(x[place]), y[place]) / parts).backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=case.how.get("autocast", False)):
+                f = model(x[place])
+            (loss_of(f.to(model_dtype(model)), y[place]) / parts).backward()
         for name in case.how.get("unused", ()):
             if step % 3 == 1:
                 model.get_parameter(name).grad = None

@@ -105,3 +105,17 @@ def test_a_buffer_that_is_one_number_many_times():
             return self.layer(x) * self.weights
 
     assert lw.ntk(Model(), torch.randn(3, 4)).matrix().shape == (12, 12)
+
+
+def test_casts_of_parameters_are_not_left_to_the_users_forward():
+    """Autocast keeps a cast with the graph that made it; whoever finds it in the cache goes by that graph."""
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        with undisturbed(model):
+            of_library = model(x)
+        of_user = model(x)
+        assert torch.is_autocast_cache_enabled()
+    casts = [{node for node, _ in f.grad_fn.next_functions if node is not None} for f in (of_library, of_user)]
+    assert casts[0].isdisjoint(casts[1])
+    of_user.sum().backward()
+    assert model.weight.grad is not None

@@ -296,7 +296,8 @@ def undisturbed(model: nn.Module, modules: Sequence[nn.Module] | None = None) ->
     `modules` are ``model.modules()``, where they are known already.
 
     Buffers and attributes are put back (a spectral norm changes its own in train mode, a stateful model keeps its
-    last hidden state) and random draws of the forward (dropout) do not move torch's global generators.
+    last hidden state) and random draws of the forward (dropout) do not move torch's global generators. Nor does a
+    forward leave casts of parameters in autocast's cache.
     """
     modules = list(model.modules()) if modules is None else modules
     held = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
@@ -306,7 +307,7 @@ def undisturbed(model: nn.Module, modules: Sequence[nn.Module] | None = None) ->
     devices = sorted({place.index or 0 for place in places if place.type == "cuda"})
     token = _OWN.set(True)
     forked = torch.random.fork_rng(devices=devices)
-    with forked, uncompiled(), without_fast_path(), _recurrent_backward(modules):
+    with forked, uncompiled(), without_fast_path(), _own_casts(), _recurrent_backward(modules):
         copies = dict(zip(held, duplicates(list(held.values())), strict=True))
         try:
             for module, _, buffers in attributes:  # the graph of a forward may need the values that it has seen
@@ -319,6 +320,22 @@ def undisturbed(model: nn.Module, modules: Sequence[nn.Module] | None = None) ->
                 _put_back(vars(module), own)
                 _put_back(module._buffers, buffers)
             before.put_back()
+
+
+@contextmanager
+def _own_casts() -> Iterator[None]:
+    """Under autocast, casts of parameters that no other forward shares: the cache is left alone.
+
+    A cast belongs to the graph of the forward that made it. A forward of the user's that found one of ours in the cache
+    would have gradients that arrive late: autograd runs older nodes after younger ones, and FSDP has reduced the
+    gradients of a block by then.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager
