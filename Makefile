@@ -41,11 +41,13 @@ test: $(READY)
 test-slow: $(READY)
 	$(PYTEST) tests -m "slow and not gpu and not distributed"
 
-# Every member sharded over two and four processes, against one process; saved and loaded by other numbers of them.
+# Every member sharded over two and four processes, against one process; saved and loaded by other numbers of them. Less
+# than half an hour of processor time, in one to four processes at once.
 test-distributed: $(READY)
 	OMP_NUM_THREADS=1 $(PYTEST) tests/distributed -rs
 
-# Hugging Face's Trainer, accelerate, Lightning, torchtitan and a Ray cluster, in a venv of their own.
+# Hugging Face's Trainer, accelerate, Lightning, torchtitan and a Ray cluster, in a venv of their own, which takes some
+# minutes to install. Then some ten minutes, of which three are processor time: machines of the cluster are waited for.
 test-frameworks: $(FRAMEWORKS)/.ready
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest tests/frameworks tests/experiments/test_ray_engine.py -rs
 	OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest tests/experiments/test_runner.py -k ray -rs

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -157,15 +158,10 @@ def state(rank: int, world: int, folder: str) -> Any:
 # --- what is saved and loaded -----------------------------------------------------------------------------
 
 
-def asked(folder: str) -> dict[str, Any]:
-    """All members, or a few where the folder's name says so."""
-    return {k: v for k, v in MEMBERS_SAVED.items() if "few" not in folder or k in ("KFAC", "Adam")}
-
-
 def saved(rank: int, world: int, folder: str) -> Any:
     """Run fourteen steps; a distributed checkpoint before each of four of them, and parameters at the end."""
     found = {}
-    for member, make in asked(folder).items():
+    for member, make in MEMBERS_SAVED.items():
         model = shard(MODELS["mlp"][0](), mesh_of(world))
         opt = make(model)
         batches = list(parts(MODELS["mlp"][1](14), rank, world))
@@ -179,12 +175,11 @@ def saved(rank: int, world: int, folder: str) -> Any:
 
 
 def resumed(rank: int, world: int, folder: str) -> Any:
-    """Go on from each of those checkpoints, with as many ranks as there are here."""
+    """Go on from each of those checkpoints, with as many ranks as there are here; one, with a mesh and without."""
     found = {}
-    for member, make in asked(folder).items():
-        for step in (1, 2, 3, 4):
-            model = MODELS["mlp"][0]()
-            model = shard(model, mesh_of(world)) if world > 1 or "sharded" in folder else model
+    for member, make in MEMBERS_SAVED.items():
+        for step, sharded in product((1, 2, 3, 4), (True,) if world > 1 else (True, False)):
+            model = shard(MODELS["mlp"][0](), mesh_of(world)) if sharded else MODELS["mlp"][0]()
             opt = make(model)
             content = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, opt)}
             dcp.load(content, checkpoint_id=f"{folder}/../{member}-{step}")
@@ -192,7 +187,7 @@ def resumed(rank: int, world: int, folder: str) -> Any:
             set_optimizer_state_dict(model, opt, content["optim"])
             batches = list(parts(MODELS["mlp"][1](14), rank, world))
             take_steps(model, opt, batches[step:])
-            found[f"{member} {step}"] = whole(model)
+            found[f"{member} {step} {'sharded' if sharded else 'plain'}"] = whole(model)
     return found
 
 

@@ -82,18 +82,18 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
 """Each with its batches of twelve examples."""
 
 FORMULA = {"scale": "formula", "refresh_every": 3}
-MEMBERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+MEMBERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda m: lw.optim.SGD(m, 0.05, momentum=0.9),
     "SGD clipped": lambda m: lw.optim.SGD(m, 0.05, clip=("norm", 0.5)),
     "Adam": lambda m: lw.optim.Adam(m, 0.01),
     "Sign": lambda m: lw.optim.Sign(m, 0.003),
     "Sign ideal": lambda m: lw.optim.Sign(m, 0.001, ideal=True),
-    "KFAC": lambda m: lw.optim.KFAC(m, 0.02, **FORMULA),
+    "KFAC": lambda m, **told: lw.optim.KFAC(m, 0.02, **FORMULA, **told),
     "KFAC adam": lambda m: lw.optim.KFAC(m, 0.01, refresh_every=3, weight_decay=0.1, estimator="empirical"),
     "KFAC exact": lambda m: lw.optim.KFAC(m, 0.02, **FORMULA, **EXACT),
     "KFAC seldom": lambda m: lw.optim.KFAC(m, 0.02, **FORMULA, factor_every=4),
     "KFAC SUA": lambda m: lw.optim.KFAC(m, 0.02, **FORMULA, sua=True),
-    "EKFAC": lambda m: lw.optim.EKFAC(m, 0.005, scale="formula", refresh_every=1),
+    "EKFAC": lambda m, **told: lw.optim.EKFAC(m, 0.005, scale="formula", refresh_every=1, **told),
     "EKFAC adam": lambda m: lw.optim.EKFAC(m, 0.01, refresh_every=1, estimator="empirical"),
     "EKFAC running": lambda m: lw.optim.EKFAC(m, 0.005, scale="formula", refresh_every=1, scaling="running"),
     "FOOF": lambda m: lw.optim.FOOF(m, 0.02, **FORMULA),
@@ -108,6 +108,8 @@ MEMBERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "MahalanobisSpectral": lambda m: lw.optim.MahalanobisSpectral(m, 0.003, **FORMULA),
     "Layerwise": lambda m: lw.optim.Layerwise(m, "gradient", "inputs", (0.5, 1.0), lr=0.01),
 }
+BY_FORMULA = ("KFAC", "EKFAC")
+"""Members whose steps depend on the loss's scale, of those that are trained on accumulated gradients."""
 
 
 @dataclass
@@ -167,7 +169,9 @@ def train(case: Case, rank: int = 0, world: int = 1, sharded: bool = False, summ
             "cpu", case.shape or (world,), mesh_dim_names=("replicate", "shard")[-len(case.shape or (1,)) :]
         )
         model = shard(model, mesh)
-    opt = MEMBERS[case.member](model)
+    # A formula must be told that losses are divided: else its factors are too small by the square, and steps explode.
+    told = {"accumulate": case.how["accumulate"]} if "accumulate" in case.how and case.member in BY_FORMULA else {}
+    opt = MEMBERS[case.member](model, **told)
     parts = max(case.how.get("accumulate", 1), summed_as)
     for step, (x, y) in enumerate(data(case.steps)):
         x = x.to(model_dtype(model)) if x.is_floating_point() else x

