@@ -36,7 +36,12 @@ RUNS = {
     "SOAP": lambda m: lw.optim.SOAP(m, 0.01, refresh_every=3, scale="formula"),
     "Muon": lambda m: lw.optim.Muon(m, 0.01, orthogonalize="polar", scale="formula"),
     "Adam": lambda m: lw.optim.Adam(m, 0.01),
+    "KFAC padded": lambda m: lw.optim.KFAC(m, 0.01, refresh_every=2),
+    "KFAC padded, one rank whole": lambda m: lw.optim.KFAC(m, 0.01, refresh_every=2),
+    "EKFAC padded": lambda m: lw.optim.EKFAC(m, 0.01, refresh_every=2),
 }
+"""Padded: some labels of the second process count for nothing, so that its loss is divided by another number; or none
+does at the first step, where the likelihood is recognised."""
 
 
 def data_of(name: str):
@@ -47,17 +52,29 @@ def model_of(name: str) -> nn.Module:
     return convnet() if "conv" in name else mlp()
 
 
+def padded_cross_entropy(f: torch.Tensor, y: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    return (nn.functional.cross_entropy(f, y, reduction="none") * counts).sum() / counts.sum().clamp_min(1)
+
+
 def train(name: str, cut: slice | None, wrapped: bool) -> torch.Tensor:
-    """Parameters after some steps, on the whole of each batch or a part of it."""
+    """Parameters after some steps, on the whole of each batch or a part of it; padded ones with the factors."""
     model = model_of(name)
     opt = RUNS[name](model)
     call = DistributedDataParallel(model) if wrapped else model
-    for x, y in data_of(name):
+    for step, (x, y) in enumerate(data_of(name)):
         opt.zero_grad()
         part = slice(None) if cut is None else cut
-        cross_entropy(call(x[part]), y[part]).backward()
+        if "padded" in name:
+            counts = torch.ones(len(x))
+            counts[6 if "whole" in name and step == 0 else 8 :] = 0
+            padded_cross_entropy(call(x[part]), y[part], counts[part]).backward()
+        else:
+            cross_entropy(call(x[part]), y[part]).backward()
         opt.step()
-    return flat(model)
+    if "padded" not in name:
+        return flat(model)
+    factors = [stack.state["P"].dense().flatten() for stack in opt._stacks if "P" in stack.state]
+    return torch.cat([flat(model), *factors])
 
 
 def work(rank: int, folder: str, names: list[str]) -> None:

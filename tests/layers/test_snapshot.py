@@ -107,9 +107,16 @@ def test_a_buffer_that_is_one_number_many_times():
     assert lw.ntk(Model(), torch.randn(3, 4)).matrix().shape == (12, 12)
 
 
-def test_casts_of_parameters_are_not_left_to_the_users_forward():
+class Decorated(nn.Linear):
+    """Whose forward turns autocast's cache on again."""
+
+    forward = torch.autocast("cpu", torch.bfloat16)(nn.Linear.forward)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, Decorated])
+def test_casts_of_parameters_are_not_left_to_the_users_forward(layer: type[nn.Linear]):
     """Autocast keeps a cast with the graph that made it; whoever finds it in the cache goes by that graph."""
-    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    model, x = layer(3, 2), torch.randn(4, 3)
     with torch.autocast("cpu", torch.bfloat16):
         with undisturbed(model):
             of_library = model(x)

@@ -174,6 +174,19 @@ def test_a_copy_goes_on_with_the_likelihood_that_was_recognised(name: str, how: 
         assert torch.equal(p, q)
 
 
+def test_a_state_that_had_seen_nothing_is_gone_back_to():
+    model = net()
+    opt = lw.optim.KFAC(model)
+    fresh = copy.deepcopy(opt.state_dict())
+    step(opt, model, lambda f: F.cross_entropy(f, LABELS))
+    opt.load_state_dict(fresh)
+    assert "likelihood=auto (not seen yet)" in repr(opt)
+    assert "estimator=empirical" in repr(opt)
+    step(opt, model, lambda f: F.cross_entropy(f, LABELS), 1)
+    assert "likelihood=auto (categorical)" in repr(opt)
+    step(opt, model, lambda f: F.cross_entropy(f, LABELS), 2)
+
+
 def test_the_empirical_fisher_is_chosen_or_warned_of():
     model = net()
     opt = lw.optim.KFAC(model)

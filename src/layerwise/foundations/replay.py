@@ -13,14 +13,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from layerwise.foundations.held_together import HeldTogether
+
 FIRST = 3
 """Calls that are made as they are before one is recorded: kernels are chosen and states of optimizers made in them."""
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """While a graph is recorded Python collects no cycles: among them may be an optimizer that nobody needs any more,
-    and the end of its graphs would end the recording."""
+def _without_collection() -> Iterator[None]:
     before = gc.isenabled()
     gc.disable()
     try:
@@ -28,6 +28,11 @@ def uncollected() -> Iterator[None]:
     finally:
         if before:
             gc.enable()
+
+
+uncollected = HeldTogether(_without_collection)
+"""While a graph is recorded Python collects no cycles: among them may be an optimizer that nobody needs any more, and
+the end of its graphs would end the recording."""
 
 
 class Replayed:
@@ -79,7 +84,7 @@ class Replayed:
             if self._made[known] > FIRST:
                 kept, graph = [t.clone() for t in inputs], torch.cuda.CUDAGraph()
                 try:
-                    with uncollected(), torch.cuda.graph(graph, stream=beside):
+                    with uncollected(), torch.cuda.graph(graph, stream=beside, capture_error_mode="thread_local"):
                         self.call(*kept)
                 except RuntimeError as error:  # nothing was computed: go on without
                     self.fault = str(error)

@@ -26,7 +26,9 @@ from layerwise.optim.step.damping import Damping
 from layerwise.optim.step.stack import Stack
 from layerwise.optim.step.update import Executor
 
-MADE_ANEW = ("_capture", "_stacks", "_accumulator", "_executor", "_sharding", "_on_one_rank", "_snapshot")
+MADE_ANEW = (
+    "_capture", "_stacks", "_accumulator", "_executor", "_sharding", "_on_one_rank", "_snapshot", "_rehearsed",
+)  # fmt: skip
 """What a copy has of its own: hooks, identities of modules and parameters, and what is built from its options."""
 
 
@@ -41,6 +43,7 @@ class Checkpointed(torch.optim.Optimizer):
     _damping: Damping
     _health: Health
     _stacks: list[Stack] | None = None
+    _rehearsed: str | None
     _loaded: dict[str, dict[str, Tensor]]
     """State of layers until there are stacks."""
     _shared: frozenset[str] | None = None
@@ -244,7 +247,7 @@ class Checkpointed(torch.optim.Optimizer):
     def _rebuild(self, before: dict[str, nn.Parameter] | None = None) -> None:
         """Read the model anew; layers whose parameters (by their names `before`) are the same keep their state."""
         saved, table, self._shared = self._saved(), self.table, None if self._stacks else self._shared
-        self._stacks = self._snapshot.strangers = None
+        self._stacks = self._snapshot.strangers = self._rehearsed = None
         self._accumulator.forget()
         self.table = self._read_table()
         params = named_parameters(self.model)

@@ -18,6 +18,7 @@ from torch.optim.optimizer import ParamsT
 
 from layerwise.distributed.exchange import mean_over_ranks
 from layerwise.distributed.processes import Processes
+from layerwise.foundations.errors import LayerwiseError
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import seed_of
 from layerwise.foundations.sharded import Division, all_agree, is_sharded, local, named_parameters, tensor_parallel
@@ -268,10 +269,8 @@ class Layerwise(Checkpointed):
 
         def before_a_forward() -> None:
             owner = optimizer()
-            if owner is not None and owner._snapshot.changed():
-                owner._divided = divisions(owner.model, owner.requires, type(owner).__name__)
-                owner.follow_model()
-                owner._divide(owner._capture)
+            if owner is not None:
+                owner._follow_changes()
 
         found.before_a_forward = before_a_forward
         asks = labels.likelihood == "auto" and requires.outgrads and labels.recognised is None
@@ -281,6 +280,19 @@ class Layerwise(Checkpointed):
         self._divide(found)
         found.scale_free = self._scale_free and requires.outgrads
         return found
+
+    def _follow_changes(self) -> None:
+        """If the model has changed since this was last asked."""
+        if not self._snapshot.changed():
+            return
+        if self._capture is not None:
+            try:
+                self._divided = divisions(self.model, self.requires, type(self).__name__)
+            except LayerwiseError:  # refused, and refused again at the next forward
+                self._snapshot.ask_again()
+                raise
+        self.follow_model()
+        self._divide(self._capture)
 
     def _divide(self, capture: Capture | None) -> None:
         """Tell a capture which ranks have its batch, and what it sees of the layers that they divide."""
@@ -396,8 +408,7 @@ class Layerwise(Checkpointed):
             with torch.inference_mode(False), torch.autocast("cpu", enabled=False), cuda, torch.no_grad():
                 self._step()
             return
-        if self._snapshot.changed():
-            self.follow_model()
+        self._follow_changes()
         self._snapshot.require_known(self.param_groups)
         if self._is_idle():
             return

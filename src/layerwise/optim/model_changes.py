@@ -55,6 +55,10 @@ class ModelSnapshot:
         self._remember()
         return True
 
+    def ask_again(self) -> None:
+        """What has changed was not followed: the next question is answered by yes."""
+        self._seen = ([], [])
+
     def require_known(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """A parameter with a gradient that no group holds would silently stay as it is."""
         if self.strangers is None:

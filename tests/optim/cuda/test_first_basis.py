@@ -90,3 +90,12 @@ def test_a_factor_that_sweeps_cannot_begin_is_decomposed(monkeypatch: pytest.Mon
     assert asked == [1, 1]  # one of two, on either side
     exact = torch.linalg.eigvalsh(M[1])
     torch.testing.assert_close(side.values[1], exact.clamp_min(0), rtol=1e-3, atol=1e-4 * float(exact.max()))
+
+
+def test_a_factor_that_nothing_can_begin_keeps_its_basis_and_counts_once(monkeypatch: pytest.MonkeyPatch):
+    M = torch.cat([factor("plain"), torch.full((1, N, N), torch.nan)])
+    side, health = begun(monkeypatch, M, True)
+    health.settle()
+    assert health.fallbacks == 1
+    assert torch.isfinite(side.values).all()
+    assert torch.isfinite(side.matrix.value()).all()

@@ -1,15 +1,14 @@
 """Rehearsals list the kernels of steps, and change nothing; kernels are compiled ahead, and waited for. On any machine:
 kernels are stood in for, so that neither a GPU nor Triton is needed."""
 
+import copy
 import importlib
-import importlib.util
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import pairwise
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,7 +43,7 @@ EXPECTED = {
 @pytest.fixture
 def listed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels that are compiled from now on, each variant once."""
-    found, find_spec = list[str](), importlib.util.find_spec
+    found = list[str]()
 
     def imported(module: str) -> Any:
         source = importlib.import_module(f"layerwise.optim.cuda.triton.{module}")
@@ -55,9 +54,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: object() if name == "triton" else find_spec(name, *rest)
-    )
+    monkeypatch.setattr(device, "_has_triton", lambda: True)
     monkeypatch.setattr(device, "_imported", imported)
     monkeypatch.setattr(ahead, "_KNOWN", set())
     monkeypatch.setattr(ahead, "_THREADS", {})
@@ -120,6 +117,12 @@ def test_a_rehearsal_changes_nothing(listed: list[str]):
     assert not opt._health._pending
 
 
+def test_a_copy_is_rehearsed_by_itself():
+    opt = lw.optim.Muon(model())
+    opt._rehearsed = "half"
+    assert copy.deepcopy(opt)._rehearsed is None
+
+
 def test_a_rule_that_asks_for_values_stops_it_without_harm(listed: list[str], monkeypatch: pytest.MonkeyPatch):
     opt = lw.optim.Muon(model())
     monkeypatch.setattr(type(opt.rule), "direction", lambda self, state, grad, context: grad * float(grad.sum()))
@@ -172,7 +175,6 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(ahead, "_KNOWN", set())
     monkeypatch.setattr(ahead, "_THREADS", {})
     monkeypatch.setattr(ahead, "_PREPARING", {})
-    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return SimpleNamespace(module=SimpleNamespace(a_kernel=Kernel()), notes=notes)
@@ -200,18 +202,50 @@ def test_a_launch_waits_for_its_kernel_and_compiles_nothing(kernel: Any):
 def test_kernels_wait_for_what_is_prepared_once(kernel: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ahead, "_read_triton", lambda: (time.sleep(0.1), kernel.notes.append("read")))
     monkeypatch.setattr(ahead, "_load_driver", lambda device: kernel.notes.append(f"loaded for {device}"))
-    monkeypatch.setattr(importlib, "import_module", kernel.notes.append)
     ahead.prepare(META)
     with ahead.listing(META):
         launch(kernel, 16)
         launch(kernel, 1)
     launch(kernel, 16)
-    assert kernel.notes[:3] == [
-        "triton",
-        "loaded for meta",
-        "read",
-    ]  # two threads that import parts of it get half of it
-    assert kernel.notes[3:] == [("compiled", "compile a_kernel")] * 2 + [("launched", "MainThread")]
+    assert kernel.notes[:2] == ["loaded for meta", "read"]
+    assert kernel.notes[2:] == [("compiled", "compile a_kernel")] * 2 + [("launched", "MainThread")]
+
+
+def test_where_there_may_be_no_more_threads_launches_compile(kernel: Any, monkeypatch: pytest.MonkeyPatch):
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        ahead.prepare(META)
+        with ahead.listing(META), pytest.raises(RuntimeError, match="can't start"):
+            launch(kernel, 16)
+    launch(kernel, 16)
+    assert kernel.notes == [("launched", "MainThread")]
+    with ahead.listing(META):
+        launch(kernel, 1)
+    launch(kernel, 1)
+    assert kernel.notes[1:] == [("compiled", "compile a_kernel"), ("launched", "MainThread")]
+
+
+def test_kernels_that_are_never_launched_are_forgotten(kernel: Any):
+    other = SimpleNamespace(b_kernel=kernel.module.a_kernel)
+    with ahead.listing(META):
+        ahead.launched(other).b_kernel[(1,)](16)
+        launch(kernel, 16)
+    for threads in [*ahead._THREADS.values()]:
+        threads[0].join()
+    launch(kernel, 16)
+    assert not ahead._THREADS
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError])
+def test_a_triton_that_cannot_be_imported_is_none(error: type[Exception], monkeypatch: pytest.MonkeyPatch):
+    def broken(name: str) -> None:
+        raise error(name)
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    assert not device._has_triton()
 
 
 def test_what_cannot_be_compiled_ahead_is_left_to_the_launch(kernel: Any):

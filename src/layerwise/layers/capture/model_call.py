@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from layerwise.foundations.device import Readback
 from layerwise.foundations.errors import InputError, InteractionError, describe
+from layerwise.foundations.held_together import HeldTogether
 from layerwise.foundations.sharded import in_graph
 from layerwise.foundations.types import Tree, leaves, map_leaves, statistics_dtype
 
@@ -328,7 +329,8 @@ def _own_casts() -> Iterator[None]:
 
     A cast belongs to the graph of the forward that made it. A forward of the user's that found one of ours in the cache
     would have gradients that arrive late: autograd runs older nodes after younger ones, and FSDP has reduced the
-    gradients of a block by then.
+    gradients of a block by then. A forward that is decorated with `torch.autocast` turns the cache on again: it is
+    emptied afterwards.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -336,6 +338,7 @@ def _own_casts() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
 
 
 @contextmanager
@@ -360,27 +363,6 @@ def has_compiled_parts(model: nn.Module) -> bool:
     )
 
 
-class _HeldTogether:
-    """A process-wide setting that several callers, also in several threads, hold at once; the last one restores it."""
-
-    def __init__(self, change: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._change, self._lock, self._holders, self._held = change, threading.Lock(), 0, ExitStack()
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        with self._lock:
-            if not self._holders:
-                self._held.enter_context(self._change())
-            self._holders += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._holders -= 1
-                if not self._holders:
-                    self._held.close()
-
-
 @contextmanager
 def _eager() -> Iterator[None]:
     with torch.compiler.set_stance("force_eager"):
@@ -397,8 +379,8 @@ def _fast_path_off() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-_force_eager = _HeldTogether(_eager)
-without_fast_path = _HeldTogether(_fast_path_off)
+_force_eager = HeldTogether(_eager)
+without_fast_path = HeldTogether(_fast_path_off)
 """The fused encoder layer calls no submodule, and under vmap it silently drops gradients."""
 
 

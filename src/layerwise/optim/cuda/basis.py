@@ -127,7 +127,7 @@ class TrackedSide:
     def refresh_(
         self, key: Any, M: DeviceFactor, groups: slice, context: Context, moments: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """By one sweep, by some while statistics are young; groups that were never refreshed are begun, by eigh. First
+        """By one sweep, by some while statistics are young; groups that were never refreshed are begun. First
         and second `moments` in the basis are carried along."""
         fresh = context.memory.get("fresh")
         if fresh is None or not all(fresh[groups]):  # nothing that could be captured
@@ -149,10 +149,12 @@ class TrackedSide:
         U, good = iterated_once(factor.dense(groups))
         self._put(groups, U, self.values[groups], good)
         rehearsal = good.device.type == "meta"
-        self._follow(factor, groups, 1 if rehearsal else FIRST_SWEEPS, health)
+        self._follow(factor, groups, 1 if rehearsal else FIRST_SWEEPS, Health(on_device=True))
         kept = self.matrix.matrix(groups)
         kept = kept if isinstance(kept, Half) else self.matrix.value(groups)
-        self.values[groups] = rayleigh_quotients(factors.operand(factor.mean[groups]), kept, HALF_PAIRS).clamp_min(0)
+        values = rayleigh_quotients(factors.operand(factor.mean[groups]), kept, HALF_PAIRS).clamp_min(0)
+        good = good & torch.isfinite(values).all(-1)
+        self.values[groups] = torch.where(good.view(-1, 1), values, self.values[groups])
         failed = [] if rehearsal else torch.nonzero(~good).flatten().tolist()
         for k in failed:
             self._decompose(factor, slice(groups.start + k, groups.start + k + 1), health)

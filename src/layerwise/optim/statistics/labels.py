@@ -61,30 +61,34 @@ class Labels:
         return given if given is None or isinstance(given, str) else type(given).__name__
 
     def recognise(self, capture: Capture, name: str | None) -> None:
-        """Take up what was recognised."""
-        if name in LAWS:
-            capture.likelihood, capture.estimator = likelihoods.resolve(name), "sampled"
-            self.estimator = "sampled"
-        self.recognised = name
+        """Take up what was recognised, now or by who saved a state."""
+        law = likelihoods.resolve(name) if name in LAWS else None
+        self.estimator = "empirical" if law is None else "sampled"
+        capture.likelihood, capture.estimator, self.recognised = law, self.estimator, name
+        if name is None and capture.reader is not None:
+            capture.reader.seen, capture.reader.settled = None, False
 
     def read(
         self, member: str, capture: Capture, counts: Seen, seen: Mapping[str, Sums], processes: Processes, sync: bool
     ) -> None:
         """What the backwards since the last step told of the loss; its scale is taken out of their statistics, on the
-        device unless the host may `sync`."""
+        device unless the host may `sync`.
+
+        All processes decide alike, by sums over them: one may have seen nothing, where all its labels are ignored.
+        """
         reader, empirical, scale = capture.reader, capture.estimator == "empirical", None
+        device = next(capture.model.parameters()).device
         if empirical and self.recognised in LAWS:  # labels could not be drawn
             self.recognised = self.estimator = "empirical"
         if reader is not None:
             reader.check()
             if reader.asks and self.recognised is None:
-                votes = processes.add_up([reader.votes().to(next(capture.model.parameters()).device)])[0]
-                self.recognise(capture, reader.decision(votes, member))
-                scale = None if reader.seen is None else reader.seen.scale
+                law, scale = reader.decision(processes.add_up([reader.votes().to(device)])[0], member)
+                self.recognise(capture, law)
         if not (seen and empirical and capture.scale_free):
             return
         if scale is None:
-            energy = torch.zeros(()) if counts.energy is None else counts.energy
+            energy = torch.zeros((), device=device) if counts.energy is None else counts.energy
             known_here = torch.stack([energy, torch.full_like(energy, counts.tokens)]).double()
             energy, tokens = processes.add_up([known_here])[0]
             if not sync:

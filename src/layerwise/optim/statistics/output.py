@@ -181,23 +181,29 @@ class OutputReader:
             raise LayerwiseError(wrong)
 
     def votes(self) -> Tensor:
-        """What this process has seen: categorical, Bernoulli, neither."""
-        law = None if self.seen is None else self.seen.law or "empirical"
-        return torch.tensor([float(law == name) for name in LAWS])
+        """What this process has seen, to be added to what others have: categorical, Bernoulli, neither; c, whether it
+        is known, and whether one was looked for and is not."""
+        if self.seen is None:
+            return torch.zeros(len(LAWS) + 3, dtype=torch.float64)
+        law, c = self.seen.law or "empirical", self.seen.scale
+        laws = [float(law == name) for name in LAWS]
+        return torch.tensor([*laws, c or 0.0, float(c is not None), float(c is None)], dtype=torch.float64)
 
     @staticmethod
-    def decision(votes: Tensor, name: str) -> str | None:
-        """Of all processes: the likelihood's name, "empirical" (with a warning), or None: nothing was seen yet."""
-        counts = votes.tolist()
+    def decision(votes: Tensor, name: str) -> tuple[str | None, float | None]:
+        """Of all processes: the likelihood's name, "empirical" (with a warning), or None: nothing was seen yet; and c,
+        a mean over those that have seen something, if all of them know it."""
+        *counts, total, known, unknown = votes.tolist()
+        c = total / known if known and not unknown else None
         if not any(counts):
-            return None
+            return None, None
         law = LAWS[counts.index(max(counts))]
         if law != "empirical":
-            return law
+            return law, c
         warnings.warn(
             f"{name}: {EMPIRICAL}. The gradient at the model's output is not that of a cross-entropy with one "
             'class or probability as target. Pass likelihood="categorical" if the output holds logits of classes '
             '(mixed targets, a focal loss), "gaussian" for a square loss, or estimator="empirical" to choose this.',
             stacklevel=2,
         )
-        return law
+        return law, c

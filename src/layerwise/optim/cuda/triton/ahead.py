@@ -8,7 +8,6 @@ could not be compiled here, is compiled at its launch, as ever. What Triton does
 anything, takes a second and can begin sooner (`prepare`).
 """
 
-import importlib
 import os
 import threading
 from collections import defaultdict
@@ -25,12 +24,12 @@ ALIGNED = 16
 _STATE = threading.local()
 _SLOTS = threading.BoundedSemaphore(max(os.cpu_count() or 1, 1))
 _PREPARING: dict[torch.device, list[threading.Thread]] = {}
-_MAKING = threading.Lock()
-"""Of what a kernel keeps for each device, which two threads would make twice."""
+_LOCK = threading.RLock()
+"""Of this module's tables, and of what a kernel keeps for each device, which two threads would make twice."""
 _KNOWN: set[Hashable] = set()
 """What has been compiled, or is being."""
 _THREADS: dict[str, list[threading.Thread]] = {}
-"""Those that have not ended when last looked at, by the kernel's name."""
+"""Those that compile, by the kernel's name, until a launch finds that they have ended."""
 
 
 @contextmanager
@@ -57,7 +56,9 @@ def wait(name: str | None = None) -> None:
     for key in [*_THREADS] if name is None else [name]:
         for thread in _THREADS.get(key, ()):
             thread.join()
-        _THREADS.pop(key, None)
+    with _LOCK:
+        for key in [key for key, threads in _THREADS.items() if not any(thread.is_alive() for thread in threads)]:
+            del _THREADS[key]
 
 
 class Awaited:
@@ -87,12 +88,14 @@ def _begin(name: str, kernel: Any, device: torch.device, *args: Any, **options: 
     fixed = [getattr(param, "do_not_specialize", False) for param in kernel.params]
     kinds = [_kind(arg, varies) for arg, varies in zip(args, fixed, strict=False)]
     key = (name, kernel.fn.__module__, device, *kinds, *sorted((k, str(v)) for k, v in options.items()))
-    if key not in _KNOWN:
+    with _LOCK:
+        if key in _KNOWN:
+            return
         _KNOWN.add(key)
         # No daemon: a compiler that runs while the interpreter is taken down may crash.
         thread = threading.Thread(target=_compile, args=(kernel, args, options, device), name=f"compile {name}")
+        thread.start()  # raises where there may be no more threads: the launch then compiles
         _THREADS.setdefault(name, []).append(thread)
-        thread.start()
 
 
 def _kind(arg: Any, varies: bool) -> Hashable:
@@ -114,7 +117,7 @@ def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], device
             for thread in _PREPARING.get(device, ()):
                 thread.join()
             with torch.cuda.device(device):
-                with _MAKING:
+                with _LOCK:
                     _ = kernel.device_caches[torch.cuda.current_device()]
                 compiled = kernel.warmup(*args, grid=(1,), **options)
                 _ = compiled.run  # what launches it, which the C compiler makes, and the code on the device
@@ -124,12 +127,15 @@ def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], device
 
 def prepare(device: torch.device) -> None:
     """Begin what Triton does once a process, for all kernels: thirty threads that compile would each do it again."""
-    if device not in _PREPARING:
-        importlib.import_module("triton")  # whole, before threads ask for parts of it
-        tasks = (_read_triton, lambda: _load_driver(device))
-        _PREPARING[device] = [threading.Thread(target=task, name="prepare to compile") for task in tasks]
-        for thread in _PREPARING[device]:
-            thread.start()
+    with _LOCK:
+        if device in _PREPARING:
+            return
+        _PREPARING[device] = []
+        for task in (_read_triton, lambda: _load_driver(device)):
+            thread = threading.Thread(target=task, name="prepare to compile")
+            with suppress(RuntimeError):  # no more threads: whoever compiles first does it
+                thread.start()
+                _PREPARING[device].append(thread)
 
 
 def _read_triton() -> None:

@@ -1,7 +1,6 @@
 """Where Triton's kernels can run, and how they are launched."""
 
 import importlib
-import importlib.util
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -32,9 +31,18 @@ def available(device: torch.device) -> bool:
     False
     """
     device = torch.device("cuda") if device.type == "meta" else device
-    if device.type != "cuda" or torch.version.cuda is None or importlib.util.find_spec("triton") is None:
+    if device.type != "cuda" or torch.version.cuda is None or not _has_triton():
         return False
     return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+
+
+def _has_triton() -> bool:
+    """By importing it, whole and in this thread: two that import parts of it may each get half of it."""
+    try:
+        importlib.import_module("triton")
+    except Exception:  # absent, or not made for this machine
+        return False
+    return True
 
 
 def prepare(device: torch.device) -> None:
