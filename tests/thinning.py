@@ -76,7 +76,7 @@ KEPT = {
     "test_feature_learning_plain.py::test_every_algorithm_is_the_plain_loop": r"kfac$|amgd|adam|altminmin|shampoo",
     "test_captured_step.py::test_captured_steps_are_the_same": r"KFAC|SOAP|Shampoo",
     "test_single_index_theory.py::test_correlations_equal_simulation": r"^300-200",
-    "test_fast_accuracy.py::test_random_factors": r"0",
+    "test_fast_accuracy.py::test_random_factors": r"K-FAC-100\.|Shampoo-10000\.|½-100\.|EKFAC-1000000\.",
     "test_sua.py::test_kfac": r"exact-absolute-padding|equal-relative-one|trace-absolute-one",
     "test_sua.py::test_ekfac": r"batch-exact-relative-padding|running-trace-absolute-one",
     "test_sua.py::test_foof": r"absolute-one|relative-padding",
@@ -87,9 +87,9 @@ KEPT = {
     "test_solver.py::test_a_factor_that_is_replaced_is_followed": r"1.0-10-False|1000000.0-1-True|1000000.0-10-False",
     "test_asynchronous_executor.py::test_transposed_convolutions": r"KFAC-options[01]|Shampoo-options[24]"
     r"|SOAP-options[05]",
-    "test_other_rounding.py::test_steps_on_other_machines": r"True-.*wide|False-.*dead",
+    "test_other_rounding.py::test_steps_on_other_machines": r"True-(SOAP|EKFAC)-wide|False-(Shampoo|EKFAC running)-dead",
     "test_found_inf.py::test_a_steady_step_asks_the_device_for_nothing": r"^(EKFAC|SOAP|Muon)$",
-    "test_found_inf.py::test_a_bad_first_step": r"-2-",
+    "test_found_inf.py::test_a_bad_first_step": r"^(Adam|KFAC sampled|EKFAC|NGD|SOAP)-2-",
     "test_statistics_semantics.py::test_the_graph_is_freed_by_the_step": r"^(EKFAC|KFAC sampled|LocoProp|NGD)$",
     "test_statistics_semantics.py::test_the_graph_of_a_forward_without_backward_is_freed_by_the_step": r"^(KFAC|FOOF)$",
     "test_feature_learning_plain.py::test_gaussian_inputs_and_low_anisotropy": r"kfac|amgd",
@@ -98,6 +98,11 @@ KEPT = {
     "test_report_browser.py::test_all_text_stands_out": r"sample-one",
     "test_defaults_train.py::test_defaults_train": r"^(KFAC|SOAP|Muon)-dense",
     "test_any_loop.py::test_hooks_go_with_the_optimizer": r"^KFAC-0|^EKFAC-2",
+    "test_state.py::test_distributed_state_dicts_resume_bit_for_bit": r"False-(KFAC|Muon)$|True-(EKFAC|Shampoo)$",
+    "test_update_scale.py::test_the_scale_of_the_loss_is_of_no_account": r"^KFAC-pixel|^Shampoo-mean",
+    "test_storage_integrity.py::test_fields_that_hold_something_else": r"other|nan|None",
+    "test_doctor_findings.py::test_a_loss_above_chance_is_severe_where_it_takes_long_to_undo": r"moderate",
+    "test_resumed_runs.py::test_as_without_a_break": r"EKFAC",
 }
 """Tests whose cases take long and exercise the same code: a pattern of the cases that `make test` runs. The others are
 slow."""
@@ -115,6 +120,9 @@ LONG = (
     "test_feature_learning_simulate.py::test_dfw_feels_the_smallest_eigenvalue_of_the_head_and_kfac_does_not",
     "test_drawing.py::test_files_for_papers_and_the_same_bytes_again",
     "test_report_site.py::test_the_same_records_give_the_same_files",
+    "test_report_site.py::test_names_of_figures_do_not_leave_the_folder",
+    "test_report_site.py::test_figures_come_as_files_with_their_numbers",
+    "test_report_site.py::test_links_of_a_site_with_files_lead_somewhere",
     "test_samples.py::test_search_finds_what_all_rates_would",
     "test_theory_exact.py::test_the_error_of_ekfac_is_not_above_that_of_kfac_contract",
     "test_known.py::test_a_weight_with_a_norm_of_its_own_does_not_end_the_process",

@@ -58,7 +58,7 @@ from layerwise.optim.step.damping import Damping
 from layerwise.optim.step.graft import Graft
 from layerwise.optim.step.stack import Stack
 from layerwise.optim.step.update import SolveTogether, UpdateSize, unit_of
-from layerwise.optim.tensor_parallel import beyond, divisions
+from layerwise.optim.tensor_parallel import divisions, without_statistics
 
 OWN_MOMENTUM = {"momentum", "nesterov", "betas"}
 """Options of the optimizer's own rule, which a fallback that averages by itself does not take."""
@@ -128,8 +128,9 @@ class Layerwise(Checkpointed):
     """
 
     _precision: str | None = None
-    """That the first gradients have chosen, on a GPU; and that whose kernels are being compiled."""
+    """That the first gradients have chosen, on a GPU."""
     _rehearsed: str | None = None
+    """The precision whose kernels are compiled already, or are being."""
     _solve_together: SolveTogether | None = None
     """For members that look at all layers at once."""
     fixed: ClassVar[tuple[str, ...]] = ()
@@ -230,7 +231,7 @@ class Layerwise(Checkpointed):
         separate, requires = (nn.Module,) if self.separate_bias else (), self.requires
         found = LayerTable.from_model(self.model, separate_bias=separate, matrices=self._matrices)
         if requires.inputs or requires.outgrads:
-            found = found.demote(beyond(found, tensor_parallel(self.model)))
+            found = found.demote(without_statistics(found, tensor_parallel(self.model)))
         only_gradients = requires.matrices_only and not (requires.inputs or requires.outgrads)
         return found.with_matrices(self.model) if only_gradients else found
 

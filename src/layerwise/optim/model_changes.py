@@ -93,16 +93,16 @@ def follow_groups(
     names = {id(p): name for name, p in params.items()}
     groups = list(groups)
     known = {id(p) for group in groups for p in group["params"]}
-    successors, renamed = dict[int, nn.Parameter](), False
+    instead, other_names = dict[int, nn.Parameter](), False
     for group in groups:
         for place, (name, p) in enumerate(zip(group["param_names"], group["params"], strict=True)):
             now = params.get(name)
             if id(p) in names:
-                renamed = renamed or names[id(p)] != name
+                other_names = other_names or names[id(p)] != name
                 group["param_names"][place] = names[id(p)]
             elif now is not None and id(now) not in known:
-                successors[id(p)] = group["params"][place] = now
-    return successors if renamed or successors else None
+                instead[id(p)] = group["params"][place] = now
+    return instead if other_names or instead else None
 
 
 def renamed(layer: str, before: str, now: str, own: Sequence[str], place: int, count: int) -> str:

@@ -13,8 +13,11 @@ from layerwise.optim.sharding.plan import Blocks
 
 
 def divisions(model: nn.Module, requires: Requirements, member: str) -> dict[str, Division]:
-    """Of the parameters that are divided. Second moments are put together from ranks; a rule that solves for all
-    examples would need them whole. And they are of activations, beside the parameters."""
+    """How parameters are divided among ranks, by name.
+
+    Refused are rules that solve for all examples at once (second moments can be put together from ranks, examples
+    cannot), and parameters on another device than the activations, whose second moments are taken there.
+    """
     if away := offloaded(model):
         raise UnsupportedError(
             describe(
@@ -39,7 +42,7 @@ def divisions(model: nn.Module, requires: Requirements, member: str) -> dict[str
     return divided
 
 
-def beyond(table: LayerTable, divided: Mapping[str, Division]) -> dict[str, str]:
+def without_statistics(table: LayerTable, divided: Mapping[str, Division]) -> dict[str, str]:
     """Layers that ranks divide among them and whose statistics cannot be put together, and why."""
     cut = {name for name, division in divided.items() if division.axis is not None}
     return {

@@ -1,7 +1,7 @@
-"""Whole steps captured as CUDA graphs, for models whose step is launches rather than work.
+"""Whole steps captured as CUDA graphs.
 
-A step of a small model is some hundred short kernels, and the host needs longer to launch them than the device to run
-them. So it is captured, in two graphs. The first gathers gradients, asks whether they are finite and takes their
+A step is some hundred kernels, and of a small model the host needs longer to launch them than the device to run them.
+So it is captured, in two graphs. The first gathers gradients, asks whether they are finite and takes their
 statistics; the second makes directions and subtracts them. Between them are what the host decides: statistics of inputs
 and output gradients, and refreshes, which have graphs of their own.
 
