@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import annotations
+from chromium import chromium
 from interpreter import marks
 from rounding import VARIABLE, OtherOrder
 from thinning import left_out
@@ -70,3 +72,10 @@ def another_rounding() -> Iterator[None]:
         return
     with OtherOrder(int(seed)):
         yield
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A headless Chromium that reaches this machine alone; one for all tests, since Playwright allows no second."""
+    with chromium() as opened:
+        yield opened

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from report_samples import ODD, Config, experiment, record
 
-from chromium import chromium
 from layerwise.experiments.claims import Claim
 from layerwise.experiments.experiment import Cell, Row
 from layerwise.experiments.figures import Curve, Figure, Panel
@@ -109,10 +108,3 @@ def site_with_files(tmp_path_factory) -> Path:
     record(folder / "runs", odd_experiment(), "smoke", config=replace(Config(), seeds=3))
     known = [experiment(), odd_experiment()]
     return write(folder / "runs", folder / "site", experiments=known, files=True).parent
-
-
-@pytest.fixture(scope="session")
-def browser():
-    """A headless Chromium that reaches no network."""
-    with chromium() as opened:
-        yield opened

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from chromium import chromium
-
 DOCS = Path(__file__).parents[2] / "docs"
 SITE = DOCS / "_build" / "html"
 sys.path.append(str(DOCS / "_extensions"))  # tests import what the build uses
@@ -39,10 +37,3 @@ def address(built):
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
         thread.join()
-
-
-@pytest.fixture(scope="session")
-def browser():
-    """A headless Chromium that reaches this machine alone."""
-    with chromium() as opened:
-        yield opened
