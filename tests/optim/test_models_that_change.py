@@ -10,7 +10,7 @@ from optim_tools import MEMBERS, batches, cross_entropy, flat, member, mlp, trai
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.foundations.errors import LayerwiseError
+from layerwise.foundations.errors import LayerwiseError, UnsupportedError
 from thinning import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("untyped")
@@ -185,3 +185,21 @@ def test_freezing_a_layer_disturbs_nothing():
         model[0].requires_grad_(True)
         train_step(other, two, batch, cross_entropy)
     assert torch.equal(flat(model), flat(other))
+
+
+def test_a_change_that_is_refused_is_refused_again(monkeypatch: pytest.MonkeyPatch):
+    def refuses(*_: object) -> dict[str, object]:
+        raise UnsupportedError("not so")
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    opt = lw.optim.KFAC(model, estimator="empirical")
+    model[0] = nn.Linear(3, 4)
+    with monkeypatch.context() as patched:
+        patched.setattr("layerwise.optim.engine.divisions", refuses)
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match="not so"):
+                model(torch.randn(5, 3))
+    opt.zero_grad()
+    model(torch.randn(5, 3)).square().mean().backward()
+    opt.step()
+    assert any(p is model[0].weight for group in opt.param_groups for p in group["params"])
