@@ -8,6 +8,7 @@ from torch import nn
 
 from layerwise.data.folder import MissingDataError
 from layerwise.foundations.errors import InputError, NameLookupError
+from layerwise.foundations.tf32 import tf32
 from layerwise.studies.fisher_geometry import image_classifiers
 from layerwise.studies.fisher_geometry.image_classifiers import (
     CURVATURE,
@@ -20,7 +21,6 @@ from layerwise.studies.fisher_geometry.image_classifiers import (
     method,
     problem,
     splits,
-    tf32,
 )
 from layerwise.training import Method
 

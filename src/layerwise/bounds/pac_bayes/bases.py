@@ -21,7 +21,7 @@ from layerwise.foundations.errors import UnsupportedError, describe
 from layerwise.foundations.kronecker import EigenKronecker, Kronecker
 from layerwise.foundations.linalg import guarded_eigh
 from layerwise.foundations.types import trainable
-from layerwise.layers.form import Form
+from layerwise.layers.form import Form, Part
 from layerwise.layers.table import LayerTable
 
 Bias = Literal["rotate", "leave", "joint"]
@@ -55,6 +55,11 @@ class Rotation:
             Y = torch.cat([_product(left, X[..., :i], right), own], dim=-1)
         for part, tensor in self.form.split(Y):
             part.of({part.name: _piece(out, where[part.name])}).copy_(tensor)
+
+    @property
+    def written(self) -> list[Part]:
+        """The parameters that `turn` writes."""
+        return [part for part in self.form.parts if part != self.form.bias or self.bias != "leave"]
 
     @property
     def _plain(self) -> bool:
@@ -123,10 +128,19 @@ class Bases:
     def _turned(self, flat: Tensor, back: bool) -> Tensor:
         if not self.rotations:
             return flat
-        out = flat.clone()  # layers without a rotation are there already
+        out = torch.empty_like(flat) if self._complete else flat.clone()  # then the rest is there already
         for rotation in self.rotations.values():
             rotation.turn(flat, out, self._where, back)
         return out
+
+    @cached_property
+    def _complete(self) -> bool:
+        """Whether every parameter is written by the rotation of its layer."""
+        left = {name: torch.Size(shape).numel() for name, shape in self.table.shapes.items()}
+        for rotation in self.rotations.values():
+            for part in rotation.written:
+                left[part.name] -= part.numel()
+        return not any(left.values())
 
     def layer_sums(self, flat: Float[Tensor, " P"]) -> dict[str, float]:
         """The sum of all entries of each layer."""

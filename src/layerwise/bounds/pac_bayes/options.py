@@ -7,6 +7,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
+from torch import nn
 
 from layerwise.bounds.pac_bayes.bases import METHODS
 from layerwise.bounds.pac_bayes.prior import PriorGrid, check_confidence
@@ -99,6 +100,10 @@ class Options:
         if any(not 0 <= share <= 1 for share in self.milestones):
             given = f"milestones={self.milestones}"
             raise InputError(describe(given, "shares of all epochs", "take e.g. (0.5, 0.75)"))
+
+    def optimizer_of(self, theta: nn.Parameter) -> torch.optim.Optimizer:
+        """Of the one tensor, for which kernels of many tensors at once (`foreach`) are the slower ones."""
+        return OPTIMIZERS[self.optimizer]([theta], lr=self.lr, foreach=False)
 
     def rate(self, epoch: int) -> float:
         """The learning rate, divided at milestones."""

@@ -1,9 +1,11 @@
 """The posterior N(w, S), S diagonal in some bases of the layers, and one noisy step of Algorithm 4.
 
-All that is optimized is one flat tensor ``[w, ς, ρ]`` with s = exp(2ς) and λ = exp(2ρ). The gradient of the second term
-of the objective, ``√(B_RE/2)``, is written down instead of differentiated; that of the first comes from one forward and
-one backward pass at ``w' = w + ToStandard(ξ ⊙ exp ς)``, ξ drawn for all parameters at once: ``∇_w = ∇_w'`` and
-``∇_ς = ToHessian(∇_w') ⊙ ξ ⊙ exp ς``. So a step costs, beside that pass, four matrix products a layer.
+All that is optimized is one flat tensor ``[w, ς, ρ]`` with s = exp(2ς) and λ = exp(2ρ); of a stack of posteriors it
+has first the w of all, then all ς, then all ρ, so that each of the three lies in memory without gaps. The gradient of
+the second term of the objective, ``√(B_RE/2)``, is written down instead of differentiated; that of the first comes from
+one forward and one backward pass at ``w' = w + ToStandard(ξ ⊙ exp ς)``, ξ drawn for all parameters at once:
+``∇_w = ∇_w'`` and ``∇_ς = ToHessian(∇_w') ⊙ ξ ⊙ exp ς``. So a step costs, beside that pass, four matrix products a
+layer.
 """
 
 import math
@@ -64,31 +66,38 @@ class Objective:
 class Posterior:
     """Mean, standard deviations in the bases, and the prior's λ, all in one tensor that optimizers change.
 
-    With a leading axis it is a stack of posteriors of one architecture, which are optimized as one tensor program.
+    Where the objective's prior mean has a leading axis, it is a stack of posteriors of one architecture, which are
+    optimized as one tensor program.
     """
 
     objective: Objective
-    theta: Float[Tensor, "*B Q"]
+    theta: Float[Tensor, " Q"]
     bases: Bases
-    grad: Float[Tensor, "*B Q"] = field(init=False)
+    grad: Float[Tensor, " Q"] = field(init=False)
 
     def __post_init__(self) -> None:
         self.grad = torch.zeros_like(self.theta)
 
+    def _parts(self, flat: Float[Tensor, " Q"]) -> tuple[Tensor, Tensor, Tensor]:
+        """What belongs to w, to ς and to ρ."""
+        like = self.objective.prior_mean
+        n = like.numel()
+        return flat[:n].view_as(like), flat[n : 2 * n].view_as(like), flat[2 * n :].view(like.shape[:-1])
+
     @property
     def mean(self) -> Float[Tensor, "*B P"]:
         """w."""
-        return self.theta[..., : self.objective.parameters]
+        return self._parts(self.theta)[0]
 
     @property
     def log_std(self) -> Float[Tensor, "*B P"]:
         """ς, in the bases."""
-        return self.theta[..., self.objective.parameters : -1]
+        return self._parts(self.theta)[1]
 
     @property
     def half_log(self) -> Float[Tensor, "*B"]:
         """ρ = ½ log λ."""
-        return self.theta[..., -1]
+        return self._parts(self.theta)[2]
 
     def project(self) -> None:
         """No λ beyond j = 1."""
@@ -108,7 +117,6 @@ class Posterior:
 
         `noise` stands for ξ where it is given. Members of a stack have batches and noise of their own.
         """
-        P = self.objective.parameters
         with torch.no_grad():
             if noise is None:
                 noise = torch.empty_like(self.mean).normal_(generator=generator)
@@ -120,7 +128,7 @@ class Posterior:
         (g,) = torch.autograd.grad(loss * (self.objective.loss_scale / y.shape[-1]), drawn)
         with torch.no_grad():
             self._regularized(std, g)
-            self.grad[..., P:-1].addcmul_(self.bases.to_basis(g), noise)
+            self._parts(self.grad)[1].addcmul_(self.bases.to_basis(g), noise)
             return (f.detach().argmax(-1) != y).sum(-1)
 
     def _outputs(self, model: nn.Module, drawn: Tensor, x: Tree) -> Tensor:
@@ -130,17 +138,19 @@ class Posterior:
     def _regularized(self, std: Float[Tensor, "*B P"], g: Float[Tensor, "*B P"]) -> None:
         """∇√(B_RE/2) into `grad`, with g added where it is w's; all in tensors, without a synchronization."""
         o, P, b = self.objective, self.objective.parameters, self.objective.grid.precision
-        half_log, log_std = self.half_log, self.log_std
-        moved, precision = self.mean - o.prior_mean, torch.exp(-2 * half_log)
-        spread = (torch.linalg.vecdot(std, std) + torch.linalg.vecdot(moved, moved)) * precision
+        mean, log_std, half_log = self._parts(self.theta)
+        of_mean, of_log_std, of_half_log = self._parts(self.grad)
+        moved, precision = mean - o.prior_mean, torch.exp(-2 * half_log)
+        squares = [torch.linalg.vector_norm(v, dim=-1).square() for v in (std, moved)]
+        spread = (squares[0] + squares[1]) * precision
         j = (b * (o.log_cap - 2 * half_log)).clamp_min(1.0)
         kl = 0.5 * (spread - P) + P * half_log - log_std.sum(-1)
         rate = (kl + 2 * j.log() + o.constant) / (o.examples - 1)
         weight = 1 / (math.sqrt(8) * rate.clamp_min(1e-12).sqrt() * (o.examples - 1))  # 1/(4√(B_RE/2)(N − 1))
         scaled = (precision * weight).unsqueeze(-1)
-        torch.addcmul(g, moved, scaled, out=self.grad[..., :P])
-        torch.addcmul(-weight.unsqueeze(-1), std * scaled, std, out=self.grad[..., P:-1])
-        self.grad[..., -1] = weight * (P - spread - 4 * b / j)
+        torch.addcmul(g, moved, scaled, out=of_mean)
+        torch.addcmul(-weight.unsqueeze(-1), std * scaled, std, out=of_log_std)
+        of_half_log.copy_(weight * (P - spread - 4 * b / j))
 
     @torch.no_grad()
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:

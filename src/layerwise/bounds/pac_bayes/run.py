@@ -15,7 +15,7 @@ from layerwise.bounds.pac_bayes import checkpoint as checkpoints
 from layerwise.bounds.pac_bayes.bases import Bases, kronecker_bases, pieces, standard_bases
 from layerwise.bounds.pac_bayes.examples import Examples, Labels, check_labels, outputs
 from layerwise.bounds.pac_bayes.monte_carlo import error_limit, stochastic_error
-from layerwise.bounds.pac_bayes.options import OPTIMIZERS, Options
+from layerwise.bounds.pac_bayes.options import Options
 from layerwise.bounds.pac_bayes.posterior import Objective, Posterior, start
 from layerwise.bounds.pac_bayes.prior import PriorGrid
 from layerwise.bounds.pac_bayes.result import PacBayes
@@ -106,7 +106,7 @@ class Run:
             self.history = stage.history
         theta = nn.Parameter(posterior.theta)
         theta.grad = posterior.grad
-        optimizer = OPTIMIZERS[o.optimizer]([theta], lr=o.lr)
+        optimizer = o.optimizer_of(theta)
         if stage is not None:
             optimizer.state[theta] = {k[6:]: v for k, v in stage.tensors.items() if k.startswith("state/")}
         say = getattr(self.progress, "note", None)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from layerwise.bounds.pac_bayes.bases import Bases, Rotation
-from layerwise.bounds.pac_bayes.options import OPTIMIZERS
 from layerwise.bounds.pac_bayes.posterior import Objective, Posterior
 from layerwise.bounds.pac_bayes.result import PacBayes
 from layerwise.bounds.pac_bayes.run import Run, check_finite
@@ -16,12 +15,15 @@ from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.progress import Progress, Silent
 from layerwise.foundations.random import stream
 from layerwise.foundations.replay import Replayed
+from layerwise.foundations.tf32 import tf32
 
 SHARED = ("delta", "precision", "epochs", "batch_size", "lr", "decay", "milestones", "optimizer", "loss_scale")
 """Options that all members have in common."""
 
 
-def optimize_together(runs: Sequence[Run], every: int = 10, progress: Progress | None = None) -> list[PacBayes]:
+def optimize_together(
+    runs: Sequence[Run], every: int = 10, progress: Progress | None = None, rounded: bool = False
+) -> list[PacBayes]:
     """As if each run were optimized alone, up to rounding and to the numbers drawn; a bound for each, in order.
 
     Runs with the same seed see the same batches and the same noise ξ (each in its own basis), so that methods are
@@ -32,8 +34,10 @@ def optimize_together(runs: Sequence[Run], every: int = 10, progress: Progress |
             and seed may differ.
         every: epochs between two entries of the histories.
         progress: shows the epochs.
+        rounded: whether the products of a step may be in TF32 on a GPU. Bases, the drawn networks that the bound is
+            taken of, and its KL are in full precision all the same: it stays a bound.
     """
-    stack = _Stack(runs)
+    stack = _Stack(runs, rounded)
     epochs = runs[0].options.epochs
     for epoch in (progress or Silent()).track(range(epochs), f"PAC-Bayes, {len(runs)} posteriors", epochs):
         stack.epoch(epoch, (epoch + 1) % every == 0 or epoch + 1 == epochs)
@@ -43,9 +47,9 @@ def optimize_together(runs: Sequence[Run], every: int = 10, progress: Progress |
 class _Stack:
     """Tensors with one row a run."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[Run], rounded: bool = False) -> None:
         _check(runs)
-        self.runs, self.options = runs, runs[0].options
+        self.runs, self.options, self.rounded = runs, runs[0].options, rounded
         begun = [run.begun() for run in runs]
         self.bases = [posterior.bases for posterior in begun]
         self.last = [0] * len(runs)
@@ -61,10 +65,11 @@ class _Stack:
             first.loss_scale,
             log_caps,
         )
-        self.posterior = Posterior(objective, torch.stack([p.theta for p in begun]), stacked)
+        parts = [torch.cat([getattr(p, name).flatten() for p in begun]) for name in ("mean", "log_std", "half_log")]
+        self.posterior = Posterior(objective, torch.cat(parts), stacked)
         self.theta = nn.Parameter(self.posterior.theta)
         self.theta.grad = self.posterior.grad
-        self.optimizer = OPTIMIZERS[self.options.optimizer]([self.theta], lr=self.options.lr)
+        self.optimizer = self.options.optimizer_of(self.theta)
         for group in self.optimizer.param_groups:
             if "capturable" in group:  # its count of steps is then on the device, too
                 group["capturable"] = self.theta.is_cuda
@@ -88,10 +93,11 @@ class _Stack:
             group["lr"] = rate
         generators = [stream(seed, "noise", epoch, device=self.theta.device) for seed in self.seeds]
         self.wrong.zero_()
-        for batches in zip(*(feed.shuffled(epoch) for feed in self.feeds), strict=True):
-            for noise, generator in zip(self.noise, generators, strict=True):
-                noise.normal_(generator=generator)
-            self.step(*(part for batch in batches for part in batch), key=rate)
+        with tf32(self.rounded):
+            for batches in zip(*(feed.shuffled(epoch) for feed in self.feeds), strict=True):
+                for noise, generator in zip(self.noise, generators, strict=True):
+                    noise.normal_(generator=generator)
+                self.step(*(part for batch in batches for part in batch), key=rate)
         check_finite(self.posterior, epoch, self.options)
         if record:
             found = self.posterior.on_grid(self.wrong / self.runs[0].examples.count)
@@ -102,16 +108,21 @@ class _Stack:
 
     def _step(self, *parts: Tensor) -> None:
         """One, for the batches x, y, x, y, … of all seeds, and the noise that was drawn."""
-        x, y = (torch.stack(parts[first::2])[self.source] for first in (0, 1))
-        self.wrong += self.posterior.backward(self.runs[0].network, x, y, noise=self.noise[self.source])
+        x, y, noise = (self._by_run(part) for part in (torch.stack(parts[::2]), torch.stack(parts[1::2]), self.noise))
+        self.wrong += self.posterior.backward(self.runs[0].network, x, y, noise=noise)
         self.optimizer.step()
         self.posterior.project()
 
+    def _by_run(self, by_seed: Tensor) -> Tensor:
+        """Each run's own; where there is one seed nothing is copied."""
+        return by_seed.expand(len(self.runs), *by_seed.shape[1:]) if len(self.seeds) == 1 else by_seed[self.source]
+
     def members(self) -> list[Posterior]:
         """Each by itself."""
-        rows = self.posterior.theta.detach().clone()
+        q = self.posterior
+        rows = torch.cat([q.mean, q.log_std, q.half_log.unsqueeze(-1)], dim=-1).detach()
         pairs = zip(self.runs, rows, self.bases, strict=True)
-        return [Posterior(run.objective, row, bases) for run, row, bases in pairs]
+        return [Posterior(run.objective, row.clone(), bases) for run, row, bases in pairs]
 
 
 def _check(runs: Sequence[Run]) -> None:

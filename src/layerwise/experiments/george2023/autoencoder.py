@@ -100,17 +100,11 @@ def check(config: Config) -> None:
 
 def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
     """Choose options by the training loss at the end, then train with them on fresh seeds, one after the other."""
-    import torch
-
+    from layerwise.foundations.tf32 import tf32
     from layerwise.training.workers import workers
 
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if config.tf32 else precision)
-    try:
-        with workers(config.processes) as over:
-            yield from (_chosen_once if config.choosing else _chosen_each)(config, cell, seeds, over)
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    with tf32(config.tf32), workers(config.processes) as over:
+        yield from (_chosen_once if config.choosing else _chosen_each)(config, cell, seeds, over)
 
 
 def _chosen_each(config: Config, cell: Cell, seeds: Sequence[int], over: Callable) -> Iterator[Row]:

@@ -59,6 +59,8 @@ class Training:
     device: str = "cpu"
     tf32: bool = False
     """Whether a GPU may round factors of float32 products to ten bits."""
+    bfloat16: bool = False
+    """Whether forward and backward passes are in bfloat16 (autocast); weights, statistics and steps are in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +145,11 @@ def trained(
 
     Steps between refreshes are those of `refresh_epochs` with batches of `refresh_batch`, by default of `batch`.
     """
+    from layerwise.foundations.tf32 import tf32
     from layerwise.studies.fisher_geometry import image_classifiers as study
 
     images = study.splits(config.images, config.examples, config.device)
-    given = study.problem(network, images, batch, config.epochs, method.endswith("-bn"), config.width)
+    given = study.problem(network, images, batch, config.epochs, method.endswith("-bn"), config.width, config.bfloat16)
     examples = len(images["train"][0])
     refresh = max(1, round(config.refresh_epochs * math.ceil(examples / (refresh_batch or batch))))
     halve = None if halve_epochs is None else max(1, round(halve_epochs * math.ceil(examples / batch)))
@@ -158,7 +161,7 @@ def trained(
             return map(function, within_cell().track(every, f"seed {seed}", len(every)))
 
         folder = scratch()
-        with study.tf32(config.tf32):
+        with tf32(config.tf32):
             values, series = study.compared(
                 given,
                 chosen,

@@ -58,6 +58,8 @@ class Config:
     per_draw: int = 0
     """Training examples that each drawn network is measured on; 0: all."""
     device: str = "cpu"
+    tf32: bool = False
+    """Whether a GPU may round the factors of a step's products to ten bits; bases and bounds are in full precision."""
 
     def schedule(self) -> Schedule:
         """How posteriors are optimized."""
@@ -73,6 +75,7 @@ class Config:
             draws=self.draws,
             per_draw=self.per_draw or None,
             every=max(1, self.epochs // 50),
+            tf32=self.tf32,
         )
 
 
@@ -354,6 +357,7 @@ EXPERIMENT = Experiment(
             draws=50_000,
             per_draw=10_000,
             device="cuda",
+            tf32=True,
         ),
     },
     cells=cells,

@@ -33,6 +33,8 @@ class Networks:
     settings: tuple[str, ...] = ("digits/20-20",)
     """Images ("digits", "mnist" or "cifar10", the latter two in the folder that LAYERWISE_DATA names) and a network:
     hidden widths such as "200-200", or "lenet5" for CIFAR-10."""
+    centred: bool = True
+    """Whether pixels of MNIST and CIFAR-10 have mean 0 and deviation 1; otherwise they are from 0 to 1."""
     trained_on: int | None = 1400
     """Images; None: all."""
     lr: float | int = 0.05
@@ -55,6 +57,7 @@ class Networks:
             hidden=tuple(map(int, widths)) if plain else (1,),
             batch_norm=state == NORMED,
             random_labels=state == RANDOM,
+            centred=self.centred,
             trained_on=MOST.get(images, 1) if self.trained_on is None else self.trained_on,
             lr=self.lr,
             batch=self.batch,

@@ -119,6 +119,24 @@ def network(name: str, batch_norm: bool = False, width: int = 64) -> nn.Module:
     raise NameLookupError(unknown("network", name, ("vgg11", "vgg19", "resnet18", "resnet34", "three-convolutions")))
 
 
+class InBfloat16(nn.Module):
+    """A network whose products and convolutions are in bfloat16; its weights, gradients and logits are in float32.
+
+    >>> InBfloat16(three_convolutions(4))(torch.rand(2, 1, 8, 8)).dtype
+    torch.float32
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The network's logits."""
+        with torch.autocast(x.device.type, torch.bfloat16):
+            found = self.network(x)
+        return found.float()
+
+
 def standardized(x: Tensor, like: Tensor | None = None) -> Tensor:
     """Images with the mean taken off and divided by the deviation, channel by channel, both over all images of `like`.
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 from layerwise import data
 from layerwise.foundations.errors import InputError, NameLookupError, NumericalError, describe, unknown
 from layerwise.studies.fisher_geometry import autoencoder
-from layerwise.studies.fisher_geometry.convolutional import network, standardized
+from layerwise.studies.fisher_geometry.convolutional import InBfloat16, network, standardized
 from layerwise.training import Budget, Every, Method, Problem, State, accuracy, search, tensor_batches, train
 from layerwise.training.loop import BUDGET
 from layerwise.training.metrics import Evaluation
@@ -59,7 +58,8 @@ def splits(images: str, examples: int | None, device: str) -> Splits:
     else:
         train, test = data.cifar10("train", limit=examples), data.cifar10("test")
     found = {"train": (standardized(train.x), train.y), "test": (standardized(test.x, like=train.x), test.y)}
-    return {split: (x.to(device), y.to(device)) for split, (x, y) in found.items()}
+    layout = torch.channels_last if torch.device(device).type == "cuda" else torch.contiguous_format
+    return {split: (x.to(device).contiguous(memory_format=layout), y.to(device)) for split, (x, y) in found.items()}
 
 
 def error(f: Tensor, y: Tensor) -> Tensor:
@@ -74,11 +74,22 @@ def problem(
     epochs: int,
     batch_norm: bool = False,
     width: int = 64,
+    bfloat16: bool = False,
 ) -> Problem:
-    """Cross-entropy of a network by its name, on images that are already where it is trained."""
+    """Cross-entropy of a network by its name, on images that are already where it is trained.
+
+    On a GPU channels are last in memory, in which convolutions there are fastest.
+    """
+
+    def model(seed: int) -> nn.Module:
+        found = network(name, batch_norm, width)
+        if given["train"][0].is_cuda:
+            found = found.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        return InBfloat16(found) if bfloat16 else found
+
     return Problem(
         name=name,
-        model=lambda seed: network(name, batch_norm, width),
+        model=model,
         batches=tensor_batches(given, batch),
         metrics={"error": error},
         budget=Budget(epochs=epochs),
@@ -148,17 +159,6 @@ class Halved:
         made = self.make(model, **options)
         made.register_step_post_hook(after_a_step)
         return made
-
-
-@contextmanager
-def tf32(allowed: bool) -> Iterator[None]:
-    """Products and convolutions of float32 on a GPU with a mantissa of ten bits, or of all; afterwards as it was."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def compared(

@@ -60,6 +60,9 @@ class Task:
     """After each ReLU, without weights of its own."""
     random_labels: bool = False
     """All labels of the training are drawn at random, by the seed."""
+    centred: bool = True
+    """Whether pixels of MNIST and CIFAR-10 have mean 0 and deviation 1; otherwise they are from 0 to 1, as the digits'
+    always are."""
     trained_on: int = 1400
     lr: float | int = 0.05
     batch: int = 64
@@ -92,7 +95,7 @@ class Task:
 
     def split(self, seed: int = 0) -> Split:
         """The same images for every seed; random labels are the seed's own."""
-        found = _split(self.images, self.trained_on, self.network == "mlp")
+        found = _split(self.images, self.trained_on, self.network == "mlp", self.centred)
         if self.random_labels:
             labels = torch.randint(CLASSES, found.y.shape, generator=stream(seed, "labels"))
             found = found._replace(y=labels)
@@ -148,8 +151,8 @@ def _lenet5() -> nn.Sequential:
 
 
 @lru_cache(maxsize=2)  # decoding takes longer than some hundred steps
-def _split(images: str, trained_on: int, flat: bool) -> Split:
-    """Digits are between 0 and 1, of the other images the mean and deviation of a channel's pixels are 0 and 1."""
+def _split(images: str, trained_on: int, flat: bool, centred: bool) -> Split:
+    """Pixels are from 0 to 1; centred, each channel of MNIST and CIFAR-10 has mean 0 and deviation 1."""
     if images == "digits":
         x, y = data.digits()
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(DIVISION))
@@ -158,8 +161,9 @@ def _split(images: str, trained_on: int, flat: bool) -> Split:
     else:
         read = data.mnist if images == "mnist" else data.cifar10
         (x, y), (held_x, held_y) = read("train"), read("test")
-        mean, deviation = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True)
-        x, held_x = ((part - mean) / deviation for part in (x, held_x))
+        if centred:
+            mean, deviation = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True)
+            x, held_x = ((part - mean) / deviation for part in (x, held_x))
         found = Split(x[:trained_on], y[:trained_on], held_x, held_y)
     if flat:
         found = found._replace(x=found.x.flatten(1), held_x=found.held_x.flatten(1))

@@ -168,6 +168,8 @@ class Schedule:
     per_draw: int | None = None
     every: int = 10
     """Epochs between two entries of the histories."""
+    tf32: bool = False
+    """Whether the steps' products may be rounded on a GPU; bases and bounds are not."""
 
     def options(self, variant: str, cap: float | int, seed: int) -> Options:
         """Of one posterior."""
@@ -210,7 +212,7 @@ def compared(
         for seed, net in found.items()
         for variant in variants
     ]
-    results = iter(optimize_together(runs, schedule.every, progress))
+    results = iter(optimize_together(runs, schedule.every, progress, rounded=schedule.tf32))
     for seed, net in found.items():
         held, values, series = (net.held_x, net.held_y), {"test_error": net.test_error()}, {}
         for variant in variants:
