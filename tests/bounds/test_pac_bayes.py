@@ -253,6 +253,108 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, method):
         bounds.pac_bayes(model, init, data, method, checkpoint=path, **{**SHORT, "lr": 0.02})
 
 
+class Seeing:
+    """Progress that remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def track(self, items, description, total):
+        self.seen.append(list(items))
+        yield from self.seen[-1]
+
+
+MEMBERS = (("base", 0.1, 0, 2), ("iter", 1.0, 0, 2), ("ekfac", 0.1, 1, 10), ("iter-d", 0.1, 1, 1))
+"""Method, cap, seed and interval: bases of the beginning, with curvature and without, and of later means."""
+
+
+def stack_of(model, init, data, **changes) -> list[Run]:
+    common = {"delta": 0.025, "delta_draws": 0.01, "precision": 100, "decay": 0.3, "milestones": (0.5,)}
+    named = [dict(zip(("method", "cap", "seed", "interval"), member, strict=True)) for member in MEMBERS]
+    return [Run(model, init, data, Options(**{**SHORT, **common, **member, **changes})) for member in named]
+
+
+def assert_same(found, whole) -> None:
+    for ours, other in zip(found, whole, strict=True):
+        assert ours.posterior is not None
+        assert other.posterior is not None
+        torch.testing.assert_close(ours.posterior.theta, other.posterior.theta)
+        for name, rotated in other.posterior.bases.rotations.items():
+            torch.testing.assert_close(ours.posterior.bases.rotations[name].left, rotated.left)
+        assert [row["epoch"] for row in ours.history] == [1, 2, 3, 4]
+        for row, expected in zip(ours.history, other.history, strict=True):
+            assert row == pytest.approx(expected)
+        assert ours.bound == pytest.approx(other.bound)
+
+
+@pytest.mark.parametrize("optimizer", ["rmsprop", "adam"])
+@pytest.mark.parametrize(("save_every", "after", "goes_on_from"), [(1, 1, 1), (1, 3, 3), (2, 3, 2), (10, 3, 0)])
+def test_a_stack_that_was_stopped_goes_on(tmp_path, optimizer, save_every, after, goes_on_from):
+    init = mlp()
+    model, data, path = moved(init), batch(init), tmp_path / "new folder" / "runs.stack"
+
+    def found(progress, keep):
+        runs = stack_of(model, init, data, optimizer=optimizer)
+        return optimize_together(runs, every=1, progress=progress, keep=keep, save_every=save_every)
+
+    whole = found(None, None)
+    with pytest.raises(KeyboardInterrupt):
+        found(Stopping(after), path)
+    assert path.exists() == (goes_on_from > 0)
+    seen = Seeing()
+    assert_same(found(seen, path), whole)
+    assert seen.seen == [list(range(goes_on_from, SHORT["epochs"]))]
+
+
+def test_a_stack_that_was_stopped_among_the_drawn_networks_goes_on(tmp_path, monkeypatch):
+    init = mlp()
+    model, data, path, seen = moved(init), batch(init), tmp_path / "runs.stack", Seeing()
+    whole = optimize_together(stack_of(model, init, data), every=1)
+
+    def stopped(self, posterior):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "finished", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            optimize_together(stack_of(model, init, data), every=1, keep=path)
+    more = stack_of(model, init, data, draws=40)  # these alone may be others
+    assert [r.draws for r in optimize_together(more, every=1, keep=path)] == [40] * len(MEMBERS)
+    assert_same(optimize_together(stack_of(model, init, data), every=1, progress=seen, keep=path), whole)
+    assert seen.seen == [[]]
+
+
+def test_a_file_of_another_stack_is_refused(tmp_path):
+    init = mlp()
+    model, data, path = moved(init), batch(init), tmp_path / "runs.stack"
+    runs = stack_of(model, init, data)
+    optimize_together(runs, keep=path)
+    before = path.read_bytes()
+    others = {
+        "lr": stack_of(model, init, data, lr=0.02),
+        "weights": stack_of(moved(init), init, data),
+        "data": stack_of(model, init, batch(init)),
+        "fewer": runs[:2],
+        "order": runs[::-1],
+    }
+    for other in others.values():
+        with pytest.raises(FileFormatError, match="another model"):
+            optimize_together(other, keep=path)
+    for options in ({"every": 2}, {"rounded": True}):
+        with pytest.raises(FileFormatError, match="another model"):
+            optimize_together(stack_of(model, init, data), keep=path, **options)
+    with pytest.raises(FileFormatError, match="another model"):  # nor is a stack of one a run
+        bounds.pac_bayes(model, init, data, "base", checkpoint=path, **SHORT)
+    assert path.read_bytes() == before
+    with pytest.raises(InputError, match=r"keep=.*, a folder"):
+        optimize_together(runs, keep=tmp_path)
+    with pytest.raises(InputError, match="save_every=0"):
+        optimize_together(runs, keep=path, save_every=0)
+    path.write_bytes(before[:-10])
+    with pytest.raises(FileFormatError, match="cannot be read"):
+        optimize_together(runs, keep=path)
+
+
 def test_runs_together_are_as_alone():
     """Without new bases on the way, since those of a null space are arbitrary, and by SGD: where a gradient is zero but
     for rounding, RMSprop divides it by its own size.

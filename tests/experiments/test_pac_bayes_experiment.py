@@ -7,9 +7,12 @@ import torch
 from experiment_records import smoke
 
 from error_sentences import WORDED
+from layerwise.bounds.pac_bayes.result import PacBayes
 from layerwise.experiments.claims import HELD, NOT_HELD, judge
+from layerwise.experiments.records import comparable
+from layerwise.experiments.runner import run
 from layerwise.experiments.wu2024 import pac_bayes
-from layerwise.foundations.errors import LayerwiseError
+from layerwise.foundations.errors import FileFormatError, LayerwiseError
 from layerwise.studies.hessian_structure import pac_bayes as study
 from layerwise.studies.hessian_structure import printed_bounds
 
@@ -92,6 +95,97 @@ def test_a_seed_has_its_own_data_and_weights():
     assert set(a.y.tolist()) == {0, 1}
     assert not torch.equal(a.init[0].weight, b.init[0].weight)
     assert not torch.equal(a.init[0].weight, a.model[0].weight)
+
+
+class Inner:
+    """Progress within a cell, stopped after so many epochs."""
+
+    def __init__(self, after: int | None = None) -> None:
+        self.after, self.epochs = after, []
+
+    def track(self, items, description, total):
+        for number, item in enumerate(items):
+            if number == self.after:
+                raise KeyboardInterrupt
+            self.epochs.append(item)
+            yield item
+
+
+class Outer:
+    """Progress of the whole run."""
+
+    def __init__(self, inner: Inner) -> None:
+        self.inner = inner
+
+    def track(self, items, description, total):
+        yield from items
+
+
+@pytest.fixture
+def went(tmp_path, monkeypatch):
+    """Runs two seeds with five epochs, and counts the epochs and the networks that were trained before."""
+    config = dataclasses.replace(EXPERIMENT.preset("smoke"), seeds=2, epochs=5, interval=2)
+    trainings = []
+
+    def counted(model, *args, train=study._train):
+        trainings.append(model)
+        train(model, *args)
+
+    monkeypatch.setattr(study, "_train", counted)
+
+    def went(out, after=None):
+        trainings.clear()
+        inner = Inner(after)
+        outcome = run(EXPERIMENT, config, preset="smoke", out=tmp_path / out, progress=Outer(inner))
+        return outcome, inner.epochs, len(trainings)
+
+    return went
+
+
+def by_key(outcome):
+    return {(r["cell"], r["seed"]): comparable(r) for r in outcome.recorded.records}
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_cell_that_was_stopped_goes_on(tmp_path, went, after):
+    """With the first bases, or with later ones: of pixels that are always zero any vectors are eigenvectors."""
+    whole, epochs, trained = went("whole")
+    assert (epochs, trained) == ([0, 1, 2, 3, 4], 2)
+    first, epochs, trained = went("stopped", after)
+    assert (first.interrupted, first.missing, epochs, trained) == (True, 2, list(range(after)), 2)
+    (folder,) = (tmp_path / "stopped").glob("*/*.unfinished")
+    again, epochs, trained = went("stopped")
+    assert (again.interrupted, again.missing, epochs, trained) == (False, 0, list(range(after, 5)), 0)
+    assert by_key(again) == by_key(whole)
+    assert not folder.exists()
+
+
+def test_a_cell_that_was_stopped_at_its_last_seed_goes_on(monkeypatch, went):
+    """No seed is recorded without the others, with which it is kept."""
+
+    def stopped(result, data, draws, seed, error_on=PacBayes.error_on):
+        if seed == 1:
+            raise KeyboardInterrupt
+        return error_on(result, data, draws, seed)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PacBayes, "error_on", stopped)
+        first, epochs, _ = went("stopped")
+    assert (first.interrupted, first.missing, len(epochs)) == (True, 2, 5)
+    again, epochs, trained = went("stopped")
+    assert (again.missing, epochs, trained) == (0, [], 0)
+    assert by_key(again) == by_key(went("whole")[0])
+
+
+def test_a_trained_network_is_kept(tmp_path):
+    what, path = dataclasses.replace(study.NETWORKS["digits-30"], epochs=1), tmp_path / "0.trained"
+    first, again, alone = study.trained(what, 0, keep=path), study.trained(what, 0, keep=path), study.trained(what, 0)
+    for a, b, c in zip(*(net.model.parameters() for net in (first, again, alone)), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+    for other, seed in ((dataclasses.replace(what, epochs=2), 0), (what, 1)):
+        with pytest.raises(FileFormatError, match="another model"):
+            study.trained(other, seed, keep=path)
 
 
 def test_unknown_names_are_refused():

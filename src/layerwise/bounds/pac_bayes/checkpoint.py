@@ -1,4 +1,4 @@
-"""A posterior on its way, as safetensors: where it stands, its optimizer's state, and what was measured so far."""
+"""A posterior on its way, or a stack, as safetensors: where it stands, the optimizer's state, what was measured."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from layerwise.foundations.errors import FileFormatError, describe
+from layerwise.foundations.errors import FileFormatError, InputError, describe
 
 FORMAT = "layerwise-pac-bayes"
 
@@ -25,8 +25,29 @@ class Stage:
     epoch: int
     """Epochs that are done."""
     tensors: Mapping[str, Tensor]
-    """"theta"; "basis", the mean at which the bases were computed; "state/…", the optimizer's."""
+    """"theta"; "basis", the mean at which the bases were computed, and "last", the epoch; "state/…", the optimizer's.
+    Of a stack "basis" and "last" have a row a run."""
     history: list[dict[str, float | int]]
+    """Of a stack those of all runs, each row with the number of its "run"."""
+
+
+def check_place(path: Path, every: int, names: tuple[str, str]) -> None:
+    """That a file can be there, written every so many epochs; the names are those of the caller's options."""
+    if every < 1:
+        raise InputError(describe(f"{names[1]}={every}", "a number ≥ 1", "take e.g. 10"))
+    if path.is_dir():
+        raise InputError(describe(f"{names[0]}={path}, a folder", "a file", "add a name, e.g. run.safetensors"))
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, theta: Tensor) -> dict[str, Tensor]:
+    """As tensors of a checkpoint."""
+    return {f"state/{name}": torch.as_tensor(value) for name, value in optimizer.state[theta].items()}
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, theta: Tensor, stage: Stage) -> None:
+    """Give it the state that a checkpoint has."""
+    own = {name: tensor for name, tensor in stage.tensors.items() if name.startswith("state/")}
+    optimizer.state[theta] = {name.removeprefix("state/"): tensor for name, tensor in own.items()}
 
 
 def fingerprint(tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> str:

@@ -55,20 +55,20 @@ class Run:
 
     def keep(self, path: Path, every: int) -> None:
         """Go on from this file, and write to it."""
-        if every < 1:
-            raise InputError(describe(f"checkpoint_every={every}", "a number ≥ 1", "take e.g. 10"))
-        if path.is_dir():
-            raise InputError(describe(f"checkpoint={path}, a folder", "a file", "add a name, e.g. run.safetensors"))
+        checkpoints.check_place(path, every, ("checkpoint", "checkpoint_every"))
+        self.path, self._every, self._name = path, every, self.fingerprint()
+
+    def fingerprint(self) -> str:
+        """Of what decides the posterior: weights, data and options; by it a checkpoint is known."""
         data = self.examples.fingerprint()
         if not self.examples.whole and data != self.examples.fingerprint():
             given = "a checkpoint and a loader whose examples differ from pass to pass"
             raise InputError(describe(given, "the same examples each time", "use no augmentation, and drop_last=False"))
-        self.path, self._every = path, every
         frozen = {f"rest/{name}": tensor for name, tensor in rest(self.network).items()}
         tensors = {"mean": self.first, "init": self.objective.prior_mean, **frozen}
         decisive = {name: value for name, value in asdict(self.options).items() if name not in ("draws", "per_draw")}
         layers = re.sub(r" at 0x[0-9a-f]+", "", repr(self.network))  # another process has other addresses
-        self._name = checkpoints.fingerprint(tensors, {**decisive, "layers": layers, "data": data})
+        return checkpoints.fingerprint(tensors, {**decisive, "layers": layers, "data": data})
 
     def set_weights(self, mean: Tensor) -> None:
         """Put these into the network."""
@@ -88,10 +88,16 @@ class Run:
         bias: Any = self.options.biases
         return kronecker_bases(self.network, data, self.options.method, bias, curvature, check)
 
+    def bases_of(self, last: int, mean: Tensor) -> Bases:
+        """The bases that were computed before epoch `last`, at this mean, computed again.
+
+        Eigenvectors are unique up to signs only, so the first ones are computed with curvature where they were before.
+        """
+        return self.bases(mean, last == 0 and self.options.variances == "curvature")
+
     def begun(self) -> Posterior:
         """Before the first step."""
-        bases = self.bases(self.first, self.options.variances == "curvature")
-        return start(self.objective, self.first, bases, self.options.variances)
+        return start(self.objective, self.first, self.bases_of(0, self.first), self.options.variances)
 
     def optimized(self) -> Posterior:
         """After all epochs that are left."""
@@ -101,14 +107,13 @@ class Run:
             posterior, begun, at, last = self.begun(), 0, self.first, 0
         else:
             at, begun, last = stage.tensors["basis"], stage.epoch, int(stage.tensors["last"])
-            first = last == 0 and o.variances == "curvature"  # as in `begun`: eigenvectors are unique up to signs only
-            posterior = Posterior(self.objective, stage.tensors["theta"], self.bases(at, first))
+            posterior = Posterior(self.objective, stage.tensors["theta"], self.bases_of(last, at))
             self.history = stage.history
         theta = nn.Parameter(posterior.theta)
         theta.grad = posterior.grad
         optimizer = o.optimizer_of(theta)
         if stage is not None:
-            optimizer.state[theta] = {k[6:]: v for k, v in stage.tensors.items() if k.startswith("state/")}
+            checkpoints.restore_optimizer(optimizer, theta, stage)
         say = getattr(self.progress, "note", None)
         for epoch in self.progress.track(range(begun, o.epochs), f"PAC-Bayes, {o.method}", o.epochs - begun):
             if o.due(epoch, last):
@@ -118,7 +123,7 @@ class Run:
             if say is not None:
                 say(f"bound {self.history[-1]['bound']:.4f}")
             if self.path is not None and ((epoch + 1) % self._every == 0 or epoch + 1 == o.epochs):
-                state = {f"state/{k}": torch.as_tensor(v) for k, v in optimizer.state[theta].items()}
+                state = checkpoints.optimizer_state(optimizer, theta)
                 kept = {"theta": theta.data, "basis": at, "last": torch.tensor(last), **state}
                 checkpoints.save(self.path, self._name, checkpoints.Stage(epoch + 1, kept, self.history))
         return posterior

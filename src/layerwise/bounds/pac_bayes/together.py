@@ -3,10 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from layerwise.bounds.pac_bayes import checkpoint as checkpoints
 from layerwise.bounds.pac_bayes.bases import Bases, Rotation
 from layerwise.bounds.pac_bayes.posterior import Objective, Posterior
 from layerwise.bounds.pac_bayes.result import PacBayes
@@ -22,7 +24,12 @@ SHARED = ("delta", "precision", "epochs", "batch_size", "lr", "decay", "mileston
 
 
 def optimize_together(
-    runs: Sequence[Run], every: int = 10, progress: Progress | None = None, rounded: bool = False
+    runs: Sequence[Run],
+    every: int = 10,
+    progress: Progress | None = None,
+    rounded: bool = False,
+    keep: Path | None = None,
+    save_every: int = 10,
 ) -> list[PacBayes]:
     """As if each run were optimized alone, up to rounding and to the numbers drawn; a bound for each, in order.
 
@@ -36,23 +43,45 @@ def optimize_together(
         progress: shows the epochs.
         rounded: whether the products of a step may be in TF32 on a GPU. Bases, the drawn networks that the bound is
             taken of, and its KL are in full precision all the same: it stays a bound.
+        keep: a file to go on from and to write to; one of other runs, or of other options than these, is refused.
+        save_every: epochs between two writings of it. It has some five numbers for each parameter of each run.
     """
-    stack = _Stack(runs, rounded)
-    epochs = runs[0].options.epochs
-    for epoch in (progress or Silent()).track(range(epochs), f"PAC-Bayes, {len(runs)} posteriors", epochs):
-        stack.epoch(epoch, (epoch + 1) % every == 0 or epoch + 1 == epochs)
+    _check(runs)
+    epochs, name, stage = runs[0].options.epochs, "", None
+    if keep is not None:
+        checkpoints.check_place(keep, save_every, ("keep", "save_every"))
+        about = {"stack": [run.fingerprint() for run in runs], "every": every, "rounded": rounded}
+        name = checkpoints.fingerprint({}, about)
+        stage = checkpoints.load(keep, name, runs[0].first.device)
+    stack = _Stack(runs, rounded, stage)
+    left = range(0 if stage is None else stage.epoch, epochs)
+    for epoch in (progress or Silent()).track(left, f"PAC-Bayes, {len(runs)} posteriors", len(left)):
+        last = epoch + 1 == epochs
+        stack.epoch(epoch, last or (epoch + 1) % every == 0)
+        if keep is not None and (last or (epoch + 1) % save_every == 0):
+            checkpoints.save(keep, name, stack.stage(epoch + 1))
     return [run.finished(posterior) for run, posterior in zip(runs, stack.members(), strict=True)]
 
 
 class _Stack:
     """Tensors with one row a run."""
 
-    def __init__(self, runs: Sequence[Run], rounded: bool = False) -> None:
-        _check(runs)
+    def __init__(self, runs: Sequence[Run], rounded: bool = False, stage: checkpoints.Stage | None = None) -> None:
         self.runs, self.options, self.rounded = runs, runs[0].options, rounded
-        begun = [run.begun() for run in runs]
-        self.bases = [posterior.bases for posterior in begun]
-        self.last = [0] * len(runs)
+        if stage is None:
+            begun = [run.begun() for run in runs]
+            names = ("mean", "log_std", "half_log")
+            theta = torch.cat([getattr(posterior, name).flatten() for name in names for posterior in begun])
+            self.bases = [posterior.bases for posterior in begun]
+            self.basis_means, self.last = torch.stack([run.first for run in runs]), [0] * len(runs)
+        else:
+            theta = stage.tensors["theta"]
+            self.basis_means, self.last = stage.tensors["basis"], stage.tensors["last"].tolist()
+            found = zip(runs, self.last, self.basis_means, strict=True)
+            self.bases = [run.bases_of(last, mean) for run, last, mean in found]
+            for number, run in enumerate(runs):
+                rows = [row for row in stage.history if row["run"] == number]
+                run.history = [{name: value for name, value in row.items() if name != "run"} for row in rows]
         stacked = _stacked(self.bases)
         first = runs[0].objective
         logs = [math.log(run.options.cap) for run in runs]
@@ -65,11 +94,12 @@ class _Stack:
             first.loss_scale,
             log_caps,
         )
-        parts = [torch.cat([getattr(p, name).flatten() for p in begun]) for name in ("mean", "log_std", "half_log")]
-        self.posterior = Posterior(objective, torch.cat(parts), stacked)
+        self.posterior = Posterior(objective, theta, stacked)
         self.theta = nn.Parameter(self.posterior.theta)
         self.theta.grad = self.posterior.grad
         self.optimizer = self.options.optimizer_of(self.theta)
+        if stage is not None:
+            checkpoints.restore_optimizer(self.optimizer, self.theta, stage)
         for group in self.optimizer.param_groups:
             if "capturable" in group:  # its count of steps is then on the device, too
                 group["capturable"] = self.theta.is_cuda
@@ -86,7 +116,8 @@ class _Stack:
         for number, run in enumerate(self.runs):
             if run.options.due(epoch, self.last[number]):
                 self.last[number] = epoch
-                self.bases[number] = run.bases(self.posterior.mean[number])
+                self.basis_means[number] = self.posterior.mean[number]
+                self.bases[number] = run.bases(self.basis_means[number])
                 _write(self.posterior.bases, number, self.bases[number])
         rate = self.options.rate(epoch)
         for group in self.optimizer.param_groups:
@@ -105,6 +136,13 @@ class _Stack:
             for number, run in enumerate(self.runs):
                 row = {name: float(column[number]) for name, column in columns.items()}
                 run.history.append({"epoch": epoch + 1, **row})
+
+    def stage(self, epoch: int) -> checkpoints.Stage:
+        """What it takes to go on after so many epochs; bases are computed anew where their means were."""
+        state = checkpoints.optimizer_state(self.optimizer, self.theta)
+        tensors = {"theta": self.theta.data, "basis": self.basis_means, "last": torch.tensor(self.last), **state}
+        history = [{"run": number, **row} for number, run in enumerate(self.runs) for row in run.history]
+        return checkpoints.Stage(epoch, tensors, history)
 
     def _step(self, *parts: Tensor) -> None:
         """One, for the batches x, y, x, y, … of all seeds, and the noise that was drawn."""

@@ -12,6 +12,7 @@ from layerwise.experiments.experiment import Cell, Experiment, Record, Row
 from layerwise.experiments.figures import Curve, Figure, Panel
 from layerwise.experiments.over_seeds import POSITIVE, band, bars, combined, distinct, ratio
 from layerwise.experiments.progress import within_cell
+from layerwise.experiments.scratch import scratch
 from layerwise.experiments.wu2024 import PAPER
 from layerwise.experiments.wu2024.table_of_bounds import LABELS, TABLE, near_printed, table, table_claims
 from layerwise.foundations.errors import InputError, describe
@@ -122,6 +123,7 @@ def run(config: Config, cell: Cell, seeds: Sequence[int]) -> Iterator[Row]:
         config.schedule(),
         device=config.device,
         progress=within_cell(),
+        keep=scratch(),
     )
     for seed, values, series in found:
         yield Row(seed=seed, values=values, series=series)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from layerwise import data
+from layerwise.bounds.pac_bayes import checkpoint as checkpoints
 from layerwise.bounds.pac_bayes.options import Options
 from layerwise.bounds.pac_bayes.result import PacBayes
 from layerwise.bounds.pac_bayes.run import Run
@@ -117,8 +119,12 @@ def _images(name: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | N
     return (x.flatten(1), y), (held_x.flatten(1), held_y)
 
 
-def trained(what: Network, seed: int, device: str = "cpu") -> Trained:
-    """Data, first weights and order of the batches by the seed."""
+def trained(what: Network, seed: int, device: str = "cpu", keep: Path | None = None) -> Trained:
+    """Data, first weights and order of the batches by the seed.
+
+    The trained weights are written to the file `keep`, and read from it if they are there: a checkpoint after the last
+    epoch. One of another network, other data or another seed is refused.
+    """
     (x, y), held = _images(what.images)
     order = torch.randperm(len(x), generator=stream(seed, "split"))
     chosen, rest = order[: what.trained_on], order[what.trained_on :]
@@ -127,7 +133,22 @@ def trained(what: Network, seed: int, device: str = "cpu") -> Trained:
     x, y, held_x, held_y = (part.to(device) for part in (x[chosen], labels[0], held_x, labels[1]))
     sizes = (x.shape[1], *what.hidden, what.classes)
     init = nn.Sequential(*chain(sizes, what.std, stream(seed, "weights"))).to(device)
-    model, generator = copy.deepcopy(init), stream(seed, "batches")
+    model = copy.deepcopy(init)
+    if keep is None:
+        _train(model, x, y, what, seed)
+        return Trained(init, model, x, y, held_x, held_y)
+    name = checkpoints.fingerprint({**init.state_dict(), "x": x, "y": y}, {**asdict(what), "seed": seed})
+    stage = checkpoints.load(keep, name, x.device)
+    if stage is None:
+        _train(model, x, y, what, seed)
+        checkpoints.save(keep, name, checkpoints.Stage(what.epochs, model.state_dict(), []))
+    else:
+        model.load_state_dict(stage.tensors)
+    return Trained(init, model, x, y, held_x, held_y)
+
+
+def _train(model: nn.Module, x: Float[Tensor, "N d"], y: Int[Tensor, "N"], what: Network, seed: int) -> None:
+    generator = stream(seed, "batches")
     optimizer = torch.optim.SGD(model.parameters(), lr=what.lr, momentum=what.momentum)
 
     def step(batch: Tensor) -> None:
@@ -137,9 +158,8 @@ def trained(what: Network, seed: int, device: str = "cpu") -> Trained:
 
     replayed = Replayed(step)
     for _ in range(what.epochs):
-        for batch in torch.randperm(len(x), generator=generator).to(device).split(what.batch):
+        for batch in torch.randperm(len(x), generator=generator).to(x.device).split(what.batch):
             replayed(batch)
-    return Trained(init, model, x, y, held_x, held_y)
 
 
 def chain(sizes: Sequence[int], std: float, generator: torch.Generator) -> list[nn.Module]:
@@ -204,15 +224,23 @@ def compared(
     *,
     device: str = "cpu",
     progress: Progress | None = None,
+    keep: Path | None = None,
 ) -> Iterator[tuple[int, dict[str, float], dict[str, list[float]]]]:
-    """For each seed, numbers by variant ("iter/bound", …) and histories; all are optimized as one tensor program."""
-    found = {seed: trained(what, seed, device) for seed in seeds}
+    """For each seed, numbers by variant ("iter/bound", …) and histories; all are optimized as one tensor program.
+
+    A call that was stopped goes on from what is in the folder `keep`: each network that was trained, and the stack of
+    posteriors as it was when an entry of the histories was last made.
+    """
+    weights = {seed: None if keep is None else keep / f"{seed}.trained" for seed in seeds}
+    found = {seed: trained(what, seed, device, path) for seed, path in weights.items()}
     runs = [
         Run(net.model, net.init, (net.x, net.y), schedule.options(variant, cap, seed))
         for seed, net in found.items()
         for variant in variants
     ]
-    results = iter(optimize_together(runs, schedule.every, progress, rounded=schedule.tf32))
+    stack = None if keep is None else keep / f"{checkpoints.fingerprint({}, {'seeds': list(seeds)})[:16]}.stack"
+    results = iter(optimize_together(runs, schedule.every, progress, schedule.tf32, stack, save_every=schedule.every))
+    rows = []  # none is given away before all are there: with some of the seeds recorded, the rest are another stack
     for seed, net in found.items():
         held, values, series = (net.held_x, net.held_y), {"test_error": net.test_error()}, {}
         for variant in variants:
@@ -222,7 +250,8 @@ def compared(
             values[f"{variant}/test"] = result.error_on(held, draws=100, seed=seed)
             series["epoch"] = [float(row["epoch"]) for row in result.history]
             series[f"{variant}/bound"] = [float(row["bound"]) for row in result.history]
-        yield seed, values, series
+        rows.append((seed, values, series))
+    yield from rows
 
 
 def numbers(result: PacBayes) -> dict[str, float]:
