@@ -482,3 +482,24 @@ def test_progress_shows_the_current_bound(capsys):
     init = mlp()
     found = bounds.pac_bayes(moved(init), init, batch(init), "base", progress=Bar(delay=0.0), **SHORT)
     assert f"bound {found.history[-2]['bound']:.4f}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rounded", [True, False])
+def test_only_steps_are_rounded(rounded: bool, monkeypatch: pytest.MonkeyPatch):
+    """Products of steps may be in TF32; bases, drawn networks and their bound are in full precision."""
+    init = mlp()
+    model, data = moved(init), batch(init)
+    seen: dict[str, set[str]] = {"step": set(), "bases": set(), "drawn": set()}
+
+    def noting(kind: str, call):
+        def noted(*given, **options):
+            seen[kind].add(torch.get_float32_matmul_precision())
+            return call(*given, **options)
+
+        return noted
+
+    monkeypatch.setattr(Posterior, "backward", noting("step", Posterior.backward))
+    monkeypatch.setattr(Posterior, "draw", noting("drawn", Posterior.draw))
+    monkeypatch.setattr(Run, "bases", noting("bases", Run.bases))
+    optimize_together(stack_of(model, init, data), rounded=rounded)
+    assert seen == {"step": {"high" if rounded else "highest"}, "bases": {"highest"}, "drawn": {"highest"}}

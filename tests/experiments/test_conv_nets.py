@@ -208,3 +208,20 @@ def test_absent_data_is_said_before_anything_runs(name: str, monkeypatch: pytest
     experiment = find(name)
     with pytest.raises(MissingDataError, match="LAYERWISE_DATA is not set"):
         experiment.refuse_bad(dataclasses.replace(experiment.preset("paper"), device="cpu"))
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_passes_are_in_bfloat16_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, asked: bool):
+    from layerwise.studies.fisher_geometry import image_classifiers as study
+
+    made = []
+
+    def compared(given, chosen, **options):
+        made.append(type(given.model(0)).__name__)
+        return {}, {}
+
+    monkeypatch.setattr(study, "compared", compared)
+    experiment = find("conv-nets")
+    config = dataclasses.replace(experiment.preset("smoke"), methods=("sgd",), bfloat16=asked)
+    list(experiment.run(config, experiment.cells_of(config)[0], [0]))
+    assert made == ["InBfloat16" if asked else "Sequential"]

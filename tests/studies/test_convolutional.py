@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 from layerwise.foundations.errors import NameLookupError
-from layerwise.studies.fisher_geometry.convolutional import BLOCKS, ResNet, network, standardized, three_convolutions
+from layerwise.studies.fisher_geometry.convolutional import (
+    BLOCKS,
+    InBfloat16,
+    ResNet,
+    network,
+    standardized,
+    three_convolutions,
+)
 
 IMAGES = {
     "vgg11": (3, 32, 32),
@@ -86,3 +93,14 @@ def test_images_are_standardized_by_others():
     torch.testing.assert_close(made.std((0, 2, 3)), torch.ones(3))
     torch.testing.assert_close(standardized(x[:5], like=x), made[:5])
     assert standardized(torch.ones(2, 1, 4, 4)).isfinite().all()
+
+
+def test_in_bfloat16_only_products_are_rounded():
+    torch.manual_seed(0)
+    plain = network("three-convolutions", width=16)
+    x = torch.randn(5, 1, 8, 8)
+    rounded = InBfloat16(plain)(x)
+    assert rounded.dtype == torch.float32
+    assert 1e-5 < float((rounded - plain(x)).detach().abs().max() / plain(x).detach().abs().max()) < 3e-2
+    rounded.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in plain.parameters())

@@ -106,6 +106,17 @@ def test_seeds_share_images_and_differ_in_weights_and_random_labels():
     assert not any(p.any() for name, p in SMALL.model(0).named_parameters() if name.endswith("bias"))
 
 
+def test_pixels_are_centred_or_from_0_to_1(monkeypatch: pytest.MonkeyPatch):
+    drawn = torch.rand(50, 1, 28, 28, generator=torch.Generator().manual_seed(0)) ** 4
+    monkeypatch.setattr(networks.data, "mnist", lambda split: (drawn, torch.zeros(50, dtype=torch.long)))
+    networks._split.cache_clear()
+    task = Task(images="mnist", trained_on=50)
+    x, plain = task.split().x, dataclasses.replace(task, centred=False).split().x
+    networks._split.cache_clear()
+    assert (float(x.mean()), float(x.std())) == (pytest.approx(0, abs=1e-5), pytest.approx(1, abs=1e-3))
+    assert torch.equal(plain, drawn.flatten(1))
+
+
 def test_lenet5_has_the_layers_of_the_thesis():
     task = Task(images="cifar10", network="lenet5")
     model = task.model(0)

@@ -84,17 +84,21 @@ class Posterior:
         n = like.numel()
         return flat[:n].view_as(like), flat[n : 2 * n].view_as(like), flat[2 * n :].view(like.shape[:-1])
 
-    @property
+    @cached_property
+    def _grads(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._parts(self.grad)
+
+    @cached_property
     def mean(self) -> Float[Tensor, "*B P"]:
         """w."""
         return self._parts(self.theta)[0]
 
-    @property
+    @cached_property
     def log_std(self) -> Float[Tensor, "*B P"]:
         """ς, in the bases."""
         return self._parts(self.theta)[1]
 
-    @property
+    @cached_property
     def half_log(self) -> Float[Tensor, "*B"]:
         """ρ = ½ log λ."""
         return self._parts(self.theta)[2]
@@ -128,7 +132,7 @@ class Posterior:
         (g,) = torch.autograd.grad(loss * (self.objective.loss_scale / y.shape[-1]), drawn)
         with torch.no_grad():
             self._regularized(std, g)
-            self._parts(self.grad)[1].addcmul_(self.bases.to_basis(g), noise)
+            self._grads[1].addcmul_(self.bases.to_basis(g), noise)
             return (f.detach().argmax(-1) != y).sum(-1)
 
     def _outputs(self, model: nn.Module, drawn: Tensor, x: Tree) -> Tensor:
@@ -138,9 +142,9 @@ class Posterior:
     def _regularized(self, std: Float[Tensor, "*B P"], g: Float[Tensor, "*B P"]) -> None:
         """∇√(B_RE/2) into `grad`, with g added where it is w's; all in tensors, without a synchronization."""
         o, P, b = self.objective, self.objective.parameters, self.objective.grid.precision
-        mean, log_std, half_log = self._parts(self.theta)
-        of_mean, of_log_std, of_half_log = self._parts(self.grad)
-        moved, precision = mean - o.prior_mean, torch.exp(-2 * half_log)
+        half_log, log_std = self.half_log, self.log_std
+        of_mean, of_log_std, of_half_log = self._grads
+        moved, precision = self.mean - o.prior_mean, torch.exp(-2 * half_log)
         squares = [torch.linalg.vector_norm(v, dim=-1).square() for v in (std, moved)]
         spread = (squares[0] + squares[1]) * precision
         j = (b * (o.log_cap - 2 * half_log)).clamp_min(1.0)

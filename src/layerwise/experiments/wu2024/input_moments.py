@@ -88,7 +88,7 @@ def claims(config: Networks) -> list[Claim]:
     for cell in cells(config):
         setting = cell.options["setting"]
         every, full = config.layers(setting), setting in TABLE
-        layers = every if setting.startswith("digits") else every[1:]  # the first has centred pixels otherwise
+        layers = every if setting.startswith("digits") else every[1:]  # as in the thesis: they may be centred
         paper: dict[str, Any] = {"origin": "paper", "source": SOURCE, "seeds": config.seeds}
         found.append(
             least(
@@ -164,7 +164,9 @@ def figures(config: Networks, records: Sequence[Record]) -> list[Figure]:
             )
             for name, title in MEASURES.items()
         ]
-        caption = "Median over seeds, with least and largest. First layers of MNIST and CIFAR-10 have centred inputs."
+        caption = "Median over seeds, with least and largest." + (
+            " First layers of MNIST and CIFAR-10 have centred inputs." if config.centred else ""
+        )
         title = f"{cell.options['setting']}: inputs of layers"
         found.append(Figure(name=file_name(cell.key), title=title, caption=caption, panels=panels))
     return found

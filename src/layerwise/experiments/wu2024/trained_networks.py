@@ -81,12 +81,14 @@ SMOKE: dict[str, Any] = {"seeds": 1, "settings": ("digits/12-12",), "trained_on"
 PAPER_SIZES: dict[str, Any] = {
     "seeds": 5,
     "settings": ("mnist/200-200", "mnist/600-600", "cifar10/lenet5"),
+    "centred": False,
     "trained_on": None,
     "lr": 0.01,
     "batch": 128,
     "epochs": 1000,
     "device": "cuda",
 }
+"""Pixels from 0 to 1, of which the thesis says nothing: with them γ₁/γ₂ of inputs is what it prints, not otherwise."""
 COST = "on two cores: smoke a second, laptop {laptop}; paper {paper} on a GPU"
 
 
