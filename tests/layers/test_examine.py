@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +17,7 @@ from layerwise.foundations.errors import InputError, InteractionError
 from layerwise.foundations.likelihoods import Categorical
 from layerwise.layers.capture.examine import _KEPT, examine, examined_as
 from layerwise.layers.capture.recorder import Batch, ModelRecorder
+from layerwise.layers.capture.verify import verify
 from layerwise.layers.io.layer_io import Layout
 from layerwise.layers.table import LayerTable
 
@@ -174,6 +176,21 @@ def test_a_table_looked_up_once_for_all_examples_stays_a_layer():
     assert recorder.findings.broadcast == {"position"}
     assert recorder.table.spec("position").sites
     _assert_same(got, _expected(model, _x(), _y()))
+
+
+def test_positions_cost_no_second_verification(monkeypatch: pytest.MonkeyPatch):
+    """Five positions are no multiple of three examples: that they are shared is seen from shapes alone."""
+    calls = []
+
+    def counted(*given):
+        calls.append(given)
+        return verify(*given)
+
+    monkeypatch.setattr(sys.modules[examine.__module__], "verify", counted)
+    model = Positions(called=True).double()
+    notes = examine(model, LayerTable.from_model(model), _x(), _y(), None)
+    assert notes.broadcast == {"position"}
+    assert len(calls) == 1
 
 
 class Prototypes(nn.Module):

@@ -30,7 +30,7 @@ from layerwise.layers.capture.model_call import (
 from layerwise.layers.capture.tape import SiteKey, Tape, explained
 from layerwise.layers.capture.uses import ProductTracer, Use, Used, propose
 from layerwise.layers.capture.vectorised import dense
-from layerwise.layers.capture.verify import NO_AXIS, noise, verify
+from layerwise.layers.capture.verify import NO_AXIS, modules_without_axis, noise, verify
 from layerwise.layers.io.layer_io import Layout, candidates
 from layerwise.layers.table import LayerTable
 
@@ -371,13 +371,13 @@ def _examine_along(probe: _Probe, first: int) -> Notes:
 def _examine_output(probe: _Probe, output: Layout) -> Notes | list[str]:
     """What is found if the output's examples are where `output` says, or the layers that contradict it."""
     n, tape, table = probe.n, probe.tape, probe.tape.table
+    found = _examine_spread(probe, output, modules_without_axis(tape, n))  # positions: seen without a gradient
+    if found is not None:
+        return found
     verdict = verify(tape, probe.f, output, n)
-    if verdict.lost and not probe.broadcast:
-        shared = probe.spread(verdict.lost)
-        if shared is not None:
-            found = _examine_output(shared, output)
-            if isinstance(found, Notes) and not found.without_axis:
-                return found
+    found = _examine_spread(probe, output, verdict.lost)
+    if found is not None:
+        return found
     if _interacts(probe, output):
         return list(verdict.lost)
     without_axis = specs_at(table, verdict.lost)
@@ -402,6 +402,13 @@ def _examine_output(probe: _Probe, output: Layout) -> Notes | list[str]:
         verdict.conclusive,
         len(without_axis),
     )
+
+
+def _examine_spread(probe: _Probe, output: Layout, modules: Collection[str]) -> Notes | None:
+    """The same with an example axis for the inputs of these modules; None where that does not help."""
+    shared = probe.spread(modules) if modules and not probe.broadcast else None
+    found = None if shared is None else _examine_output(shared, output)
+    return found if isinstance(found, Notes) and not found.without_axis else None
 
 
 def _find_copies(probe: _Probe, output: Layout, bare: list[str]) -> Copies:

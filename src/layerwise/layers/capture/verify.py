@@ -101,6 +101,12 @@ def verify(tape: Tape, f: Tensor, output: Layout, n: int, copies: Mapping[str, T
     return Verification(layouts, tuple(dict.fromkeys(lost)), reasons, mixed, conclusive, truth)
 
 
+def modules_without_axis(tape: Tape, n: int) -> tuple[str, ...]:
+    """Those with a call whose input has no axis, nor product of axes, of n entries."""
+    without = (event.site.module_name for event in tape.events if n > 1 and not _possible(event, n))
+    return tuple(dict.fromkeys(without))
+
+
 def aligned_calls(tape: Tape, f: Tensor) -> frozenset[int]:
     """Calls whose rows are the output's positions, each with the gradient of that position alone; f is ``[N, S, C]``.
 
