@@ -124,7 +124,9 @@ class Outer:
 @pytest.fixture
 def went(tmp_path, monkeypatch):
     """Runs two seeds with five epochs, and counts the epochs and the networks that were trained before."""
-    config = dataclasses.replace(EXPERIMENT.preset("smoke"), seeds=2, epochs=5, interval=2)
+    config = dataclasses.replace(
+        EXPERIMENT.preset("smoke"), seeds=2, training=1, epochs=5, interval=2, batch=750, draws=8
+    )
     trainings = []
 
     def counted(model, *args, train=study._train):
