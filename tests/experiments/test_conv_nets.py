@@ -88,6 +88,10 @@ def test_times_are_compared_where_the_loss_is_reached():
     assert sooner("fast", "slow")(rows) == {0: 1 / 8}
     assert sooner("never", "slow")(rows) == {0: math.inf}
     assert sooner("fast", "absent")(rows) == {}
+    rows.append({"cell": "diverged", "seed": 0, "series": {}})
+    assert sooner("diverged", "slow")(rows) == {0: math.inf}
+    assert sooner("fast", "diverged")(rows) == {0: 0}
+    assert sooner("diverged", "diverged")(rows) == {0: math.inf}
 
 
 def test_all_trials_and_the_choice_are_recorded(ran):

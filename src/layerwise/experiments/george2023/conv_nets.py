@@ -176,17 +176,19 @@ def trained(
 
 
 def sooner(fast: str, slow: str) -> Callable[[Sequence[Mapping]], dict[int, float]]:
-    """Seconds until one cell's training loss is below another's last one, over the seconds of that; ∞: it never is."""
+    """Seconds until one cell's training loss is below another's last one, over the seconds of that.
+
+    ∞: it never is, or it diverged; 0: the other diverged.
+    """
 
     def quantity(records: Sequence[Mapping]) -> dict[int, float]:
-        curves = {(r["cell"], r["seed"]): r["series"] for r in records if r["series"]}
+        by_cell = [{r["seed"]: r["series"] for r in records if r["cell"] == cell} for cell in (fast, slow)]
         found = {}
-        ran = {r["seed"] for r in records if r["cell"] == fast}
-        for seed in sorted(seed for cell, seed in curves if cell == slow and seed in ran):
-            if (fast, seed) not in curves:  # it diverged
-                found[seed] = math.inf
+        for seed in sorted(set(by_cell[0]) & set(by_cell[1])):
+            ours, other = (series[seed] for series in by_cell)
+            if not ours or not other:
+                found[seed] = 0.0 if ours else math.inf
                 continue
-            ours, other = curves[fast, seed], curves[slow, seed]
             after = zip(ours["seconds"], ours["train/loss"], strict=True)
             below = [seconds for seconds, loss in after if loss <= other["train/loss"][-1]]
             found[seed] = below[0] / other["seconds"][-1] if below else math.inf
@@ -235,7 +237,7 @@ def _sooner(config: Config, network: str, sua: bool) -> Claim | None:
     return Claim(
         name=f"{fast}-sooner",
         statement=f"{network}: {_name(FAST, sua)} reaches the last training loss of {_name('kfac', sua)} in less "
-        "time (share of its seconds, on fresh seeds).",
+        "time (share of its seconds, on fresh seeds; 0 where that diverged).",
         quantity=sooner(fast, slow),
         relation="<",
         target=1.0,
