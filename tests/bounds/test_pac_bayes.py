@@ -20,6 +20,7 @@ from layerwise.bounds.pac_bayes.run import Run
 from layerwise.bounds.pac_bayes.together import optimize_together
 from layerwise.foundations.errors import FileFormatError, InputError, NameLookupError, UnsupportedError
 from layerwise.foundations.progress import Bar
+from layerwise.foundations.tf32 import tf32
 
 SHORT = {"epochs": 4, "batch_size": 10, "interval": 2, "draws": 20, "lr": 0.01}
 
@@ -501,5 +502,7 @@ def test_only_steps_are_rounded(rounded: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Posterior, "backward", noting("step", Posterior.backward))
     monkeypatch.setattr(Posterior, "draw", noting("drawn", Posterior.draw))
     monkeypatch.setattr(Run, "bases", noting("bases", Run.bases))
-    optimize_together(stack_of(model, init, data), rounded=rounded)
+    with tf32(True):  # what the caller has set for the rest of the program
+        optimize_together(stack_of(model, init, data), rounded=rounded)
+        assert torch.get_float32_matmul_precision() == "high"
     assert seen == {"step": {"high" if rounded else "highest"}, "bases": {"highest"}, "drawn": {"highest"}}

@@ -53,14 +53,15 @@ def optimize_together(
         about = {"stack": [run.fingerprint() for run in runs], "every": every, "rounded": rounded}
         name = checkpoints.fingerprint({}, about)
         stage = checkpoints.load(keep, name, runs[0].first.device)
-    stack = _Stack(runs, rounded, stage)
-    left = range(0 if stage is None else stage.epoch, epochs)
-    for epoch in (progress or Silent()).track(left, f"PAC-Bayes, {len(runs)} posteriors", len(left)):
-        last = epoch + 1 == epochs
-        stack.epoch(epoch, last or (epoch + 1) % every == 0)
-        if keep is not None and (last or (epoch + 1) % save_every == 0):
-            checkpoints.save(keep, name, stack.stage(epoch + 1))
-    return [run.finished(posterior) for run, posterior in zip(runs, stack.members(), strict=True)]
+    with tf32(False):  # whatever the caller has set: a bound is of the networks that are drawn
+        stack = _Stack(runs, rounded, stage)
+        left = range(0 if stage is None else stage.epoch, epochs)
+        for epoch in (progress or Silent()).track(left, f"PAC-Bayes, {len(runs)} posteriors", len(left)):
+            last = epoch + 1 == epochs
+            stack.epoch(epoch, last or (epoch + 1) % every == 0)
+            if keep is not None and (last or (epoch + 1) % save_every == 0):
+                checkpoints.save(keep, name, stack.stage(epoch + 1))
+        return [run.finished(posterior) for run, posterior in zip(runs, stack.members(), strict=True)]
 
 
 class _Stack:
