@@ -644,3 +644,35 @@ def test_labels_are_drawn_only_where_statistics_are_due():
         if t:  # the model is examined at the first
             backwards.append(len(seen))
     assert backwards == [1, 1, 2, 1, 1, 2]
+
+
+def test_the_output_is_weighed_only_where_statistics_are_due(monkeypatch: pytest.MonkeyPatch):
+    """``‖∂L/∂f‖²`` is a pass over the output, which may be the largest tensor of the model."""
+    model, seen, norm = mlp(), list[torch.Size](), torch.linalg.vector_norm
+    opt = lw.optim.KFAC(model, estimator="empirical", factor_every=3)
+
+    def noted(x: Tensor, *args: Any, **options: Any) -> Tensor:
+        seen.append(x.shape)
+        return norm(x, *args, **options)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", noted)
+    weighed = []
+    for x, y in DATA[:7]:
+        f = model(x)
+        seen.clear()
+        cross_entropy(f, y).backward()
+        weighed.append(seen.count(f.shape))
+        opt.step()
+        opt.zero_grad()
+    assert weighed == [1, 0, 0, 1, 0, 0, 1]
+
+
+def test_labels_of_an_output_in_half_precision_are_drawn_from_float32():
+    """The same labels and gradients as of a copy of the output in float32."""
+    f = torch.randn(6, 3, 40, dtype=torch.bfloat16)
+    likelihood, draws = lw.likelihoods.Categorical(class_axis=-1), []
+    for output in (f, f.float()):
+        terms = likelihood.standardize(output, None, None, lambda t: t)
+        draws.append(likelihood.sample(terms, torch.Generator().manual_seed(0)))
+    assert draws[0].dtype == torch.float32
+    assert torch.equal(*draws)

@@ -12,6 +12,7 @@ from torch import Tensor
 from layerwise.foundations.device import Readback, drawn, sent
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods.likelihood import Likelihood, Terms, basis
+from layerwise.foundations.types import statistics_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,9 +229,14 @@ class Categorical(Likelihood):
         scale = (terms.weight.unsqueeze(-1) * p_j * after_j / tail_j.clamp_min(tiny)).sqrt()
         return scale * column
 
+    @property
+    def samples_half(self) -> bool:
+        """Where classes have no weights, which would be rounded as the output is."""
+        return type(self).sample is Categorical.sample and self.weight is None
+
     def sample(self, terms: Terms, generator: torch.Generator) -> Float[Tensor, "N S C"]:
-        """``√(m w) (p − e_ŷ)`` with ŷ drawn from the model."""
-        p = terms.f.detach().softmax(-1)
+        """``√(m w) (p − e_ŷ)`` with ŷ drawn from the model; in float32 or better, whatever the output is in."""
+        p = terms.f.detach().softmax(-1, dtype=statistics_dtype(terms.f.dtype))
         # Inverse-CDF: two draws from one generator give the same label whatever the batch's device or chunking.
         labels = inverse_cdf(p, drawn(torch.rand, p[..., :1], generator, terms.part))
         v = p.scatter_add_(-1, labels, -torch.ones_like(labels, dtype=p.dtype))  # p is ours, and may be gigabytes

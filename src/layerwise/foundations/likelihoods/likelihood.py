@@ -105,6 +105,11 @@ class Likelihood(Reading):
     def root(self, terms: Terms, start: int, stop: int) -> Float[Tensor, "R N S C"]:
         """Columns ``start … stop`` of L with ``L Lᵀ = m w H(f)``, for every term."""
 
+    @property
+    def samples_half(self) -> bool:
+        """Whether `sample` takes an output in half precision as it is, and computes in float32: a copy is saved."""
+        return False
+
     @abstractmethod
     def sample(self, terms: Terms, generator: torch.Generator) -> Float[Tensor, "N S C"]:
         """One random vector a term whose second moment is ``m w H(f)``: a label drawn from the model."""

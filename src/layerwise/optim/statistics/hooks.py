@@ -21,7 +21,7 @@ from layerwise.foundations.cotangents import Cotangent, HessianRoot, SampledLabe
 from layerwise.foundations.errors import InteractionError, LayerwiseError, UnsupportedError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.sharded import all_agree, gathered, is_fully_sharded
-from layerwise.foundations.types import Tree, leaves
+from layerwise.foundations.types import Tree, leaves, statistics_dtype
 from layerwise.foundations.vectors import unwrap
 from layerwise.layers.capture.examine import Notes, examine
 from layerwise.layers.capture.graph import Graph
@@ -202,7 +202,8 @@ class Capture:
         shown = f.detach() if self.reader is not None and self.reader.wants else None
         for output in output_tensors(out):  # the loss may be of any of them, or one of them
             if output.requires_grad:
-                read, weighs = shown if output is f else None, output is f or output.ndim > 0
+                read = shown if output is f else None
+                weighs = self.due and (output is f or output.ndim > 0)
                 came_back = partial(self._came_back, forward, read, weighs)
                 output.register_hook(came_back)
         self._pending.append(forward)
@@ -212,7 +213,9 @@ class Capture:
         if backward_of_another(self) or not forward.watch.counts(g):
             return
         if self.scale_free and self.estimator == "empirical" and weighs:
-            energy = as_statistics(g.detach()).square().sum()
+            # One pass; row by row, because a CPU adds up millions of squares one after the other.
+            rows = torch.linalg.vector_norm(g.detach(), dim=-1, dtype=statistics_dtype(g.dtype))
+            energy = rows.square().sum()
             self.seen.energy = energy if self.seen.energy is None else self.seen.energy + energy
         if f is not None and self.reader is not None and self.reader.wants:
             self.reader.look(f, g, forward.examples, forward.tokens)
@@ -265,7 +268,8 @@ class Capture:
             rank = Processes().rank if self.draws_as is None else self.draws_as
             cotangent = SampledLabels(likelihood, self.samples, self.seed + RANK_SEEDS * rank)
         with torch.enable_grad():
-            terms = likelihood.standardize_asked(as_statistics(f), None, None, self._arrange(n), None)
+            read = f if self.estimator == "sampled" and likelihood.samples_half else as_statistics(f)
+            terms = likelihood.standardize_asked(read, None, None, self._arrange(n), None)
         before = self._labelled or 0
         self._labelled = before + n
         if before:
@@ -273,7 +277,7 @@ class Capture:
         waiting: list[tuple[LayerSpec, LayerIO, int]] = []
         count = cotangent.count(terms)
         for v in range(count):
-            rows = cotangent.slice(terms, v, v + 1, self.rounds).detach()
+            rows = cotangent.slice(terms, v, v + 1, self.rounds).detach().to(terms.f.dtype)
 
             def wait(spec: LayerSpec, io: LayerIO, v: int = v) -> None:
                 waiting.append((spec, io, v))
