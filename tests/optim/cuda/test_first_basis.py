@@ -1,5 +1,7 @@
 """First bases by Cholesky and sweeps, against eigh."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ from gpu_objects import TRUE, context_at, device_step, initial_state, refined, s
 from torch import Tensor
 
 import layerwise.optim.cuda.basis as bases
-from layerwise.optim.cuda.linalg.first_basis import iterated_once
+from layerwise.optim.cuda.linalg.first_basis import SHIFT, iterated_once
 from layerwise.optim.cuda.linalg.jacobi import coupling
 from layerwise.optim.members.ekfac import CorrectedEigenvalues
 from layerwise.optim.rule import Shape
@@ -33,8 +35,8 @@ def test_one_step_of_orthogonal_iteration(kind: str):
     M = factor(kind)
     U, good = iterated_once(M)
     assert good.tolist() == [True]
-    assert float((U.mT @ U - torch.eye(N)).abs().max()) < 1e-4
-    shifted = M + 1e-3 * M.diagonal(dim1=1, dim2=2).mean() * torch.eye(N)
+    assert float((U.mT @ U - torch.eye(N)).abs().max()) < 1e-2  # which a sweep makes orthogonal
+    shifted = M + SHIFT * M.diagonal(dim1=1, dim2=2).mean() * torch.eye(N)
     expected = torch.linalg.qr(shifted.double())[0]
     few = slice(0, 8)  # later columns of ill-conditioned matrices are rounding
     overlaps = (U.double() * expected).sum(-2).abs()[0, few]
@@ -48,24 +50,25 @@ def test_what_is_not_positive_definite_gets_the_identity_and_does_not_harm_other
     torch.testing.assert_close(U[1:], torch.eye(N).expand(3, N, N))
 
 
-def begun(monkeypatch: pytest.MonkeyPatch, M: Tensor, by_sweeps: bool, **options: Any) -> Any:
-    """The left side of EKFAC's basis after a first refresh."""
+def begun(monkeypatch: pytest.MonkeyPatch, M: Tensor, by_sweeps: bool, steps: Sequence[int] = (1,)) -> Any:
+    """The left side of EKFAC's basis after a first refresh, and perhaps the next ones of the same factor."""
     monkeypatch.setattr(bases, "begins_by_sweeps", lambda values: by_sweeps)
     shape = Shape(len(M), N, 16, torch.float32, torch.device("cpu"))
-    rule = CorrectedEigenvalues(scaling="running", **options)
+    rule = CorrectedEigenvalues(scaling="running")
     state = initial_state(rule, shape)
     set_factors(state, P=M, Q=torch.eye(16).expand(len(M), 16, 16))
-    context = context_at(1, 1e-3, shape, device_step=device_step(TRUE), memory={"fresh": [False] * len(M)})
+    context = context_at(1, 1e-3, shape, device_step=device_step(TRUE))
     context.health.on_device = True
-    rule.refresh(state, slice(0, len(M)), context)
+    for step in steps:
+        rule.refresh(state, slice(0, len(M)), replace(context, step=step, memory={"fresh": [step > 1] * len(M)}))
     return refined(state)["P"], context.health
 
 
 @pytest.mark.parametrize("kind", ["plain", "low rank", "outlier", "dead units"])
-def test_a_basis_that_is_begun_by_sweeps_is_nearly_exact(kind: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_basis_that_is_begun_by_sweeps_is_nearly_exact_after_eight_steps(kind: str, monkeypatch: pytest.MonkeyPatch):
     M, found = factor(kind), {}
     for by_sweeps in (True, False):
-        side, health = begun(monkeypatch, M, by_sweeps)
+        side, health = begun(monkeypatch, M, by_sweeps, (1, 2, 4, 8))
         U = side.matrix.value()
         found[by_sweeps] = float(coupling(U.mT @ M @ U)), side.values.sort().values
         health.settle()

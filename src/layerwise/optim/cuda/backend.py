@@ -17,7 +17,12 @@ from layerwise.optim.cuda import elementwise_torch, factor, pending_checkpoint, 
 from layerwise.optim.cuda.adam_corrections import corrections_
 from layerwise.optim.cuda.basis import TrackedBasis, TrackedSide, largest_before
 from layerwise.optim.cuda.device_step import all_finite, largest_of, room_for_along, taken
-from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, squares_ema_
+from layerwise.optim.cuda.eigenbasis_elementwise import (
+    averaged_quotient_,
+    damped_quotient,
+    divided_to_fp16,
+    squares_ema_,
+)
 from layerwise.optim.cuda.elementwise import adam_, adam_norms_, ema_, momentum_update_, rotated_adam_
 from layerwise.optim.cuda.factor import DeviceFactor
 from layerwise.optim.cuda.factored_damping import factored_damping
@@ -275,7 +280,7 @@ class CudaBackend(Backend):
         finite = all_finite(context)
         if finite is not None and grad.dtype == torch.float32 and fused and on_gpu(grad.device):
             update, squares = momentum_update_(M, grad, mu, nesterov, finite)
-            return orthogonal(update, squares)
+            return orthogonal(update, squares, divided_to_fp16)
         M.lerp_(grad, taken(1 - mu, grad, context))
         return orthogonal(grad.lerp(M, mu) if nesterov else M)
 

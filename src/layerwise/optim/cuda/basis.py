@@ -34,9 +34,9 @@ from layerwise.optim.cuda.triton.device import on_gpu
 from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.rule import Context, Health
 
-FIRST_SWEEPS, LEAST = 12, 256
-"""Of a first basis that is not decomposed by eigh: of how many rows on. Eleven sweeps left couplings of 0.01 to 0.1 on
-factors of many kinds, about those of exact eigenvectors that are rounded to fp16."""
+FIRST_SWEEPS, LEAST = 4, 256
+"""Of a first basis that is not decomposed by eigh: of how many rows on. Twelve sweeps would make it exact to fp16, but
+it is that of one batch, and with four losses are the same: the next refreshes, after 2, 4 and 8 steps, go on."""
 YOUNG_SWEEPS, YOUNG_STEPS = 3, 16
 """At each refresh before that step: a new batch weighs more than its steady share then, and bases turn fast."""
 

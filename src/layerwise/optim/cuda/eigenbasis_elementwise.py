@@ -4,7 +4,7 @@ Means s may be of half precision: they are read, and rounded when they are writt
 """
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float16
 from torch import Tensor
 
 from layerwise.optim.cuda import elementwise
@@ -132,6 +132,15 @@ def scaled(
     elif along is not None:
         along.zero_()
     return out
+
+
+def divided_to_fp16(X: Float[Tensor, "K O I"], by: Float[Tensor, "K"]) -> Float16[Tensor, "K O I"]:
+    """Each matrix divided by its number, and rounded; torch's own division into another type is three times slower.
+
+    >>> divided_to_fp16(torch.ones(1, 1, 2), torch.tensor([4.0]))
+    tensor([[[0.2500, 0.2500]]], dtype=torch.float16)
+    """
+    return scaled(Scaled(X, (by,)), None, None, torch.empty(X.shape, dtype=torch.float16, device=X.device))
 
 
 def _room(R: Tensor, out: Tensor | None) -> Tensor:

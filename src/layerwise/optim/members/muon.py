@@ -45,12 +45,14 @@ class Orthogonalized(UpdateRule):
         ratio = math.sqrt(max(1.0, O / I)) if self.adjust == "original" else 0.2 * math.sqrt(max(O, I))
         eps, by_products = self.eps * context.unit, self.orthogonalize == "newton_schulz"
 
-        def orthogonal(X: Tensor, squares: Tensor | None = None) -> Tensor:
+        def orthogonal(X: Tensor, squares: Tensor | None = None, divide: Any = None) -> Tensor:
             if not by_products:
                 return ratio * polar(X)
             if squares is None:
                 return ratio * newton_schulz(X, self.steps, self.coefficients, eps)
-            return newton_schulz(X, self.steps, self.coefficients, eps, None, squares, ratio, keep_dtype=False)
+            return newton_schulz(
+                X, self.steps, self.coefficients, eps, None, squares, ratio, keep_dtype=False, divide=divide
+            )
 
         mu, nesterov = context.option("momentum", self.momentum), context.option("nesterov", self.nesterov)
         return context.backend.orthogonalized_momentum_(

@@ -63,10 +63,11 @@ def rayleigh_quotients(
     if isinstance(U, Half):
         pair = HALF_PAIRS.prepared(M, definite=True)
         C, _ = split_fp16.whole_product(pair, U)
-        V, unit = U.hi.float(), pair.scale.reciprocal()[..., None]
+        V, unit = U.hi, pair.scale.reciprocal()[..., None]
     else:
         C, V, unit = products.precise(M, U), U, 1.0
-    return (V * C).sum(-2) / V.square().sum(-2) * unit
+    squares = torch.linalg.vector_norm(V, dim=-2, dtype=C.dtype).square()
+    return C.mul_(V).sum(-2) / squares * unit
 
 
 def _sweep(M: HalfPair, U: Half, damping: int | float, still: int | float) -> tuple[Half, Tensor, Tensor]:
