@@ -517,6 +517,7 @@ class Layerwise(Checkpointed):
             examples,
             observes=(step - 1) % self.factor_every == 0,
             batches=1 + (step - 1) // self.factor_every,
+            refresh_every=self.refresh_every,
             unit=self._unit or 1.0,
             memory=stack.memory,
         )

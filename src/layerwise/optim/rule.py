@@ -177,6 +177,8 @@ class Context:
     """Whether this step takes statistics of the gradient (`factor_every`)."""
     batches: int | None = None
     """How many steps have taken statistics by now; None: all."""
+    refresh_every: int = 10
+    """Steps between decompositions."""
     unit: float = 1.0
     """What ε is multiplied by: how large gradients were at the start, where steps are not to depend on it."""
     gradient: Float[Tensor, "K O I"] | None = None

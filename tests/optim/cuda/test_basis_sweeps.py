@@ -8,7 +8,8 @@ from gpu_objects import context_at, initial_state, matrix, set_factors
 from torch import Tensor
 
 from layerwise.optim.cuda import basis as bases
-from layerwise.optim.cuda.basis import YOUNG_STEPS, YOUNG_SWEEPS
+from layerwise.optim.cuda.basis import OFTEN, SWEEPS, YOUNG_STEPS, YOUNG_SWEEPS
+from layerwise.optim.cuda.linalg.orthogonal import basis_half
 from layerwise.optim.kronecker import KroneckerRoots
 from layerwise.optim.members.ekfac import CorrectedEigenvalues
 from layerwise.optim.members.soap import RotatedAdam
@@ -44,7 +45,7 @@ def refresh(rule: UpdateRule, state: State, shape: Shape, turn: int, health: Hea
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_one_sweep_a_refresh(dtype: torch.dtype, calls: list[str]):
+def test_the_same_sweeps_at_every_refresh(dtype: torch.dtype, calls: list[str]):
     """However far the factor has come; begun where a group has no basis yet."""
     shape, health = Shape(1, 8, 4, dtype, CPU), Health()
     state, sweep = initial_state(ROOTS, shape), "tracked_half" if dtype == torch.float32 else "tracked_basis"
@@ -56,18 +57,32 @@ def test_one_sweep_a_refresh(dtype: torch.dtype, calls: list[str]):
     assert (health.fallbacks, health.refusals, health.restarts) == (0, 0, 0)
 
 
-def test_some_sweeps_while_statistics_are_young(calls: list[str]):
+def test_how_many_sweeps(monkeypatch: pytest.MonkeyPatch):
+    """More of them while statistics are young, and one where refreshes are close to each other."""
+    taken, own = list[int](), bases.tracked_half
+    monkeypatch.setattr(bases, "tracked_half", lambda M, U, sweeps: taken.append(sweeps) or own(M, U, sweeps))
     shape = Shape(1, 8, 4, torch.float32, CPU)
     state = initial_state(ROOTS, shape)
     X = normal(1, 8, 8, seed=0)
     set_factors(state, P=X @ X.mT)
-    taken = []
-    for step in (1, 2, YOUNG_STEPS - 1, YOUNG_STEPS, 100):
-        calls.clear()
-        context = context_at(step, 1e-3, shape, memory={"fresh": [step > 1]})
-        ROOTS.refresh(state, slice(0, 1), context)
-        taken.append(calls.count("tracked_half"))
-    assert taken == [0, YOUNG_SWEEPS, YOUNG_SWEEPS, 1, 1]
+    for every in (10, OFTEN, OFTEN - 1, 1):
+        for step in (1, 2, YOUNG_STEPS - 1, YOUNG_STEPS, 100):
+            context = context_at(step, 1e-3, shape, memory={"fresh": [step > 1]}, refresh_every=every)
+            ROOTS.refresh(state, slice(0, 1), context)
+    assert taken == [YOUNG_SWEEPS, YOUNG_SWEEPS, SWEEPS, SWEEPS] * 2 + [1] * 8
+
+
+@pytest.mark.parametrize("sweeps", [1, 2, 3, 4, 5])
+def test_a_basis_stays_orthogonal_however_many_sweeps_it_takes(sweeps: int):
+    """Of a factor that has nothing to do with it, so that all columns turn as far as they may."""
+    U = torch.linalg.qr(normal(1, 96, 96, seed=1))[0]
+    M = (U * torch.logspace(0, -3, 96)) @ U.mT
+    V = basis_half(torch.linalg.qr(normal(1, 96, 96, seed=2))[0])
+    for _ in range(4):
+        V, _, couplings = bases.tracked_half(M, V, sweeps)
+        assert torch.isfinite(couplings).all()
+        Q = V.hi.float() / V.scale[..., None, None]
+        torch.testing.assert_close(Q.mT @ Q, torch.eye(96)[None], rtol=0, atol=0.05)
 
 
 def test_a_group_that_comes_later_is_begun(calls: list[str]):

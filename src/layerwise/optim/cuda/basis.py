@@ -1,7 +1,7 @@
 """`TrackedBasis`: eigenvectors ``U_P ⊗ U_Q`` of a stack's factors that are kept up to date by products.
 
-A basis is begun by Cholesky and some sweeps (`linalg.first_basis`; a small one by `torch.linalg.eigh`), and takes one
-sweep (`linalg.jacobi`) at every refresh, whatever its factor has become. That is as good as exact eigenvectors where
+A basis is begun by Cholesky and some sweeps (`linalg.first_basis`; a small one by `torch.linalg.eigh`), and takes the
+same few sweeps (`linalg.jacobi`) at every refresh, whatever its factor has become. That is as good as exact eigenvectors where
 what is divided by is measured in the basis as it is: second moments (SOAP, EKFAC), or else ``diag(Uᵀ M U)``. What is
 not finite keeps the last basis.
 """
@@ -37,8 +37,11 @@ from layerwise.optim.rule import Context, Health
 FIRST_SWEEPS, LEAST = 4, 256
 """Of a first basis that is not decomposed by eigh: of how many rows on. Twelve sweeps would make it exact to fp16, but
 it is that of one batch, and with four losses are the same: the next refreshes, after 2, 4 and 8 steps, go on."""
-YOUNG_SWEEPS, YOUNG_STEPS = 3, 16
-"""At each refresh before that step: a new batch weighs more than its steady share then, and bases turn fast."""
+SWEEPS, YOUNG_SWEEPS, YOUNG_STEPS = 2, 3, 16
+"""At each refresh, and before that step, when a new batch weighs more than its steady share and bases turn fast. After
+ten steps of a training one sweep is not enough: so many columns turn at once that all are held back (decision 23)."""
+OFTEN = 5
+"""With fewer steps between refreshes one sweep is enough."""
 
 
 def rotated(
@@ -127,13 +130,14 @@ class TrackedSide:
     def refresh_(
         self, key: Any, M: DeviceFactor, groups: slice, context: Context, moments: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """By one sweep, by some while statistics are young; groups that were never refreshed are begun. First
+        """By sweeps, by more of them while statistics are young; groups that were never refreshed are begun. First
         and second `moments` in the basis are carried along."""
         fresh = context.memory.get("fresh")
         if fresh is None or not all(fresh[groups]):  # nothing that could be captured
             self._with_moments(lambda: self._begin(M, groups, context.health), groups, moments)
             return
-        sweeps = YOUNG_SWEEPS if context.step < YOUNG_STEPS else 1
+        sweeps = YOUNG_SWEEPS if context.step < YOUNG_STEPS else SWEEPS
+        sweeps = 1 if context.refresh_every < OFTEN else sweeps
         call = lambda: self._with_moments(lambda: self._follow(M, groups, sweeps, context.health), groups, moments)  # noqa: E731
         run((key, groups.start, groups.stop, sweeps), call, context, "basis")
 
@@ -169,16 +173,12 @@ class TrackedSide:
         self._put(groups, U, s.clamp_min(0), good)
 
     def _follow(self, factor: DeviceFactor, groups: slice, sweeps: int, health: Health) -> None:
-        for _ in range(sweeps):
-            self._sweep(factor, groups, health)
-
-    def _sweep(self, factor: DeviceFactor, groups: slice, health: Health) -> None:
         products, kept = self.matrix.products, self.matrix.matrix(groups)
         M = products.prepared(factors.operand(factor.mean[groups]), definite=True)
         if isinstance(kept, Half):
-            U, values, couplings = tracked_half(M, kept)
+            U, values, couplings = tracked_half(M, kept, sweeps)
         else:
-            U, values, couplings = tracked_basis(M, self.matrix.value(groups), 1, products)
+            U, values, couplings = tracked_basis(M, self.matrix.value(groups), sweeps, products)
         if not self.measured:
             values = rayleigh_quotients(M, U, products)
         good = torch.isfinite(values).all(-1) & torch.isfinite(couplings[-1])

@@ -44,8 +44,9 @@ def tracked_half(
     """
     M_, couplings, values = HALF_PAIRS.prepared(M, definite=True), [], torch.empty(0)
     U = Half(U.hi.contiguous(), U.scale)
-    for _ in range(sweeps):
-        U, values, left = _sweep(M_, U, damping, still)
+    for sweep in range(sweeps):
+        # A turn makes columns longer by up to a tenth: every second sweep, and the last, makes them orthogonal again.
+        U, values, left = _sweep(M_, U, damping, still, orthogonal=sweep % 2 == 1 or sweep == sweeps - 1)
         couplings.append(left)
     # S was computed of 2¹⁴ U and of M times its scale. Both reciprocals are exact, where the product may overflow.
     return U, values / BASIS_SCALE * M_.scale.reciprocal()[..., None], torch.stack(couplings)
@@ -70,7 +71,9 @@ def rayleigh_quotients(
     return C.mul_(V).sum(-2) / squares * unit
 
 
-def _sweep(M: HalfPair, U: Half, damping: int | float, still: int | float) -> tuple[Half, Tensor, Tensor]:
+def _sweep(
+    M: HalfPair, U: Half, damping: int | float, still: int | float, orthogonal: bool
+) -> tuple[Half, Tensor, Tensor]:
     C, _ = split_fp16.whole_product(M, U)
     C = bounded_pair(C, product_bound(U.shape[-1]))
     if _takes(U):
@@ -83,7 +86,7 @@ def _sweep(M: HalfPair, U: Half, damping: int | float, still: int | float) -> tu
     else:
         F, values, left = _rotation(U, C, damping, still)
     V = _turned(U, F, 1.0)
-    V = _turned(V, _defect(V, F), 0.5)
+    V = _turned(V, _defect(V, F), 0.5) if orthogonal else V
     # What is not finite in V, or in I − VᵀV, is in every row by now.
     left = left + 0 * V.hi[..., 0, :].float().sum(-1)
     return V, values, left.nan_to_num(nan=torch.inf, posinf=torch.inf)
