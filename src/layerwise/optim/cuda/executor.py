@@ -25,7 +25,7 @@ from layerwise.optim.cuda.gradient_sizes import GradientSizes, bounds, sizes_of
 from layerwise.optim.cuda.graphs import Graphs
 from layerwise.optim.cuda.pieces import Tables
 from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.stagger import LAUNCHES, Work, balanced, decomposition_cost
+from layerwise.optim.cuda.stagger import LAUNCHES, SWEEPS_LAUNCHES, Work, balanced, decomposition_cost
 from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.rule import Context, Observation, kept
 from layerwise.optim.statistics.accumulate import Sums
@@ -82,7 +82,9 @@ class AsynchronousExecutor(Executor):
             powers = requires.powers or (None, None)
             has = (_has(stack, "P", powers[0]), _has(stack, "Q", powers[1]))
             works.append(Work([groups for _, groups in stack.layers], decomposition_cost(stack.shape, *has)))
-        for stack, turns in zip(self.stacks, balanced(works, self.every, LAUNCHES), strict=True):
+        inverts = 1.0 in (self.rule.requirements().powers or ())
+        launches = LAUNCHES if inverts else SWEEPS_LAUNCHES
+        for stack, turns in zip(self.stacks, balanced(works, self.every, launches), strict=True):
             stack.memory["turns"] = turns
 
     # --- a step ----------------------------------------------------------------------------------------------
