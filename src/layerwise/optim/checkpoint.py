@@ -62,6 +62,10 @@ class Checkpointed(torch.optim.Optimizer):
     """Of the first gradients, for AdamW's ε (`step.update.unit_of`)."""
 
     @abstractmethod
+    def _statistics_are_due(self, step: int) -> bool:
+        """Whether a step takes statistics."""
+
+    @abstractmethod
     def _read_table(self) -> LayerTable:
         """The model's layers."""
 
@@ -192,7 +196,7 @@ class Checkpointed(torch.optim.Optimizer):
             self._capture.ask_again()
             self._capture.forwards = int(engine["forwards"])
             self._capture.rounds = int(engine.get("rounds", engine["forwards"]))
-            self._capture.due = self.steps_taken % self.factor_every == 0
+            self._capture.due = self._statistics_are_due(self.steps_taken + 1)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -291,7 +295,7 @@ class Checkpointed(torch.optim.Optimizer):
             self._capture = self._make_capture(recorded[0], recorded[1])
             assert self._capture is not None
             self._capture.forwards, self._capture.rounds = recorded[2:]
-            self._capture.due = self.steps_taken % self.factor_every == 0
+            self._capture.due = self._statistics_are_due(self.steps_taken + 1)
 
 
 def with_parts(state: dict[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,7 @@ from layerwise.optim.statistics.hooks import Capture, Seen
 from layerwise.optim.statistics.labels import Labels
 from layerwise.optim.statistics.loss_scale import LossScale
 from layerwise.optim.statistics.output import OutputReader
+from layerwise.optim.step import statistics_schedule
 from layerwise.optim.step.clip import Clip
 from layerwise.optim.step.damping import Damping
 from layerwise.optim.step.graft import Graft
@@ -93,7 +94,7 @@ class Layerwise(Checkpointed):
             `step_result`).
         damping_scale: "relative" to each factor's mean eigenvalue, or "absolute".
         damping_split: how absolute damping is divided between two factors: "trace", "equal" (or "exact", EKFAC).
-        factor_every: steps between statistics.
+        factor_every: steps between statistics; fewer at first (after t steps at most t/8), but for the bare formula.
         refresh_every: steps between decompositions; layers take turns, so that no step is slow.
         factor_decay: ρ of the statistics' running mean.
         estimator: "empirical" (the loss's own gradients), "sampled" or "exact" (labels of the model; need
@@ -440,7 +441,7 @@ class Layerwise(Checkpointed):
         if self._on_one_rank is not None:
             self._on_one_rank.end()
         if capture is not None:
-            capture.due = self.steps_taken % self.factor_every == 0
+            capture.due = self._statistics_are_due(self.steps_taken + 1)
 
     def _statistics(self, counts: Seen | None) -> tuple[dict[str, Sums], tuple[int, int]]:
         """What was seen of each layer since the last step, and of how many examples and tokens: of all processes, and
@@ -499,6 +500,10 @@ class Layerwise(Checkpointed):
             if self._capture.reader is not None:
                 self._capture.reader.forget()
 
+    def _statistics_are_due(self, step: int) -> bool:
+        """Bare formulas take them as they are told to, from the start."""
+        return statistics_schedule.is_due(step, self.factor_every, self._size.method == "adam")
+
     def _context(self, stack: Stack, examples: int) -> Context:
         step, group = self.steps_taken, stack.group
         options = {k: group[k] for k in group.keys() - OWN_MOMENTUM} if stack.fallback else group
@@ -515,8 +520,8 @@ class Layerwise(Checkpointed):
             self._health,
             stack.shape,
             examples,
-            observes=(step - 1) % self.factor_every == 0,
-            batches=1 + (step - 1) // self.factor_every,
+            observes=self._statistics_are_due(step),
+            batches=statistics_schedule.taken(step, self.factor_every, self._size.method == "adam"),
             refresh_every=self.refresh_every,
             unit=self._unit or 1.0,
             memory=stack.memory,

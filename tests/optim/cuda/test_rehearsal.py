@@ -3,6 +3,7 @@ kernels are stood in for, so that neither a GPU nor Triton is needed."""
 
 import copy
 import importlib
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -47,10 +48,10 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     def imported(module: str) -> Any:
         source = importlib.import_module(f"layerwise.optim.cuda.triton.{module}")
-        return SimpleNamespace(**{name: kernel(name) for name in vars(source) if name.endswith("_kernel")})
+        return SimpleNamespace(**{name: kernel(name, module) for name in vars(source) if name.endswith("_kernel")})
 
-    def kernel(name: str) -> Any:
-        return SimpleNamespace(params=[], fn=SimpleNamespace(__module__=name), name=name)
+    def kernel(name: str, module: str) -> Any:
+        return SimpleNamespace(params=[], fn=SimpleNamespace(__module__=name), name=name, module=module)
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
@@ -103,6 +104,31 @@ def test_kinds_of_stacks_stand_for_all(name: str, listed: list[str], monkeypatch
     monkeypatch.setattr("layerwise.optim.cuda.rehearsal.kind_of", id)
     assert rehearsed(MEMBERS[name](net)) is None
     assert sorted(listed) == few
+
+
+@pytest.mark.parametrize("groups", [slice(0, 5), slice(1, 2), slice(3, 5)], ids=str)
+@pytest.mark.parametrize("precision", ["half", "high"])
+@pytest.mark.parametrize("name", ["KFAC", "EKFAC", "Shampoo", "SOAP"])
+def test_refreshes_of_some_groups_need_no_other_kernels(
+    name: str, precision: str, groups: slice, listed: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Tensors that begin at any of their numbers are known to: another kernel would be compiled in mid-training."""
+    opt, missed = MEMBERS[name](nn.Sequential(*(nn.Linear(256, 512) for _ in range(5)))), list[tuple[str, str]]()
+    refresh, rule = type(opt.rule).refresh, type(opt.rule)
+
+    def begin(name: str, kernel: Any, device: torch.device, *args: Any, **options: Any) -> None:
+        source = importlib.import_module(f"layerwise.optim.cuda.triton.{kernel.module}")
+        function = getattr(source, name)
+        anywhere = getattr(function, "do_not_specialize_on_alignment", [])
+        names = inspect.signature(getattr(function, "fn", function)).parameters
+        for param, arg in zip(names, args, strict=False):
+            if isinstance(arg, torch.Tensor) and arg.storage_offset() * arg.element_size() % ahead.ALIGNED:
+                missed.extend([(name, param)] if param not in anywhere else [])
+
+    monkeypatch.setattr(ahead, "_begin", begin)
+    monkeypatch.setattr(rule, "refresh", lambda self, state, _, context: refresh(self, state, groups, context))
+    assert rehearsed(opt, precision) is None
+    assert {*missed} == set()
 
 
 def test_a_rehearsal_changes_nothing(listed: list[str]):

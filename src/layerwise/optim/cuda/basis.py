@@ -1,9 +1,8 @@
 """`TrackedBasis`: eigenvectors ``U_P ⊗ U_Q`` of a stack's factors that are kept up to date by products.
 
 A basis is begun by Cholesky and some sweeps (`linalg.first_basis`; a small one by `torch.linalg.eigh`), and takes the
-same few sweeps (`linalg.jacobi`) at every refresh, whatever its factor has become. That is as good as exact eigenvectors where
-what is divided by is measured in the basis as it is: second moments (SOAP, EKFAC), or else ``diag(Uᵀ M U)``. What is
-not finite keeps the last basis.
+same few sweeps (`linalg.jacobi`) at every refresh, whatever its factor has become. What is divided by is measured in
+the basis as it is: second moments (SOAP, EKFAC), or else ``diag(Uᵀ M U)``. What is not finite keeps the last basis.
 """
 
 from collections.abc import Callable

@@ -14,7 +14,7 @@ __all__ = ["border_kernel", "column_kernel", "triton"]
 # `no_type_check` keeps checkers that rewrite functions at import away from kernels, which Triton reads as text.
 
 
-@_jit_varying("rows_each", "first")
+@_jit_varying("rows_each", "first", by_group=("sums", "squares"))
 @no_type_check
 def column_kernel(
     X, half, sums, squares, m, n, rows_each, X_row, first,
@@ -55,7 +55,7 @@ def column_kernel(
         tl.store(sums + at * n + columns, tl.sum(total, axis=0), mask=columns < n)
 
 
-@_jit_varying("parts", "blocks", "K")
+@_jit_varying("parts", "blocks", "K", by_group=("sums", "squares"))
 @no_type_check
 def border_kernel(
     mean, count, weight, skipped, sums, squares, all_finite, by, alpha, rest_hi, rest_lo, log_hi, log_lo, n, parts,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-from layerwise.optim.cuda.triton.elementwise_kernels import _jit, block, stored, tile, tl, unscaled
+from layerwise.optim.cuda.triton.elementwise_kernels import _jit, _jit_varying, block, stored, tile, tl, unscaled
 from layerwise.optim.cuda.triton.elementwise_kernels import triton as triton
 from layerwise.optim.cuda.triton.split_kernels import final_scale, foreseen_scale, keep_largest
 
@@ -45,7 +45,7 @@ def divisor(s_P, s_Q, left, right, constant, k, rows, columns, rows_total, width
     return tl.where(added < tiny, tiny, added)  # NaN stays NaN
 
 
-@_jit
+@_jit_varying(by_group=("largest",))
 @no_type_check
 def damped_quotient_kernel(
     R, scales, s, out, s_P, s_Q, left, right, constant, largest, partial, weight, before, factor, tiny,
@@ -82,7 +82,7 @@ def damped_quotient_kernel(
         keep_product(partial, k, tl.where(inside, y * r, 0.0))
 
 
-@_jit
+@_jit_varying(by_group=("largest",))
 @no_type_check
 def quotient_again_kernel(
     R, scales, s, out, s_P, s_Q, left, right, constant, largest, before, scale, tiny,
@@ -116,7 +116,7 @@ def sides_scaled(y, a, b, k, rows, columns, rows_total, width, HAS_ROWS: tl.cons
     return y
 
 
-@_jit
+@_jit_varying(by_group=("largest",))
 @no_type_check
 def scaled_kernel(
     R, scales, out, a, b, largest, partial, before, rows_total, width, R_k, out_k,
@@ -140,7 +140,7 @@ def scaled_kernel(
         keep_product(partial, k, tl.where(inside, y * r, 0.0))
 
 
-@_jit
+@_jit_varying(by_group=("largest",))
 @no_type_check
 def scaled_again_kernel(
     R, scales, out, a, b, largest, before, scale, rows_total, width, R_k, out_k,

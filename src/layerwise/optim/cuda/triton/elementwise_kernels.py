@@ -18,10 +18,17 @@ def _jit(kernel: Any) -> Any:
     return kernel if triton is None else triton.jit(kernel)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _jit_varying(*names: str) -> Any:
+def _jit_varying(*names: str, by_group: tuple[str, ...] = ()) -> Any:
     """The same for kernels with numbers that vary from launch to launch: not compiled anew where one is 1, or a
-    multiple of 16."""
-    return lambda kernel: kernel if triton is None else triton.jit(kernel, do_not_specialize=list(names))  # pyright: ignore[reportAttributeAccessIssue]
+    multiple of 16. `by_group` are tensors with a number for each group: those of some groups begin at any number, not
+    only at multiples of 16 bytes."""
+    how = {"do_not_specialize": list(names), "do_not_specialize_on_alignment": list(by_group)}
+
+    def mark(kernel: Any) -> Any:
+        vars(kernel).update(how)
+        return kernel
+
+    return mark if triton is None else triton.jit(**how)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # `no_type_check` keeps checkers that rewrite functions at import away from kernels, which Triton reads as text.

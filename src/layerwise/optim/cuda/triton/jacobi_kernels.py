@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-from layerwise.optim.cuda.triton.product_kernels import _jit, tl
+from layerwise.optim.cuda.triton.product_kernels import _jit, _jit_varying, tl
 from layerwise.optim.cuda.triton.product_kernels import triton as triton
 
 
-@_jit
+@_jit_varying(by_group=("scale", "unit"))
 @no_type_check
 def diagonal_kernel(S, scale, diagonal, width, weight, unit, still, damping, unit_number, n, S_k, BLOCK: tl.constexpr):
     """One matrix: its mean eigenvalue, and in units of that the diagonal, τ and the weights of the coupling."""
@@ -122,7 +122,7 @@ def rotation_kernel(
     tl.store(image_at, (image / unit_number).to(tl.float16), mask=there[:, None])
 
 
-@_jit
+@_jit_varying(by_group=("scale", "alpha", "beta", "left"))
 @no_type_check
 def finish_kernel(
     images, next_images, scale, diagonal, first, second, couplings, alpha, beta, values, left, unit_number, margin, n,

@@ -118,7 +118,7 @@ def mirror_kernel(
                 tl.store(out + 2 * out_half + here, x, mask=inside)
 
 
-@_jit_varying("parts")
+@_jit_varying("parts", by_group=("scale", "largest", "where"))
 @no_type_check
 def put_kernel(
     P, scale, X, largest, parts, where, n, P_k, P_half, X_k, X_row,

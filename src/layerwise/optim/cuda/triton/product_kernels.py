@@ -126,7 +126,7 @@ def gram_finish_kernel(
         store_update(total + k * total_k, total_row, i, j, i * BLOCK + line, j * BLOCK + column, n, acc, w, PACKED)
 
 
-@_jit
+@_jit_varying(by_group=("A_scale", "B_scale", "alpha", "beta"))
 @no_type_check
 def pair_product_kernel(
     C, A_hi, A_lo, B_hi, B_lo, A_scale, B_scale, D, alpha, beta, alpha_number, beta_number, identity, m, n, depth,

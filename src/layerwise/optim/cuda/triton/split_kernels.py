@@ -82,7 +82,7 @@ def largest_kernel(parts, X, entries, width, X_k, X_row, repeats, LINEAR: tl.con
     tl.store(parts + k * tl.num_programs(0) + index, tl.max(largest, 0))
 
 
-@_jit_varying("parts")
+@_jit_varying("parts", by_group=("scale", "largest", "where"))
 @no_type_check
 def split_kernel(
     hi, lo, scale, X, largest, parts, where, number, entries, width, X_k, X_row, out_k,
@@ -120,7 +120,7 @@ def split_kernel(
             tl.store(lo + k * out_k + at, (scaled - upper.to(tl.float32)).to(tl.float16), mask=inside)
 
 
-@_jit_varying("parts")
+@_jit_varying("parts", by_group=("largest",))
 @no_type_check
 def triple_kernel(
     out, scale, X, largest, before, parts, rows_total, width, X_k, X_row, out_k, out_half, out_row,

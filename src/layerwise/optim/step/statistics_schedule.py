@@ -1,0 +1,44 @@
+"""When statistics are taken: every so many steps, but more often at first, while everything they say changes fast.
+
+After t steps they are at most t/8 steps apart: at each of the first 15, then after 17, 19, …, 24, 27, …. With statistics
+every ten steps from the start K-FAC divides steps 2 to 10 by the second moments of an untrained model, and losses
+rise as soon as the learning rate is not small (decision 29).
+"""
+
+from functools import cache
+
+SHARE = 8
+"""Of the steps taken so far, which statistics are apart at most."""
+
+
+def is_due(step: int, every: int, growing: bool) -> bool:
+    """Whether a step, counted from 1, takes statistics; `growing`: more often at first.
+
+    >>> [step for step in range(1, 30) if is_due(step, 4, growing=True)][12:]
+    [13, 14, 15, 16, 18, 20, 22, 24, 27]
+    >>> [step for step in range(1, 13) if is_due(step, 4, growing=False)]
+    [1, 5, 9]
+    """
+    early = _early(every, growing)
+    return step in early if step <= early[-1] else (step - early[-1]) % every == 0
+
+
+def taken(step: int, every: int, growing: bool) -> int:
+    """How many steps have taken statistics, up to this one.
+
+    >>> [taken(step, 4, growing=False) for step in (1, 4, 5, 9)], taken(16, 10, growing=True)
+    ([1, 1, 2, 3], 16)
+    """
+    early = _early(every, growing)
+    if step < early[-1]:
+        return sum(one <= step for one in early)
+    return len(early) + (step - early[-1]) // every
+
+
+@cache
+def _early(every: int, growing: bool) -> tuple[int, ...]:
+    """Those after which they are not yet so far apart, and the first of the others."""
+    found = [1]
+    while growing and max(1, found[-1] // SHARE) < every:
+        found.append(found[-1] + max(1, found[-1] // SHARE))
+    return tuple(found)
