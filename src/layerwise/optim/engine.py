@@ -195,6 +195,7 @@ class Layerwise(Checkpointed):
             momentum = betas[0]
         self.factor_every = positive("factor_every", factor_every)
         self.refresh_every = positive("refresh_every", refresh_every)
+        self._growing = scale == "adam"  # bare formulas take statistics as they are told to, from the start
         self._scale = LossScale(loss_average, accumulate, grad_scaler)
         self._labels = Labels(estimator, likelihood, self._how[0].samples)
         self.separate_bias = scale == "adam" if separate_bias is None else separate_bias
@@ -501,8 +502,8 @@ class Layerwise(Checkpointed):
                 self._capture.reader.forget()
 
     def _statistics_are_due(self, step: int) -> bool:
-        """Bare formulas take them as they are told to, from the start."""
-        return statistics_schedule.is_due(step, self.factor_every, self._size.method == "adam")
+        """Whether a step takes statistics."""
+        return statistics_schedule.is_due(step, self.factor_every, self._growing)
 
     def _context(self, stack: Stack, examples: int) -> Context:
         step, group = self.steps_taken, stack.group
@@ -521,7 +522,7 @@ class Layerwise(Checkpointed):
             stack.shape,
             examples,
             observes=self._statistics_are_due(step),
-            batches=statistics_schedule.taken(step, self.factor_every, self._size.method == "adam"),
+            batches=statistics_schedule.taken(step, self.factor_every, self._growing),
             refresh_every=self.refresh_every,
             unit=self._unit or 1.0,
             memory=stack.memory,

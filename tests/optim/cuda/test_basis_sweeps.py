@@ -69,7 +69,7 @@ def test_how_many_sweeps(monkeypatch: pytest.MonkeyPatch):
         for step in (1, 2, YOUNG_STEPS - 1, YOUNG_STEPS, 100):
             context = context_at(step, 1e-3, shape, memory={"fresh": [step > 1]}, refresh_every=every)
             ROOTS.refresh(state, slice(0, 1), context)
-    assert taken == [YOUNG_SWEEPS, YOUNG_SWEEPS, SWEEPS, SWEEPS] * 2 + [1] * 8
+    assert taken == [YOUNG_SWEEPS, YOUNG_SWEEPS, SWEEPS, SWEEPS] * 2 + [YOUNG_SWEEPS, YOUNG_SWEEPS, 1, 1] * 2
 
 
 @pytest.mark.parametrize("sweeps", [1, 2, 3, 4, 5])

@@ -31,7 +31,7 @@ class Run:
 
     def __init__(self, patch: pytest.MonkeyPatch, over: int | None = EVERY, sync: bool = False, **options: Any) -> None:
         patch.setattr(Layerwise, "host_may_sync", property(lambda self: sync))
-        patch.setattr(executor, "LAUNCHES", 0.0)
+        patch.setattr(executor, "SWEEPS_LAUNCHES", 0.0)
         self.noted: dict[int, tuple[Observation, Context]] = {}
         pending = DeferredExamples._pending
 

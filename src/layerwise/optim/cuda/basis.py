@@ -135,8 +135,8 @@ class TrackedSide:
         if fresh is None or not all(fresh[groups]):  # nothing that could be captured
             self._with_moments(lambda: self._begin(M, groups, context.health), groups, moments)
             return
-        sweeps = YOUNG_SWEEPS if context.step < YOUNG_STEPS else SWEEPS
-        sweeps = 1 if context.refresh_every < OFTEN else sweeps
+        usual = SWEEPS if context.refresh_every >= OFTEN else 1
+        sweeps = YOUNG_SWEEPS if context.step < YOUNG_STEPS else usual
         call = lambda: self._with_moments(lambda: self._follow(M, groups, sweeps, context.health), groups, moments)  # noqa: E731
         run((key, groups.start, groups.stop, sweeps), call, context, "basis")
 

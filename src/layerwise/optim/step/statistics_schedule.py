@@ -1,6 +1,6 @@
 """When statistics are taken: every so many steps, but more often at first, while everything they say changes fast.
 
-After t steps they are at most t/8 steps apart: at each of the first 15, then after 17, 19, …, 24, 27, …. With statistics
+After t steps they are at most t/8 steps apart: at each of the first 16, then at 18, 20, 22, 24, 27, …. With statistics
 every ten steps from the start K-FAC divides steps 2 to 10 by the second moments of an untrained model, and losses
 rise as soon as the learning rate is not small (decision 29).
 """

@@ -24,7 +24,7 @@ def iterated_once(M: Float[Tensor, "K n n"]) -> tuple[Float[Tensor, "K n n"], Bo
     >>> M = torch.tensor([[[4.0, 2.0], [2.0, 3.0]]])
     >>> U, good = iterated_once(M)
     >>> [[round(x, 2) for x in row] for row in U[0].tolist()], good.tolist()
-    ([[0.89, -0.45], [0.45, 0.89]], [True])
+    ([[0.9, -0.44], [0.44, 0.9]], [True])
     """
     diagonal = M.diagonal(dim1=-2, dim2=-1)
     mean = diagonal.mean(-1).clamp_min(torch.finfo(M.dtype).tiny)[:, None, None]

@@ -45,8 +45,8 @@ def tracked_half(
     M_, couplings, values = HALF_PAIRS.prepared(M, definite=True), [], torch.empty(0)
     U = Half(U.hi.contiguous(), U.scale)
     for sweep in range(sweeps):
-        # A turn makes columns longer by up to a tenth: every second sweep, and the last, makes them orthogonal again.
-        U, values, left = _sweep(M_, U, damping, still, orthogonal=sweep % 2 == 1 or sweep == sweeps - 1)
+        # A turn makes columns longer by up to a tenth. Of two sweeps only the second makes them orthogonal again.
+        U, values, left = _sweep(M_, U, damping, still, orthogonal=sweeps != 2 or sweep == 1)
         couplings.append(left)
     # S was computed of 2¹⁴ U and of M times its scale. Both reciprocals are exact, where the product may overflow.
     return U, values / BASIS_SCALE * M_.scale.reciprocal()[..., None], torch.stack(couplings)
