@@ -1,4 +1,4 @@
-"""Losses with eigenbases followed by one sweep of products a refresh, beside those with exact decompositions.
+"""Losses with eigenbases followed by sweeps of products at each refresh, beside those with exact decompositions.
 
     LAYERWISE_DATA=… python benchmarks/bases.py                    # text/tinyshakespeare.txt in that folder
     python benchmarks/bases.py --members SOAP --seeds 5 --steps 600 --json bases.json
@@ -6,7 +6,7 @@
     python benchmarks/bases.py --tiny --device cpu                 # seconds, to see that all runs
 
 The character GPT of `shakespeare.py`, trained twice for every member and seed from the same weights on the same
-batches: with `solver="products"` (begun by eigh, one sweep at every refresh) and with `solver="eigh"`
+batches: with `solver="products"` (two sweeps at every refresh) and with `solver="eigh"`
 (for SOAP its own step of orthogonal iteration by QR, which is what its authors do). Without dropout, so that both see
 the same noise. The table has the validation loss at the end, and the mean training loss of the last fifth. On a CPU the
 code of the GPU runs, by plain torch.

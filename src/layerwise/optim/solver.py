@@ -4,7 +4,7 @@
 |---|---|---|
 | "eigh" | through the eigenbasis | `torch.linalg.eigh` |
 | "cholesky" | by Cholesky | an error |
-| "products" | by products of blocks, exactly | the last basis, one sweep of products nearer |
+| "products" | by products of blocks, exactly | the last basis, some sweeps of products nearer |
 | "auto" | "products" in float32 on a GPU, else "cholesky" | "products" in float32 on a GPU, else "eigh" (SOAP: QR) |
 
 With "products" nothing waits for the device, and every refresh takes the same launches (`layerwise.optim.cuda`). It was
