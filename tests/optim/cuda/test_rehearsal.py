@@ -119,7 +119,7 @@ def test_refreshes_of_some_groups_need_no_other_kernels(
     def begin(name: str, kernel: Any, device: torch.device, *args: Any, **options: Any) -> None:
         source = importlib.import_module(f"layerwise.optim.cuda.triton.{kernel.module}")
         function = getattr(source, name)
-        anywhere = getattr(function, "do_not_specialize_on_alignment", [])
+        anywhere = getattr(function, "by_group", ())
         names = inspect.signature(getattr(function, "fn", function)).parameters
         for param, arg in zip(names, args, strict=False):
             tensors = [x for x in (arg if isinstance(arg, tuple) else (arg,)) if isinstance(x, torch.Tensor)]

@@ -22,13 +22,14 @@ def _jit_varying(*names: str, by_group: tuple[str, ...] = ()) -> Any:
     """The same for kernels with numbers that vary from launch to launch: not compiled anew where one is 1, or a
     multiple of 16. `by_group` are tensors with a number for each group: those of some groups begin at any number, not
     only at multiples of 16 bytes."""
-    how = {"do_not_specialize": list(names), "do_not_specialize_on_alignment": list(by_group)}
+    how: Any = {"do_not_specialize": list(names), "do_not_specialize_on_alignment": list(by_group)}
 
-    def mark(kernel: Any) -> Any:
-        vars(kernel).update(how)
+    def made(kernel: Any) -> Any:
+        kernel = kernel if triton is None else triton.jit(kernel, **how)  # pyright: ignore[reportAttributeAccessIssue]
+        kernel.by_group = by_group  # for tests, whatever Triton keeps
         return kernel
 
-    return mark if triton is None else triton.jit(**how)  # pyright: ignore[reportAttributeAccessIssue]
+    return made
 
 
 # `no_type_check` keeps checkers that rewrite functions at import away from kernels, which Triton reads as text.
