@@ -85,6 +85,16 @@ def test_a_basis_stays_orthogonal_however_many_sweeps_it_takes(sweeps: int):
         torch.testing.assert_close(Q.mT @ Q, torch.eye(96)[None], rtol=0, atol=0.05)
 
 
+def test_eigenvalues_after_two_sweeps_are_those_of_orthogonal_columns():
+    """Columns are longer in between, by up to a tenth: the trace would be larger than it is."""
+    U = torch.linalg.qr(normal(1, 96, 96, seed=1))[0]
+    M = (U * torch.linspace(1, 2, 96)) @ U.mT  # close to each other: every pair turns, and hardly changes the diagonal
+    V = basis_half(torch.linalg.qr(normal(1, 96, 96, seed=2))[0])
+    for sweeps in (1, 2, 3):
+        _, values, _ = bases.tracked_half(M, V, sweeps)
+        assert abs(float(values.sum() / M.diagonal(dim1=1, dim2=2).sum()) - 1) < 0.01
+
+
 def test_a_group_that_comes_later_is_begun(calls: list[str]):
     shape = Shape(2, 8, 4, torch.float32, CPU)
     state = initial_state(ROOTS, shape)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,13 @@ import torch
 from torch import nn
 
 import layerwise as lw
+from layerwise.optim.cuda.deferred_statistics import PendingRows
 from layerwise.optim.cuda.rehearsal import kind_of, rehearse
+from layerwise.optim.cuda.rows import StackRows
 from layerwise.optim.cuda.triton import ahead, device
 from layerwise.optim.engine import Layerwise
+from layerwise.optim.rule import Context, Observation, State, UpdateRule
+from layerwise.optim.step.refresh_schedule import Turn
 
 META = torch.device("meta")
 MEMBERS: dict[str, Callable[[nn.Module], Layerwise]] = {
@@ -106,15 +111,18 @@ def test_kinds_of_stacks_stand_for_all(name: str, listed: list[str], monkeypatch
     assert sorted(listed) == few
 
 
+@pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize("groups", [slice(0, 5), slice(1, 2), slice(3, 5)], ids=str)
 @pytest.mark.parametrize("precision", ["half", "high"])
 @pytest.mark.parametrize("name", ["KFAC", "EKFAC", "Shampoo", "SOAP"])
-def test_refreshes_of_some_groups_need_no_other_kernels(
+def test_some_groups_need_no_other_kernels_than_all(
     name: str, precision: str, groups: slice, listed: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """Tensors that begin at any of their numbers are known to: another kernel would be compiled in mid-training."""
+    """Of refreshes and deferred statistics: tensors that begin at any of their numbers are known to, else another
+    kernel would be compiled in mid-training."""
     opt, missed = MEMBERS[name](nn.Sequential(*(nn.Linear(256, 512) for _ in range(5)))), list[tuple[str, str]]()
-    refresh, rule = type(opt.rule).refresh, type(opt.rule)
+    rule = type(opt.rule)
+    refresh, observe = rule.refresh, rule.observe
 
     def begin(name: str, kernel: Any, device: torch.device, *args: Any, **options: Any) -> None:
         source = importlib.import_module(f"layerwise.optim.cuda.triton.{kernel.module}")
@@ -127,7 +135,17 @@ def test_refreshes_of_some_groups_need_no_other_kernels(
                 missed.append((name, param))
 
     monkeypatch.setattr(ahead, "_begin", begin)
+
+    def observe_some(self: UpdateRule, state: State, seen: Observation, context: Context) -> None:
+        if not isinstance(seen.G, StackRows):
+            observe(self, state, seen, context)
+            return
+        own = SimpleNamespace(observe=partial(observe, self))
+        stack: Any = SimpleNamespace(state=state, rule=own, memory={})
+        PendingRows.of(Turn(groups, 0), 1, seen, context).take_in(stack)
+
     monkeypatch.setattr(rule, "refresh", lambda self, state, _, context: refresh(self, state, groups, context))
+    monkeypatch.setattr(rule, "observe", observe_some)
     assert rehearsed(opt, precision) is None
     assert {*missed} == set()
 

@@ -34,8 +34,8 @@ from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.rule import Context, Health
 
 FIRST_SWEEPS, LEAST = 4, 256
-"""Of a first basis that is not decomposed by eigh: of how many rows on. Twelve sweeps would make it exact to fp16, but
-it is that of one batch, and with four losses are the same: the next refreshes, after 2, 4 and 8 steps, go on."""
+"""Sweeps of a first basis, and the fewest rows for which they replace eigh. Twelve would make it nearly exact, but it
+is that of one batch, and with four losses are the same: the next refreshes, after 2, 4 and 8 steps, go on."""
 SWEEPS, YOUNG_SWEEPS, YOUNG_STEPS = 2, 3, 16
 """At each refresh, and before that step, when a new batch weighs more than its steady share and bases turn fast. After
 ten steps of a training one sweep is not enough: so many columns turn at once that all are held back (decision 23)."""

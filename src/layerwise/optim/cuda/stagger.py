@@ -8,13 +8,13 @@ from layerwise.optim.rule import Shape
 from layerwise.optim.step.refresh_schedule import Turn
 
 FINE = (0.5, 1, 1.5, 2, 3, 4)
-"""Batches a step's share that are tried."""
+"""Numbers of batches for each step that are tried."""
 LAUNCHES = 4e11
 """What a batch costs in addition, however few its matrices are, as work (`decomposition_cost`): the leaves of an
 inverse come one after the other, 70 µs each on an H200 and about as much for the small products between them, so that
 12 matrices of 3072 rows take little longer than 4."""
 SWEEPS_LAUNCHES = 2e10
-"""The same of the sweeps of a basis, which are some sixty launches of large products."""
+"""The same of the sweeps of a basis: some sixty launches, ten of them large products."""
 NARROW = 1500
 """Rows up to which a matrix costs a GPU more by its memory and launches than by its products."""
 

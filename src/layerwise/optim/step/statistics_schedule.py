@@ -8,7 +8,7 @@ rise as soon as the learning rate is not small (decision 29).
 from functools import cache
 
 SHARE = 8
-"""Of the steps taken so far, which statistics are apart at most."""
+"""Statistics are at most step/SHARE steps apart."""
 
 
 def is_due(step: int, every: int, growing: bool) -> bool:
@@ -37,7 +37,7 @@ def taken(step: int, every: int, growing: bool) -> int:
 
 @cache
 def _early(every: int, growing: bool) -> tuple[int, ...]:
-    """Those after which they are not yet so far apart, and the first of the others."""
+    """The steps with statistics until these are `every` steps apart, and the first one after that."""
     found = [1]
     while growing and max(1, found[-1] // SHARE) < every:
         found.append(found[-1] + max(1, found[-1] // SHARE))

@@ -46,7 +46,10 @@ def tracked_half(
     U = Half(U.hi.contiguous(), U.scale)
     for sweep in range(sweeps):
         # A turn makes columns longer by up to a tenth. Of two sweeps only the second makes them orthogonal again.
-        U, values, left = _sweep(M_, U, damping, still, orthogonal=sweeps != 2 or sweep == 1)
+        V, values, left = _sweep(M_, U, damping, still, orthogonal=sweeps != 2 or sweep == 1)
+        if sweeps == 2 and sweep == 1:
+            values = values / (torch.linalg.vector_norm(U.hi, dim=-2, dtype=torch.float32) / BASIS_SCALE).square()
+        U = V
         couplings.append(left)
     # S was computed of 2¹⁴ U and of M times its scale. Both reciprocals are exact, where the product may overflow.
     return U, values / BASIS_SCALE * M_.scale.reciprocal()[..., None], torch.stack(couplings)

@@ -55,7 +55,7 @@ def column_kernel(
         tl.store(sums + at * n + columns, tl.sum(total, axis=0), mask=columns < n)
 
 
-@_jit_varying("parts", "blocks", "K", by_group=("sums", "squares"))
+@_jit_varying("parts", "blocks", "K", by_group=("count", "sums", "squares"))
 @no_type_check
 def border_kernel(
     mean, count, weight, skipped, sums, squares, all_finite, by, alpha, rest_hi, rest_lo, log_hi, log_lo, n, parts,
