@@ -7,8 +7,10 @@ import torch
 from gpu_objects import context_at, initial_state, matrix, set_factors
 from torch import Tensor
 
+from layerwise.optim.cuda import backend as backends
 from layerwise.optim.cuda import basis as bases
 from layerwise.optim.cuda.basis import OFTEN, SWEEPS, YOUNG_STEPS, YOUNG_SWEEPS
+from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
 from layerwise.optim.cuda.linalg.jacobi import coupling
 from layerwise.optim.cuda.linalg.orthogonal import basis_half
 from layerwise.optim.kronecker import KroneckerRoots
@@ -71,6 +73,28 @@ def test_how_many_sweeps(monkeypatch: pytest.MonkeyPatch):
             context = context_at(step, 1e-3, shape, memory={"fresh": [step > 1]}, refresh_every=every)
             ROOTS.refresh(state, slice(0, 1), context)
     assert taken == [YOUNG_SWEEPS, YOUNG_SWEEPS, SWEEPS, SWEEPS] * 2 + [YOUNG_SWEEPS, YOUNG_SWEEPS, 1, 1] * 2
+
+
+@pytest.mark.parametrize("rule", [CorrectedEigenvalues(), ROOTS])
+@pytest.mark.parametrize(
+    ("precision", "size", "form"), [("half", 8, Half), ("half", 4, HalfPair), ("high", 8, HalfPair)]
+)
+def test_half_precision_rounds_large_factors(
+    precision: str, size: int, form: type, rule: UpdateRule, monkeypatch: pytest.MonkeyPatch
+):
+    """Sweeps alone do: eigenvalues that steps are made of are measured with all bits."""
+    swept, measured, sweep, measure = set[type](), set[type](), bases.tracked_half, bases.rayleigh_quotients
+    monkeypatch.setattr(bases, "tracked_half", lambda M, *given: swept.add(type(M)) or sweep(M, *given))
+    monkeypatch.setattr(bases, "rayleigh_quotients", lambda M, *given: measured.add(type(M)) or measure(M, *given))
+    monkeypatch.setattr(backends, "ROUGH_SIZE", 8)
+    shape = Shape(1, size, size, torch.float32, CPU)
+    state = initial_state(rule, shape, backends.CudaBackend("products", precision))
+    X = normal(1, size, size, seed=0)
+    set_factors(state, **dict.fromkeys("P" if rule is ROOTS else "PQ", X @ X.mT))
+    for turn in range(2):
+        refresh(rule, state, shape, turn, Health(), [turn > 0])
+    assert swept == {form}
+    assert measured == ({HalfPair} if rule is ROOTS else set())
 
 
 def test_refreshes_follow_a_factor_that_moves(monkeypatch: pytest.MonkeyPatch):

@@ -1,5 +1,7 @@
 """Bases kept as one half: sweeps against those in float64, and moments that turn along."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from test_triton_jacobi import drifted, randn
@@ -7,11 +9,11 @@ from torch import Tensor
 
 from interpreter import INTERPRETED
 from layerwise.optim.cuda.linalg import orthogonal
-from layerwise.optim.cuda.linalg.jacobi import carried, tracked_basis
+from layerwise.optim.cuda.linalg.jacobi import carried, coupling, tracked_basis
 from layerwise.optim.cuda.linalg.jacobi_fp16 import tracked_half
 from layerwise.optim.cuda.linalg.moments_in_new_basis import put_, squared_rows, turn_between, turn_moments_
 from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE, basis_half, between
-from layerwise.optim.cuda.linalg.split_fp16 import Half, split, whole_product
+from layerwise.optim.cuda.linalg.split_fp16 import Half, halved, split, whole_product
 from layerwise.optim.cuda.triton import products as triton_products
 
 pytestmark = pytest.mark.interpreted
@@ -40,11 +42,37 @@ def test_sweeps_follow_a_drift_like_those_in_double_precision(n: int):
     torch.testing.assert_close(values.double(), expected[1], rtol=2e-2, atol=0)
 
 
-def test_the_scale_of_a_matrix_is_no_matter():
+@pytest.mark.parametrize("n", [24, 80])
+def test_a_rounded_matrix_is_followed_as_far(n: int):
+    """Where it turns as fast as in training, what sweeps leave is far more than what rounding does."""
+    before, other = (torch.linalg.qr(randn(2, n, n, seed=seed)).Q for seed in (1, 2))
+    turned = torch.linalg.qr(before + 0.3 * other).Q
+    values = torch.arange(1, n + 1) ** -1.0
+    M, U = ((turned * values) @ turned.mT).float(), basis_half(before.float())
+    for sweeps in (1, 2, 3):
+        exact, rough = (value(tracked_half(form, U, sweeps)[0]) for form in (M, halved(M)))
+        left, found = (coupling(V.mT @ M.double() @ V) for V in (exact, rough))
+        torch.testing.assert_close(found, left, rtol=0.02, atol=2e-3)
+        torch.testing.assert_close(rough.mT @ rough, exact.mT @ exact, rtol=0, atol=2e-3)
+
+
+def test_no_matrix_is_too_large_for_half_precision():
+    """The products of a rounded matrix with its basis are halves: all entries alike make the largest there are."""
+    M = torch.ones(1, 96, 96) + 1e-3 * torch.eye(96)
+    U = torch.linalg.qr(torch.ones(96, 1) @ torch.eye(96)[:1] + 0.1 * randn(96, 96).float()).Q[None]
+    for sweeps in (1, 2, 3):
+        V, values, couplings = tracked_half(halved(M), basis_half(U), sweeps)
+        assert torch.isfinite(couplings).all()
+        assert abs(float(values.max()) / 96 - 1) < 0.01
+        assert torch.isfinite(V.hi).all()
+
+
+@pytest.mark.parametrize("form", [lambda M: M, halved])
+def test_the_scale_of_a_matrix_is_no_matter(form: Callable[[Tensor], Tensor | Half]):
     M, U = drifted(24, 6)
-    _, values, couplings = tracked_half(M, basis_half(U))
+    _, values, couplings = tracked_half(form(M), basis_half(U))
     for factor in (2.0**-60, 2.0**40):
-        _, scaled, same = tracked_half(factor * M, basis_half(U))
+        _, scaled, same = tracked_half(form(factor * M), basis_half(U))
         assert torch.equal(scaled, factor * values)
         assert torch.equal(same, couplings)
 

@@ -48,6 +48,7 @@ from layerwise.optim.step.stack import Stack
 PAD_TO = {"cuda": 16, "meta": 16}
 """Rows and columns of factors are padded to multiples of this, by kind of device."""
 SMALL_POWER = 0.25
+ROUGH_SIZE = 256
 UNBOUNDED_STEP = 2.0**7
 """Of Adam, where its step has no bound."""
 
@@ -92,6 +93,10 @@ class CudaBackend(Backend):
             return 0
         return 1 if self.precision == "half" or power <= SMALL_POWER else 2
 
+    def _rough(self, size: int) -> bool:
+        """Whether sweeps round a factor of so many rows to fp16; smaller ones cost little as they are."""
+        return self.precision == "half" and size >= ROUGH_SIZE
+
     # --- objects -------------------------------------------------------------------------------------------
 
     def padding(self, requirements: Requirements, O: int, I: int, like: Tensor, one_hot: bool) -> tuple[int, int]:
@@ -131,7 +136,9 @@ class CudaBackend(Backend):
             halves = self._halves(shape, p)
             if p != 1:
                 matrix = StoredMatrix.keep(shape.eye(size), halves, orthogonal=True)
-                sides[M.side] = TrackedSide(M.side, matrix, shape.zeros(size), M.own, measured=False)
+                sides[M.side] = TrackedSide(
+                    M.side, matrix, shape.zeros(size), M.own, measured=False, rough=self._rough(size)
+                )
                 continue
             # One inverse alone (FOOF's) is no great part of a state, and making squares of it a twentieth of the step.
             triangle = len(found) == 2 and halves > 0 and factor.packs_inverse(shape, size)
@@ -154,8 +161,9 @@ class CudaBackend(Backend):
         sides: dict[str, TrackedSide] = {}
         for M in found:
             if M.by_products:
-                matrix = StoredMatrix.keep(shape.eye(factor.size(M.mean)), halves, orthogonal=True)
-                sides[M.side] = TrackedSide(M.side, matrix, values[M.side], M.own, measured)
+                size = factor.size(M.mean)
+                matrix = StoredMatrix.keep(shape.eye(size), halves, orthogonal=True)
+                sides[M.side] = TrackedSide(M.side, matrix, values[M.side], M.own, measured, self._rough(size))
         rough, has = self.precision == "half", (P is not None, Q is not None)
         return TrackedBasis(sides.get("P"), sides.get("Q"), values["P"], values["Q"], rough, has)
 

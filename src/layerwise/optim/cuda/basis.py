@@ -27,6 +27,7 @@ from layerwise.optim.cuda.linalg.jacobi import carried, tracked_basis
 from layerwise.optim.cuda.linalg.jacobi_fp16 import rayleigh_quotients, tracked_half
 from layerwise.optim.cuda.linalg.moments_in_new_basis import turn_between, turn_moments_
 from layerwise.optim.cuda.linalg.products import HALF_PAIRS
+from layerwise.optim.cuda.linalg.split_fp16 import halved
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.storage import Kept, StoredMatrix, operand_of
 from layerwise.optim.cuda.triton.device import on_gpu
@@ -101,6 +102,8 @@ class TrackedSide:
     measured: bool = True
     """Whether second moments are measured in the basis as it is; else steps are made of its eigenvalues, and these are
     measured after each sweep."""
+    rough: bool = False
+    """Whether sweeps round the factor to fp16 (`precision="half"`); measured eigenvalues are of the factor itself."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Vectors and values."""
@@ -175,7 +178,7 @@ class TrackedSide:
         products, kept = self.matrix.products, self.matrix.matrix(groups)
         M = products.prepared(factors.operand(factor.mean[groups]), definite=True)
         if isinstance(kept, Half):
-            U, values, couplings = tracked_half(M, kept, sweeps)
+            U, values, couplings = tracked_half(halved(M) if self.rough else M, kept, sweeps)
         else:
             U, values, couplings = tracked_basis(M, self.matrix.value(groups), sweeps, products)
         if not self.measured:

@@ -1,0 +1,134 @@
+"""What each group of Triton kernels saves: steps of a training with it, and with torch's operations in its place.
+
+    python benchmarks/kernels.py                                       # a GPU with Triton; minutes
+    python benchmarks/kernels.py --members "SOAP 10" --groups sweeps "all of them"
+    python benchmarks/kernels.py --tiny --device cpu                   # seconds, to see that it runs; no kernels there
+
+The models, loops and optimizers are those of `gpu.py`. A group of kernels is switched off before the optimizer is
+constructed, so that all that depends on it (which factors are packed, which steps are captured) is as it would be
+without these kernels. The first row of a member has all of them; the others add milliseconds to its iterations, or save
+some. `first 10` are seconds of construction and ten steps, where kernels of earlier rows are compiled already.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from gpu.rows import rows
+from gpu.tasks import MODELS, task
+from gpu.training import measure
+
+from layerwise.optim.cuda import elementwise, factor, pieces, scalings, storage
+from layerwise.optim.cuda import rows as statistics
+from layerwise.optim.cuda.linalg import (
+    block_inverse,
+    jacobi_fp16,
+    moments_in_new_basis,
+    orthogonal,
+    split_fp16,
+    two_sided_product,
+)
+from layerwise.optim.cuda.triton import device, products
+
+MEMBERS = ["KFAC empirical 10", "EKFAC running 10", "SOAP 10"]
+ALL = "all of them"
+
+
+def _never(*_: Any, **__: Any) -> bool:
+    return False
+
+
+GROUPS: dict[str, list[tuple[Any, str, Any]]] = {
+    "tables of addresses": [(pieces, "available", _never)],
+    "elementwise passes": [(elementwise, "available", _never)],
+    "statistics of rows": [(statistics, "triton_products", SimpleNamespace(available=_never))],
+    "packed triangles": [(factor, "available", _never)],
+    "rounding to halves": [
+        (split_fp16, "on_kernels", _never),
+        (orthogonal, "_on_kernels", _never),
+        (storage, "_by_kernels", _never),
+        (moments_in_new_basis, "_by_kernels", _never),
+        (two_sided_product, "available", _never),
+    ],
+    "products of halves": [(products, "takes", _never)],
+    "sweeps": [(jacobi_fp16, "_takes", _never)],
+    "leaves of inverses": [(block_inverse, "available", _never)],
+    "rounded scalings": [(scalings, "available", _never)],
+}
+"""Names that ask whether kernels are used, module by module."""
+TOUCHES = {
+    "Muon": {"tables of addresses", "elementwise passes", "rounding to halves"},
+    "KFAC": set(GROUPS) - {"sweeps", "rounded scalings"},
+    "EKFAC": set(GROUPS) - {"leaves of inverses"},
+    "Shampoo": set(GROUPS) - {"leaves of inverses", "rounded scalings", "statistics of rows"},
+    "SOAP": set(GROUPS) - {"leaves of inverses", "rounded scalings", "statistics of rows"},
+}
+"""Groups that a member has kernels of."""
+
+
+@contextmanager
+def without(group: str | None) -> Iterator[None]:
+    """Steps of optimizers that are constructed here do without these kernels."""
+    if group == ALL:
+        modules = [m for name, m in sys.modules.items() if name.startswith("layerwise.optim") and m is not None]
+        asked = [(m, "available", _never) for m in modules if getattr(m, "available", None) is device.available]
+    else:
+        asked = GROUPS[group] if group is not None else []
+    patches = [mock.patch.object(*names) for names in asked]
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--members", nargs="+", default=MEMBERS, help="rows of gpu.py")
+    parser.add_argument("--groups", nargs="+", default=[*GROUPS, ALL], help=f"of {', '.join([*GROUPS, ALL])}")
+    parser.add_argument("--model", default="fused", choices=MODELS)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true", help="a small model and ten steps")
+    parser.add_argument("--json", type=Path, help="where to write the numbers as well")
+    args = parser.parse_args()
+    if unknown := sorted(set(args.groups) - {*GROUPS, ALL}):
+        raise SystemExit(f"Unknown --groups {', '.join(unknown)}. Available: {', '.join([*GROUPS, ALL])}.")
+    steps = 10 if args.tiny else args.steps
+    made = task(args.model, args.device, args.tiny, "markov", steps + 1)
+    plain, found = made.model(), []
+    head = f"{torch.cuda.get_device_name()}, " if args.device.startswith("cuda") else ""
+    print(f"{head}torch {torch.__version__}, model {args.model}, {steps} steps")
+    print(f"  {'':22s}{'without':24s}{'adds, ms':>10s}{'more':>8s}{'host':>8s}{'first 10':>10s}{'state':>8s}")
+    for row in rows(args.members):
+        known = TOUCHES.get(row.name.split()[0], set(GROUPS)) | {ALL}
+        whole = None
+        for group in [None, *(group for group in args.groups if group in known)]:
+            with without(group):
+                result = measure(made, plain, row, steps)
+            found.append({"member": row.name, "without": group, **result})
+            if "note" in result:
+                print(f"  {row.name:22s}{group or '–':24s}{result['note']}", flush=True)
+                continue
+            whole = result["adds"] if group is None else whole
+            more = "" if group is None or whole is None else f"{result['adds'] - whole:+.2f}"
+            numbers = f"{result['host_alone']:8.2f}{result['first_ten_s']:10.2f}{result['state_of_adamw']:8.2f}"
+            print(f"  {row.name:22s}{group or '–':24s}{result['adds']:10.2f}{more:>8s}{numbers}", flush=True)
+    kept = [{name: value for name, value in r.items() if name != "iterations"} for r in found]
+    line = json.dumps({"benchmark": "kernels", "model": args.model, "steps": steps, "rows": kept})
+    if args.json:
+        args.json.write_text(line, encoding="utf-8")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()
