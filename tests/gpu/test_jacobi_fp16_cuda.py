@@ -1,13 +1,16 @@
 """Bases kept as one half on a GPU: kernels and cuBLAS's large products, against torch in double precision."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
-from layerwise.optim.cuda.linalg.jacobi import carried, tracked_basis
+from layerwise.optim.cuda.linalg.jacobi import carried, coupling, tracked_basis
 from layerwise.optim.cuda.linalg.jacobi_fp16 import LARGE, tracked_half
 from layerwise.optim.cuda.linalg.moments_in_new_basis import put_, turn_between, turn_moments_
 from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE, basis_half
+from layerwise.optim.cuda.linalg.split_fp16 import Half, halved
 from random_tensors import cuda_randn64 as randn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
