@@ -522,7 +522,6 @@ class Layerwise(Checkpointed):
             stack.shape,
             examples,
             observes=self._statistics_are_due(step),
-            batches=statistics_schedule.taken(step, self.factor_every, self._growing),
             refresh_every=self.refresh_every,
             unit=self._unit or 1.0,
             memory=stack.memory,

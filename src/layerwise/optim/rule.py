@@ -175,8 +175,6 @@ class Context:
     """Of this step's batch, where known."""
     observes: bool = True
     """Whether this step takes statistics of the gradient (`factor_every`)."""
-    batches: int | None = None
-    """How many steps have taken statistics by now; None: all."""
     refresh_every: int = 10
     """Steps between decompositions."""
     unit: float = 1.0
@@ -187,11 +185,6 @@ class Context:
     """What the host remembers of a stack from step to step; never saved."""
     device_step: Any = None
     """What only the device knows of the step (`cuda.device_step.DeviceStep`); None: the host may look at values."""
-
-    @property
-    def age(self) -> int:
-        """Of the statistics, in batches: the n-th weighs 1/n in a running mean that is young."""
-        return self.step if self.batches is None else self.batches
 
     @property
     def host_may_sync(self) -> bool:

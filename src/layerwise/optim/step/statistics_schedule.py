@@ -23,18 +23,6 @@ def is_due(step: int, every: int, growing: bool) -> bool:
     return step in early if step <= early[-1] else (step - early[-1]) % every == 0
 
 
-def taken(step: int, every: int, growing: bool) -> int:
-    """How many steps have taken statistics, up to this one.
-
-    >>> [taken(step, 4, growing=False) for step in (1, 4, 5, 9)], taken(16, 10, growing=True)
-    ([1, 1, 2, 3], 16)
-    """
-    early = _early(every, growing)
-    if step < early[-1]:
-        return sum(one <= step for one in early)
-    return len(early) + (step - early[-1]) // every
-
-
 @cache
 def _early(every: int, growing: bool) -> tuple[int, ...]:
     """The steps with statistics until these are `every` steps apart, and the first one after that."""
