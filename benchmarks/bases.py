@@ -14,7 +14,6 @@ code of the GPU runs, by plain torch.
 
 import argparse
 import json
-import os
 import statistics
 import time
 from dataclasses import replace
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import torch
 from shakespeare.members import RATES, own
-from shakespeare.model import SAMPLE, TINY, Size, Text, cross_entropy
+from shakespeare.model import TINY, Size, Text, cross_entropy
 from shakespeare.runs import Race
 from torch import nn
 
@@ -107,8 +106,7 @@ def main() -> None:
     size = replace(size, steps=asked.steps or size.steps)
     if asked.device == "cpu":  # the GPU's code, by plain torch
         Layerwise.host_may_sync = property(lambda _: False)  # type: ignore[assignment]
-    data = Path(os.environ.get("LAYERWISE_DATA", "data")) / "text" / "tinyshakespeare.txt"
-    text = Text(SAMPLE, size, asked.device) if asked.tiny else Text.read(data, size, asked.device)
+    text = Text.load(size, asked.device, asked.tiny)
     runs = []
     print(f"  {'':10s}{'solver':>10s}{'seed':>6s}{'validation':>12s}{'training':>10s}{'first ten, s':>14s}  fallbacks")
     for member in asked.members:

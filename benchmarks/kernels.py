@@ -6,15 +6,19 @@
 
 The models, loops and optimizers are those of `gpu.py`. A group of kernels is switched off before the optimizer is
 constructed, so that all that depends on it (which factors are packed, which steps are captured) is as it would be
-without these kernels. The first row of a member has all of them; the others add milliseconds to its iterations, or save
-some. `first 10` are seconds of construction and ten steps, where kernels of earlier rows are compiled already.
+without these kernels. Groups overlap and do not add up: "products of halves" are needed by "sweeps".
+
+The first row of a member has all kernels. `adds`: milliseconds that the optimizer adds to an iteration, mean of the
+steps from 81 on (before, statistics are more often); `more`: than the first row. `host`: of `step()`; `first 10`:
+seconds of construction and ten steps, where kernels of earlier rows are compiled already; `state`: over AdamW's.
 """
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +30,7 @@ from gpu.tasks import MODELS, task
 from gpu.training import measure
 
 from layerwise.optim.cuda import elementwise, factor, pieces, scalings, storage
-from layerwise.optim.cuda import rows as statistics
+from layerwise.optim.cuda import rows as kept_rows
 from layerwise.optim.cuda.linalg import (
     block_inverse,
     jacobi_fp16,
@@ -39,6 +43,8 @@ from layerwise.optim.cuda.triton import device, products
 
 MEMBERS = ["KFAC empirical 10", "EKFAC running 10", "SOAP 10"]
 ALL = "all of them"
+STEADY = 81
+"""The first step from which statistics are as far apart as they will be (`optim.step.statistics_schedule`)."""
 
 
 def _never(*_: Any, **__: Any) -> bool:
@@ -48,7 +54,7 @@ def _never(*_: Any, **__: Any) -> bool:
 GROUPS: dict[str, list[tuple[Any, str, Any]]] = {
     "tables of addresses": [(pieces, "available", _never)],
     "elementwise passes": [(elementwise, "available", _never)],
-    "statistics of rows": [(statistics, "triton_products", SimpleNamespace(available=_never))],
+    "statistics of rows": [(kept_rows, "triton_products", SimpleNamespace(available=_never))],
     "packed triangles": [(factor, "available", _never)],
     "rounding to halves": [
         (split_fp16, "on_kernels", _never),
@@ -76,19 +82,21 @@ TOUCHES = {
 @contextmanager
 def without(group: str | None) -> Iterator[None]:
     """Steps of optimizers that are constructed here do without these kernels."""
-    if group == ALL:
+    if group == ALL:  # every module that has imported the question; all are imported once a first row has run
         modules = [m for name, m in sys.modules.items() if name.startswith("layerwise.optim") and m is not None]
-        asked = [(m, "available", _never) for m in modules if getattr(m, "available", None) is device.available]
+        replaced = [(m, "available", _never) for m in modules if getattr(m, "available", None) is device.available]
     else:
-        asked = GROUPS[group] if group is not None else []
-    patches = [mock.patch.object(*names) for names in asked]
-    for patch in patches:
-        patch.start()
-    try:
+        replaced = GROUPS[group] if group is not None else []
+    with ExitStack() as patches:
+        for module, name, other in replaced:
+            patches.enter_context(mock.patch.object(module, name, other))
         yield
-    finally:
-        for patch in patches:
-            patch.stop()
+
+
+def added(result: dict) -> float:
+    """Milliseconds, of the steps from `STEADY` on where there are some."""
+    iterations = result["iterations"]
+    return statistics.mean(iterations[min(STEADY, len(iterations) // 2) :]) - result["plain"]
 
 
 def main() -> None:
@@ -96,13 +104,15 @@ def main() -> None:
     parser.add_argument("--members", nargs="+", default=MEMBERS, help="rows of gpu.py")
     parser.add_argument("--groups", nargs="+", default=[*GROUPS, ALL], help=f"of {', '.join([*GROUPS, ALL])}")
     parser.add_argument("--model", default="fused", choices=MODELS)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=140)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="a small model and ten steps")
     parser.add_argument("--json", type=Path, help="where to write the numbers as well")
     args = parser.parse_args()
     if unknown := sorted(set(args.groups) - {*GROUPS, ALL}):
         raise SystemExit(f"Unknown --groups {', '.join(unknown)}. Available: {', '.join([*GROUPS, ALL])}.")
+    if not device.available(torch.device(args.device)):
+        print(f"There are no kernels on {args.device}: all rows are the same but for noise.")
     steps = 10 if args.tiny else args.steps
     made = task(args.model, args.device, args.tiny, "markov", steps + 1)
     plain, found = made.model(), []
@@ -110,19 +120,22 @@ def main() -> None:
     print(f"{head}torch {torch.__version__}, model {args.model}, {steps} steps")
     print(f"  {'':22s}{'without':24s}{'adds, ms':>10s}{'more':>8s}{'host':>8s}{'first 10':>10s}{'state':>8s}")
     for row in rows(args.members):
-        known = TOUCHES.get(row.name.split()[0], set(GROUPS)) | {ALL}
-        whole = None
-        for group in [None, *(group for group in args.groups if group in known)]:
+        known, whole = TOUCHES.get(row.name.split()[0], set()) | {ALL}, None
+        for group in [None, *args.groups]:
+            if group is not None and group not in known:
+                print(f"  {row.name:22s}{group:24s}has none of these", flush=True)
+                continue
             with without(group):
                 result = measure(made, plain, row, steps)
             found.append({"member": row.name, "without": group, **result})
             if "note" in result:
                 print(f"  {row.name:22s}{group or '–':24s}{result['note']}", flush=True)
                 continue
-            whole = result["adds"] if group is None else whole
-            more = "" if group is None or whole is None else f"{result['adds'] - whole:+.2f}"
+            adds = found[-1]["adds_steady"] = added(result)
+            whole = adds if group is None else whole
+            more = "" if group is None or whole is None else f"{adds - whole:+.2f}"
             numbers = f"{result['host_alone']:8.2f}{result['first_ten_s']:10.2f}{result['state_of_adamw']:8.2f}"
-            print(f"  {row.name:22s}{group or '–':24s}{result['adds']:10.2f}{more:>8s}{numbers}", flush=True)
+            print(f"  {row.name:22s}{group or '–':24s}{adds:10.2f}{more:>8s}{numbers}", flush=True)
     kept = [{name: value for name, value in r.items() if name != "iterations"} for r in found]
     line = json.dumps({"benchmark": "kernels", "model": args.model, "steps": steps, "rows": kept})
     if args.json:

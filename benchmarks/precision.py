@@ -5,10 +5,11 @@
     python benchmarks/precision.py --small --device cpu            # 2 × 48, minutes on a CPU
     python benchmarks/precision.py --tiny --device cpu             # seconds, to see that all runs
 
-The character GPT of `shakespeare.py`, without dropout, is trained under bfloat16 autocast. Then gradients of one new
-batch are taken at the weights that it has reached, and turned into directions by the optimizer's state of that moment.
-A direction is what the rule makes of a gradient without momentum from before. Since steps take their size from AdamW's,
-each layer's is divided by its norm. Errors are ``‖D − D′‖``, over hidden layers:
+The character GPT of `shakespeare.py`, without dropout, is trained under bfloat16 autocast, at a rate of 2e-3 after 100
+steps of warm-up; K-FAC and EKFAC take statistics every ten steps, Shampoo and SOAP at every step. Then gradients of one
+new batch are taken at the weights that it has reached, and turned into directions by the optimizer's state of that
+moment. A direction is what the rule makes of a gradient without momentum from before. Since steps take their size from
+AdamW's, each layer's is divided by its norm. Errors are ``‖D − D′‖``, over hidden layers:
 
     autocast        the formula in float64, of the gradient under autocast; beside that of the one in float32
     rounded         the same of the float32 gradient rounded to bfloat16: without the rounding of activations
@@ -23,7 +24,6 @@ GPU runs, by plain torch; but EKFAC's scalings are of float32 there, and of bflo
 
 import argparse
 import json
-import os
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from shakespeare.members import RATES, own
-from shakespeare.model import SAMPLE, TINY, Size, Text, cross_entropy
+from shakespeare.model import TINY, Size, Text, cross_entropy
 from shakespeare.runs import Race
 from torch import Tensor, nn
 
@@ -87,7 +87,7 @@ def train(race: Race, member: str, seed: int) -> tuple[nn.Module, Layerwise, dic
 
 
 def contexts_of(opt: Layerwise) -> dict[int, Context]:
-    """Will be those of the next step, by stack: damping, ε and examples as a step has them."""
+    """A dictionary by stack, which the next `opt.step()` fills: damping, ε and examples as a step has them."""
     executor, found = opt._executor, dict[int, Context]()
     run = executor.run
 
@@ -103,8 +103,8 @@ def contexts_of(opt: Layerwise) -> dict[int, Context]:
 def gradients(race: Race, model: nn.Module, batch: tuple[Tensor, Tensor], under_autocast: bool) -> Gradients:
     """Of one batch, clipped; in float32 without autocast.
 
-    As in the training, but where that would leave it as it is to 0.99 of its norm: numbers of bfloat16 that nobody has
-    multiplied are numbers of fp16 as well, and SOAP would not round them at all.
+    To a norm of 1 as in the training, or to 0.99 of its norm where that is less: an unscaled bfloat16 gradient may be
+    exact in fp16, and SOAP would not round it at all.
     """
     x, y = batch
     model.zero_grad()
@@ -198,6 +198,7 @@ def by_library(
     m = whole if twin.requires.own_momentum else (1 - stack.group["momentum"]) * whole
     now = DeviceStep(torch.ones((), dtype=torch.bool, device=G.device), whole, whole.abs().amax((1, 2)))
     now.bound_m(m, m.abs().amax((1, 2)))
+    # As after a first step: SOAP has its basis, and no group waits for a first refresh.
     memory, health = {"begun": True, "fresh": [True] * len(G)}, Health()
     context = replace(context, backend=backend, device_step=now, gradient=whole, memory=memory, health=health)
     if member == "KFAC":
@@ -299,9 +300,8 @@ def main() -> None:
     torch.set_float32_matmul_precision("highest")
     if asked.device == "cpu":  # the GPU's code, by plain torch
         Layerwise.host_may_sync = property(lambda _: False)  # type: ignore[assignment]
-    data = Path(os.environ.get("LAYERWISE_DATA", "data")) / "text" / "tinyshakespeare.txt"
-    text = Text(SAMPLE, size, asked.device) if asked.tiny else Text.read(data, size, asked.device)
-    race, runs = Race(text, size, 0.0, 0.0), []
+    text = Text.load(size, asked.device, asked.tiny)
+    race, runs = Race(text, size, target=0.0, limit=0.0), []
     ratios = "".join(f"{'half / ' + name:>17s}" for name in ("autocast", "rounded"))
     print(f"  {'':28s}{''.join(f'{name:>15s}' for name in COLUMNS)}{ratios}")
     for member in asked.members:

@@ -23,7 +23,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import statistics
 import sys
 import threading
@@ -35,7 +34,7 @@ from pathlib import Path
 import torch
 from processes import ProcessError, Waiting, cold_caches, wait_for_turn
 from shakespeare.members import MEMBERS, RATES
-from shakespeare.model import SAMPLE, TINY, Size, Text
+from shakespeare.model import TINY, Size, Text
 from shakespeare.runs import Race, Run, run
 
 AIM_SECONDS, AIM_MEMBERS = 14.0, 4
@@ -220,20 +219,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def load(size: Size, device: str, tiny: bool) -> Text:
-    path = Path(os.environ.get("LAYERWISE_DATA", "")) / "text" / "tinyshakespeare.txt"
-    if not path.is_file() and tiny:
-        return Text(SAMPLE, size, device)
-    if not path.is_file():
-        sys.exit("no text/tinyshakespeare.txt in the folder that LAYERWISE_DATA names; set it: export LAYERWISE_DATA=…")
-    return Text.read(path, size, device)
-
-
 def one_run(args: argparse.Namespace) -> None:
     size = TINY if args.tiny else Size()
     if args.steps:
         size = Size(**{**vars(size), "steps": args.steps})
-    race = Race(load(size, args.device, args.tiny), size, args.target, args.limit)
+    race = Race(Text.load(size, args.device, args.tiny), size, args.target, args.limit)
     print(json.dumps(run(race, args.run, args.rates[0], args.seeds[0], args.most).record()))
 
 
@@ -244,7 +234,7 @@ def main() -> int:
         wait_for_turn()
         one_run(args)
         return 0
-    load(TINY if args.tiny else Size(), "cpu", args.tiny)  # says at once what is missing
+    Text.load(TINY if args.tiny else Size(), "cpu", args.tiny)  # says at once what is missing
     where = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
     print(f"{where}, torch {torch.__version__}, eager")
     book = Book(args, where)

@@ -1,6 +1,7 @@
 """A character GPT with dropout, and tiny Shakespeare on the device that trains it."""
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,8 +85,16 @@ class Text:
         self._window = torch.arange(size.length + 1, device=device)
 
     @classmethod
-    def read(cls, path: Path, size: Size, device: str) -> "Text":
-        return cls(path.read_text(encoding="utf-8"), size, device)
+    def load(cls, size: Size, device: str, tiny: bool = False) -> "Text":
+        """From the folder LAYERWISE_DATA; a `tiny` run does with a sample where there is none."""
+        path = Path(os.environ.get("LAYERWISE_DATA", "")) / "text" / "tinyshakespeare.txt"
+        if path.is_file():
+            return cls(path.read_text(encoding="utf-8"), size, device)
+        if tiny:
+            return cls(SAMPLE, size, device)
+        raise SystemExit(
+            "no text/tinyshakespeare.txt in the folder that LAYERWISE_DATA names; set it: export LAYERWISE_DATA=…"
+        )
 
     def generator(self, seed: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed)
