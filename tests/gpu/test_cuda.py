@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import layerwise as lw
+from layerwise.layers.rules.conv import ConvRule
 from layerwise.testing.cases import CASES, Case
 
 pytestmark = [
@@ -129,3 +130,23 @@ def test_random_state_of_the_device_is_left_alone() -> None:
     before = torch.cuda.get_rng_state()
     lw.fisher(model, (x, y), structure="ekfac")
     assert torch.equal(before, torch.cuda.get_rng_state())
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_patches_of_half_precision(half: torch.dtype, stride: int, groups: int) -> None:
+    """Multiplied as they are, summed in float32."""
+    x = torch.randn(32, 16, 9, 9, device="cuda").to(half)
+    conv = nn.Conv2d(16, 8, 3, stride=stride, padding=1, groups=groups).cuda()
+    rule = ConvRule()
+    for found, exact in (
+        (rule.input_moment(conv, "", x), rule.input_moment(conv, "", x.double())),
+        (rule.channel_moment(conv, "", x), rule.channel_moment(conv, "", x.double())),
+    ):
+        assert found is not None
+        assert exact is not None
+        for one, expected in zip(found[:2], exact[:2], strict=True):
+            assert one.dtype == torch.float32
+            torch.testing.assert_close(one.double(), expected, rtol=1e-5, atol=1e-3)
+        assert found[2] == exact[2]

@@ -1,5 +1,6 @@
 """The fast patch moment equals the product of unfolded patches."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
@@ -45,3 +46,18 @@ def test_rows_said_to_be_zero_are_left_out():
     told, _, _ = patch_moment(x, (3,), (1,), (1,), 1, (1, 1))
     plain, _, _ = patch_moment(x, (3,), (1,), (1,), 1, (0, 0))
     assert (told - plain).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_half_precision_is_summed_in_single(half: torch.dtype):
+    """Entries that half precision holds exactly, and sums that it does not: 1024 patches of ones."""
+    x = torch.ones(64, 2, 6, 6, dtype=half)
+    moment, sums, count = patch_moment(x, (3, 3), (1, 1), (1, 1), 1, (0, 0))
+    assert count == 64 * 16
+    assert moment.dtype == sums.dtype == torch.float32
+    assert (moment == count).all()
+    assert (sums == count).all()
+    noise = torch.randn(64, 2, 6, 6, generator=torch.Generator().manual_seed(0)).to(half)
+    found, expected = (patch_moment(t, (3, 3), (2, 1), (1, 2), 1, (0, 0)) for t in (noise, noise.double()))
+    for one, exact in zip(found[:2], expected[:2], strict=True):
+        torch.testing.assert_close(one.double(), exact, rtol=1e-5, atol=1e-4)

@@ -1,4 +1,6 @@
-"""Under autocast a linear layer rounds its inputs: their second moment is that of the rounded rows."""
+"""Under autocast linear layers and convolutions round their inputs: moments are those of the rounded rows."""
+
+from typing import Literal
 
 import pytest
 import torch
@@ -52,6 +54,23 @@ def test_moments_of_what_the_layer_saw():
     assert relative(A, moment(rows.to(HALF))) < 1e-5
     assert relative(A, moment(rows)) > 1e-5
     assert relative(F.operators["first"].A.values[0], moment(x.to(HALF))) < 1e-5
+
+
+@pytest.mark.parametrize("conv", ["kfc", "sua"])
+@pytest.mark.parametrize("layer", [nn.Conv2d(2, 3, 3, padding=1), nn.ConvTranspose2d(2, 3, 2)])
+def test_moments_of_what_a_convolution_saw(layer: nn.Module, conv: Literal["kfc", "sua"]):
+    torch.manual_seed(0)
+    model = nn.Sequential(layer, nn.Flatten(), nn.LazyLinear(3))
+    x, y = torch.randn(32, 2, 5, 5) + 3.0, torch.randint(3, (32,))
+    model(x)
+    rounded = x.to(HALF).float()
+    with torch.autocast("cpu", HALF):
+        found = lw.fisher(model, (x, y), conv=conv).operators
+    seen, unrounded = lw.fisher(model, (rounded, y), conv=conv).operators, lw.fisher(model, (x, y), conv=conv).operators
+    name = next(iter(found))
+    A, expected, other = (ops[name].A.values[0] for ops in (found, seen, unrounded))
+    assert relative(A, expected.double()) < 1e-5
+    assert relative(A, other.double()) > 1e-5
 
 
 def test_single_precision_stays_single():

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 Tree = Any
 """A tensor, or a tuple, list or mapping of trees: whatever the model is called with."""
+HALF = (torch.bfloat16, torch.float16)
+"""Types of half precision."""
 
 
 def leaves(tree: Tree) -> Iterator[Tensor]:
@@ -48,6 +50,11 @@ def map_leaves(fn: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """Factors and moments are kept in float32 or better, whatever the model computes in."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else torch.float32
+
+
+def multiplied_in(t: Tensor, statistics: torch.dtype) -> torch.dtype:
+    """The type that entries of a moment are multiplied in: a GPU multiplies half types as they are, into float32."""
+    return t.dtype if t.device.type == "cuda" and t.dtype in HALF else statistics
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -50,7 +50,7 @@ def linearized(model: nn.Module, alpha: float | int, keep_initial: bool = True, 
     Where the data are fixed, f₀ need be computed once:
 
     >>> start = net.at_start(x)
-    >>> torch.equal(net(x[:5], at_start=start[:5]), net(x[:5]))
+    >>> torch.allclose(net(x[:5], at_start=start[:5]), net(x[:5]), atol=1e-4)  # α magnifies rounding
     True
 
     Args:

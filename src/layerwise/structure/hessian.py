@@ -15,10 +15,10 @@ from layerwise.foundations.cotangents import OutputBasis
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.likelihoods import Likelihood
 from layerwise.foundations.random import stream
+from layerwise.foundations.types import HALF
 from layerwise.layers.capture.model_call import autocast_of_the_caller, in_own_arithmetic
 from layerwise.layers.capture.source import Source
 from layerwise.layers.capture.vectorised import tolerance
-from layerwise.layers.io.standard import HALF
 from layerwise.structure.autograd import AutogradHessian, autograd_hessian, loss_of
 from layerwise.structure.gauss_newton import GaussNewton
 from layerwise.structure.one_layer import OneLayer, one_layer

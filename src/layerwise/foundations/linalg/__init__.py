@@ -27,5 +27,6 @@ from layerwise.foundations.linalg.stochastic import hutchinson_diagonal as hutch
 from layerwise.foundations.linalg.stochastic import hutchinson_trace as hutchinson_trace
 from layerwise.foundations.linalg.stochastic import slq_logdet as slq_logdet
 from layerwise.foundations.linalg.symmetric_product import accumulate_gram as accumulate_gram
+from layerwise.foundations.linalg.symmetric_product import cross_product as cross_product
 from layerwise.foundations.linalg.symmetric_product import gram as gram
 from layerwise.foundations.linalg.symmetric_product import mirror_ as mirror_

@@ -29,11 +29,24 @@ def gram(X: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch n n"]:
     n = X.shape[-1]
     if X.device.type != "cpu" and X.dtype == _result_dtype(X.dtype):
         return X.mT @ X  # symmetric to rounding: mirroring would cost more launches than the product
-    if X.device.type == "cuda" and X.ndim in (2, 3):  # half types: their products are exact in float32
-        multiply = torch.mm if X.ndim == 2 else torch.bmm
-        return multiply(X.mT, X, out_dtype=torch.float32)
+    if X.device.type == "cuda" and X.ndim in (2, 3):
+        return cross_product(X, X)
     total = torch.empty(*X.shape[:-2], n, n, dtype=_result_dtype(X.dtype), device=X.device)
     return mirror_(accumulate_gram(total, X, beta=0.0))
+
+
+def cross_product(X: Float[Tensor, "*batch m n"], Y: Float[Tensor, "*batch m p"]) -> Float[Tensor, "*batch n p"]:
+    """``XᵀY``, in float32 or better.
+
+    >>> cross_product(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]])).tolist()
+    [[3.0], [6.0]]
+    """
+    single = _result_dtype(X.dtype)
+    if X.dtype == single:
+        return X.mT @ Y
+    if X.device.type == "cuda" and X.ndim in (2, 3):  # half types: their products are exact in float32
+        return (torch.mm if X.ndim == 2 else torch.bmm)(X.mT, Y, out_dtype=single)
+    return X.mT.to(single) @ Y.to(single)
 
 
 def accumulate_gram(

@@ -15,11 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from layerwise.foundations.errors import NumericalError, describe
 from layerwise.foundations.random import stream
-from layerwise.foundations.types import Tree, trainable
+from layerwise.foundations.types import HALF, Tree, trainable
 from layerwise.layers.capture.graph import Graph
 from layerwise.layers.capture.model_call import call, substituted
 from layerwise.layers.capture.vectorised import batched_grad, tolerance
-from layerwise.layers.io.standard import HALF
 
 
 @contextmanager

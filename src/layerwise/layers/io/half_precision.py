@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from layerwise.foundations.types import HALF
 from layerwise.layers.io.layer_io import RecordedIO
-from layerwise.layers.io.standard import HALF, Standard
+from layerwise.layers.io.standard import Standard
 
 
 @dataclass(frozen=True)

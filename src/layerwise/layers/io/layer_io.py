@@ -16,9 +16,9 @@ from torch import Tensor
 from layerwise.foundations.columns import to_flat
 from layerwise.foundations.errors import UnsupportedError, describe
 from layerwise.foundations.linalg.symmetric_product import bordered, grouped_gram, linear_moment, row_gram
-from layerwise.foundations.types import statistics_dtype
+from layerwise.foundations.types import HALF, multiplied_in, statistics_dtype
 from layerwise.layers.io.one_hot import OneHot
-from layerwise.layers.io.standard import HALF, Chunk, Gradients, Standard
+from layerwise.layers.io.standard import Chunk, Gradients, Standard
 from layerwise.layers.rules.linear import LinearRule
 from layerwise.layers.table import LayerSpec, LayerTable, Site
 
@@ -321,7 +321,8 @@ class RecordedIO(LayerIO):
         total, count = None, 0
         for call in self.calls:
             module, site, rule = call.site.module, call.site.key, call.site.rule
-            batched = call.x if rule.lead(module, site, call.x) else call.x.unsqueeze(0)
+            x = call.x.to(self._one_call(call)._input_dtype())
+            batched = x if rule.lead(module, site, x) else x.unsqueeze(0)
             found = rule.channel_moment(module, site, batched)
             if found is None:
                 raise UnsupportedError(
@@ -386,12 +387,12 @@ class RecordedIO(LayerIO):
         count = 0
         x, taps = self.calls[0].x, max(self.spec.form.taps, 1)
         as_it_is = taps == 1 and dtype == x.dtype and keep is None  # then nothing is copied
-        per_example = 0 if as_it_is else x.numel() / self.examples * taps * self.dtype.itemsize
+        per_example = 0 if as_it_is else x.numel() / self.examples * taps * dtype.itemsize
         for part in self.parts(per_example * 2):
             call = part.calls[0]
             found = None
             if keep is None:
-                found = call.site.rule.input_moment(call.site.module, call.site.key, call.x)
+                found = call.site.rule.input_moment(call.site.module, call.site.key, call.x.to(dtype))
             if found is None:
                 found = part._plain_moment(dtype)
             total = found[0] if total is None else total + found[0]
@@ -438,11 +439,6 @@ class GradientIO(LayerIO):
     def rows(self) -> Float[Tensor, "V N K O I"]:
         """As given."""
         return self.gradients
-
-
-def multiplied_in(t: Tensor, statistics: torch.dtype) -> torch.dtype:
-    """The type that a moment's entries are multiplied in: tensor cores take half types as they are."""
-    return t.dtype if t.device.type == "cuda" and t.dtype in HALF else statistics
 
 
 def where_kept(t: Tensor, keep: Bool[Tensor, "N S"], offset: int = 0) -> Tensor:

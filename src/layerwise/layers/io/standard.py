@@ -13,9 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from layerwise.foundations.types import HALF
 from layerwise.layers.io.one_hot import OneHot
-
-HALF = (torch.bfloat16, torch.float16)
 
 
 class Chunk(ABC):

@@ -8,7 +8,8 @@ import math
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerwise.foundations.types import statistics_dtype
+from layerwise.foundations.linalg import gram
+from layerwise.foundations.types import multiplied_in, statistics_dtype
 from layerwise.layers.form import Form, LayerRule, Moment, Part, layer_rule
 from layerwise.layers.rules.patches import patch_moment, rows_of_patches, sliding_windows
 
@@ -27,6 +28,8 @@ def _padded(module: Conv, x: Tensor) -> Tensor:
 @layer_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class ConvRule(LayerRule[Conv]):
     """Every output pixel is a position that shares the kernel."""
+
+    rounds_inputs = True
 
     def forms(self, module: Conv, parts: dict[str, Part]) -> dict[str, Form]:
         """Kernel and bias together."""
@@ -56,7 +59,7 @@ class ConvRule(LayerRule[Conv]):
             return None
         padding = module._reversed_padding_repeated_twice
         zero_rows = (padding[-2], padding[-1]) if module.padding_mode == "zeros" else (0, 0)
-        signal = _padded(module, x.to(statistics_dtype(x.dtype)))
+        signal = _padded(module, x.to(multiplied_in(x, statistics_dtype(x.dtype))))
         return patch_moment(
             signal, module.kernel_size, module.stride, module.dilation, module.groups, zero_rows=zero_rows
         )
@@ -65,10 +68,11 @@ class ConvRule(LayerRule[Conv]):
         """Second moment of the channels over all input positions; those the kernel visits if it is 1 × 1."""
         if x.ndim != len(module.kernel_size) + 2:
             return None
-        x = x.to(statistics_dtype(x.dtype))
+        x = x.to(multiplied_in(x, statistics_dtype(x.dtype)))
         if math.prod(module.kernel_size) == 1:
             rows = self.inputs(module, site, x)
         else:
             rows = x.flatten(2).mT.unflatten(-1, (module.groups, -1))
         rows = rows.flatten(0, 1).movedim(1, 0)
-        return rows.mT @ rows, rows.sum(1), rows.shape[1]
+        moment = gram(rows)
+        return moment, rows.sum(1, dtype=moment.dtype), rows.shape[1]

@@ -19,6 +19,8 @@ ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 class ConvTransposeRule(LayerRule[ConvTranspose]):
     """Sites "weight" and "bias"."""
 
+    rounds_inputs = True
+
     def forms(self, module: ConvTranspose, parts: dict[str, Part]) -> dict[str, Form]:
         """Two forms."""
         forms = {}

@@ -20,6 +20,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from layerwise.foundations.linalg import cross_product
+from layerwise.foundations.types import statistics_dtype
+
 
 def sliding_windows(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
     """``[*head, *space] -> [*head, *out, *kernel]``, without a copy.
@@ -61,15 +64,17 @@ def patch_moment(
 ) -> tuple[Float[Tensor, "K I I"], Float[Tensor, "K I"], int]:
     """``Σ patch patchᵀ``, ``Σ patch`` and the number of patches of a padded input.
 
-    `zero_rows` says how many first and last rows are known to be zero, so that they cost nothing.
+    `zero_rows` says how many first and last rows are known to be zero, so that they cost nothing. Results are of
+    float32 or better, whatever the input is.
     """
     rows = _unfold_all_but_first(x, kernel, stride, dilation, groups)
     out = (x.shape[2] - dilation[0] * (kernel[0] - 1) - 1) // stride[0] + 1
     k, _, per_row, features = rows.shape
-    blocks = rows.new_empty(k, kernel[0], features, kernel[0], features)
+    single = statistics_dtype(x.dtype)
+    blocks = rows.new_empty(k, kernel[0], features, kernel[0], features, dtype=single)
     for distance in range(kernel[0]):
         _fill_diagonal(blocks, rows, distance, out, stride[0], dilation[0], zero_rows)
-    sums = rows.sum(2)
+    sums = rows.sum(2, dtype=single)
     ends = [sums[:, o * dilation[0] :][:, : (out - 1) * stride[0] + 1 : stride[0]].sum(1) for o in range(kernel[0])]
     return (
         _order_like_weight(blocks, x.shape[1] // groups),
@@ -129,7 +134,7 @@ def _product(rows: Tensor, start: int, shift: int, count: int, stride: int) -> F
     span = (count - 1) * stride + 1
     left = rows[:, start : start + span : stride].flatten(1, 2)
     right = left if shift == 0 else rows[:, start + shift : start + shift + span : stride].flatten(1, 2)
-    return torch.bmm(left.mT, right)
+    return cross_product(left, right)
 
 
 def _order_like_weight(blocks: Tensor, channels: int) -> Tensor:

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from layerwise.foundations.linalg import gram
+from layerwise.foundations.types import HALF
 from layerwise.layers.form import Form
 from layerwise.layers.io.layer_io import LayerCall, Layout, RecordedIO
 from layerwise.layers.rules.linear import LinearRule
@@ -27,7 +28,6 @@ from layerwise.optim.reference import running_weight
 from layerwise.optim.rule import Context, Recorded, Requirements
 from layerwise.optim.statistics.accumulate import Accumulator, Moments, Sums
 
-HALF = (torch.bfloat16, torch.float16)
 UNIT = 16
 """Widths that are a multiple of this load fast."""
 
