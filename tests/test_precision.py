@@ -134,8 +134,9 @@ def test_autocast_is_for_the_model_and_not_for_the_statistics(structure: str):
 
 
 def test_statistics_under_autocast_are_not_rounded_to_half_precision():
-    """The input factor knows nothing of the model's arithmetic: it must be the very same."""
-    model, batch = _net(torch.float32), _batch(torch.float32)
+    """The input factor is that of inputs as the layer saw them, multiplied and summed in single precision."""
+    model, (x, y) = _net(torch.float32), _batch(torch.float32)
+    batch = x.bfloat16().float(), y
     model.requires_grad_(False)
     model.conv.requires_grad_(True)
     plain = lw.fisher(model, batch).operators["conv"].A.values
