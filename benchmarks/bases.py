@@ -12,22 +12,19 @@ the same noise. The table has the validation loss at the end, and the mean train
 code of the GPU runs, by plain torch.
 """
 
-import argparse
 import json
 import statistics
 import time
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 from shakespeare.members import RATES, own
-from shakespeare.model import TINY, Size, Text, cross_entropy
+from shakespeare.model import cross_entropy
 from shakespeare.runs import Race
-from torch import nn
+from shakespeare.without_dropout import as_asked, parser, training
+from torch import Tensor, nn
 
 from layerwise.optim.engine import Layerwise
 
-SMALL = Size(2, 48, 4, 32, 16, steps=150, warm_up=15)
 SOLVERS = ("products", "eigh")
 
 
@@ -35,21 +32,11 @@ def train(race: Race, member: str, solver: str, seed: int) -> dict:
     """One run: losses, what went wrong, and seconds of the first ten steps and of all."""
     model = race.model(seed)
     (opt,) = own(member, solver=solver)(model, RATES[0])
-    rates = [float(group["lr"]) for group in opt.param_groups]
-    stream, losses, begin, first = race.text.generator(seed), [], time.perf_counter(), 0.0
-    for step in range(race.size.steps):
-        for group, rate in zip(opt.param_groups, rates, strict=True):
-            group["lr"] = rate * race.factor(step)
-        opt.zero_grad()
-        x, y = race.text.batch(stream)
-        with race.autocast():
-            loss = cross_entropy(model(x), y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
-        opt.step()
-        losses.append(loss.detach())
+    losses, begin, first = list[Tensor](), time.perf_counter(), 0.0
+    for step, loss in training(race, model, opt, seed, race.autocast()):
+        losses.append(loss)
         if step == 9:
-            losses[-1].item()  # wait for the device
+            loss.item()  # wait for the device
             first = time.perf_counter() - begin
     lately = float(torch.stack(losses[-max(1, len(losses) // 5) :]).mean())
     seconds = time.perf_counter() - begin
@@ -86,33 +73,20 @@ def summary(runs: list[dict], member: str) -> dict:
     return found
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
+def main() -> None:
+    asking = parser(__doc__)
+    asking.add_argument(
         "--members", nargs="+", default=["SOAP", "EKFAC", "Shampoo"], choices=["EKFAC", "KFAC", "SOAP", "Shampoo"]
     )
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--small", action="store_true", help="a model for a CPU")
-    parser.add_argument("--tiny", action="store_true", help="seconds, to see that all runs")
-    parser.add_argument("--json", type=Path, help="also write the JSON here")
-    return parser.parse_args()
-
-
-def main() -> None:
-    asked = arguments()
-    size = replace(TINY if asked.tiny else SMALL if asked.small else Size(), dropout=0.0)
-    size = replace(size, steps=asked.steps or size.steps)
-    if asked.device == "cpu":  # the GPU's code, by plain torch
-        Layerwise.host_may_sync = property(lambda _: False)  # type: ignore[assignment]
-    text = Text.load(size, asked.device, asked.tiny)
+    asking.add_argument("--seeds", type=int, default=3)
+    asked = asking.parse_args()
+    race = as_asked(asked)
     runs = []
     print(f"  {'':10s}{'solver':>10s}{'seed':>6s}{'validation':>12s}{'training':>10s}{'first ten, s':>14s}  fallbacks")
     for member in asked.members:
         for seed in range(asked.seeds):
             for solver in SOLVERS:
-                runs.append(run := train(Race(text, size, 0.0, 0.0), member, solver, seed))
+                runs.append(run := train(race, member, solver, seed))
                 losses = f"{run['validation']:12.4f}{run['training']:10.4f}{run['first_ten_s']:14.2f}"
                 print(f"  {member:10s}{solver:>10s}{seed:6d}{losses}{run['fallbacks']:11d}", flush=True)
     found = [summary(runs, member) for member in asked.members]
@@ -121,7 +95,7 @@ def main() -> None:
         said = "" if error is None else f" ± {error:.4f}"
         both = f"{of['products']:.4f} by products, {of['eigh']:.4f} exact"
         print(f"  {line['member']}: {both}, {of['difference']:+.4f}{said}")
-    record = json.dumps({"device": asked.device, "steps": size.steps, "runs": runs, "summary": found})
+    record = json.dumps({"device": asked.device, "steps": race.size.steps, "runs": runs, "summary": found})
     print(record)
     if asked.json:
         asked.json.write_text(record, encoding="utf-8")

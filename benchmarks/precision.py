@@ -22,18 +22,17 @@ that "half" rounds what the state has of 22 bits; EKFAC and SOAP keep a basis of
 GPU runs, by plain torch; but EKFAC's scalings are of float32 there, and of bfloat16 on a GPU.
 """
 
-import argparse
 import json
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from shakespeare.members import RATES, own
-from shakespeare.model import TINY, Size, Text, cross_entropy
+from shakespeare.model import cross_entropy
 from shakespeare.runs import Race
+from shakespeare.without_dropout import as_asked, parser, training
 from torch import Tensor, nn
 
 from layerwise.optim.cuda.backend import CudaBackend
@@ -45,7 +44,6 @@ from layerwise.optim.members.soap import NO_SIGNAL, RotatedAdam
 from layerwise.optim.rule import Context, Health
 from layerwise.optim.step.stack import Stack
 
-SMALL = Size(2, 48, 4, 32, 16, warm_up=15)
 STEPS, TINY_STEPS = 200, 10
 MEMBERS = ("KFAC", "Shampoo", "EKFAC", "SOAP")
 PRECISIONS = ("half", "high")
@@ -69,21 +67,12 @@ def train(race: Race, member: str, seed: int) -> tuple[nn.Module, Layerwise, dic
     model = race.model(seed)
     (opt,) = own(member, solver="products", precision="high")(model, RATES[0])
     assert isinstance(opt, Layerwise)
-    rates = [float(group["lr"]) for group in opt.param_groups]
-    stream, known, loss = race.text.generator(seed), dict[int, Context](), torch.zeros(())
-    for step in range(race.size.steps):
-        for group, rate in zip(opt.param_groups, rates, strict=True):
-            group["lr"] = rate * race.factor(step)
-        opt.zero_grad()
-        x, y = race.text.batch(stream)
-        with autocast(race):
-            loss = cross_entropy(model(x), y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
-        if step == race.size.steps - 1:
+    known, losses = contexts_of(opt) if race.size.steps == 1 else dict[int, Context](), list[Tensor]()
+    for step, loss in training(race, model, opt, seed, autocast(race)):
+        losses.append(loss)
+        if step == race.size.steps - 2:  # for the last one
             known = contexts_of(opt)
-        opt.step()
-    return model, opt, known, float(loss.detach())
+    return model, opt, known, float(losses[-1])
 
 
 def contexts_of(opt: Layerwise) -> dict[int, Context]:
@@ -281,27 +270,14 @@ def print_member(run: dict) -> None:
         print(f"  {name:20s}{of:>8s}{columns}{ratios}", flush=True)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--members", nargs="+", default=list(MEMBERS), choices=MEMBERS)
-    parser.add_argument("--steps", type=int, help=f"of each training: {STEPS}")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--small", action="store_true", help="a model for a CPU")
-    parser.add_argument("--tiny", action="store_true", help="seconds, to see that all runs")
-    parser.add_argument("--json", type=Path, help="also write the JSON here")
-    return parser.parse_args()
-
-
 def main() -> None:
-    asked = arguments()
-    size = replace(TINY if asked.tiny else SMALL if asked.small else Size(), dropout=0.0)
-    size = replace(size, steps=asked.steps or (TINY_STEPS if asked.tiny else STEPS))
+    asking = parser(__doc__)
+    asking.add_argument("--members", nargs="+", default=list(MEMBERS), choices=MEMBERS)
+    asking.add_argument("--seed", type=int, default=0)
+    asked = asking.parse_args()
     torch.set_float32_matmul_precision("highest")
-    if asked.device == "cpu":  # the GPU's code, by plain torch
-        Layerwise.host_may_sync = property(lambda _: False)  # type: ignore[assignment]
-    text = Text.load(size, asked.device, asked.tiny)
-    race, runs = Race(text, size, target=0.0, limit=0.0), []
+    race, runs = as_asked(asked, TINY_STEPS if asked.tiny else STEPS), []
+    size = race.size
     ratios = "".join(f"{'half / ' + name:>17s}" for name in ("autocast", "rounded"))
     print(f"  {'':28s}{''.join(f'{name:>15s}' for name in COLUMNS)}{ratios}")
     for member in asked.members:
