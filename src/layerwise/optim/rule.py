@@ -125,6 +125,8 @@ class Requirements:
     deferrable: bool = False
     """Whether `observe` of second moments may come later for some layers, just before their refresh: nothing but a
     refresh reads what it changes."""
+    flat_spectrum: bool = False
+    """Whether all singular values of a direction are about the same, so that none need be capped."""
     refused: str | None = None
     """Why a stack of this shape cannot be treated, if so."""
 

@@ -278,6 +278,7 @@ class AsynchronousExecutor(Executor):
         D, wanted = self.size.unsized(stack, part.handed, part.context)
         C, scales = elementwise.parts(D)
         size = norms(C)
+        C = self.size.capped(stack, C, size)
         for scale in scales:
             size = size / scale
         least = torch.finfo(torch.float32).tiny

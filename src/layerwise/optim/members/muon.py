@@ -33,7 +33,8 @@ class Orthogonalized(UpdateRule):
 
     def requirements(self, shape: Shape | None = None) -> Requirements:
         """Gradients of matrices. Steps by singular values cannot be captured: the host waits for them."""
-        return Requirements(own_momentum="momentum", capturable=self.orthogonalize == "newton_schulz")
+        captured = self.orthogonalize == "newton_schulz"
+        return Requirements(own_momentum="momentum", capturable=captured, flat_spectrum=True)
 
     def init(self, shape: Shape, backend: Backend) -> State:
         """The momentum."""

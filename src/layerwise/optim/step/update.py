@@ -33,6 +33,7 @@ from layerwise.optim.step.clip import Clip
 from layerwise.optim.step.damping import Damping
 from layerwise.optim.step.graft import Graft
 from layerwise.optim.step.refresh_schedule import RefreshSchedule, freshness, give_turns
+from layerwise.optim.step.spectral_cap import capped
 from layerwise.optim.step.stack import Stack, gradients
 
 BETAS = (0.9, 0.999)
@@ -94,15 +95,23 @@ class UpdateSize:
         averaged, wanted = self._averaged(stack, grad, context)
         D = stack.rule.direction(stack.state, averaged, context)
         D = (D if isinstance(D, Tensor) else stack.backend.tensor(D)).to(stack.shape.dtype)
-        return D * self.ratio(stack, wanted, norms(D), lr).to(D.dtype).view(-1, 1, 1)  # zeros stay so
+        size = norms(D)
+        ratio = self.ratio(stack, wanted, size, lr).to(D.dtype).view(-1, 1, 1)
+        return self.capped(stack, D, size) * ratio  # zeros stay so
 
     def unsized(self, stack: Stack, grad: Float[Tensor, "K O I"], context: Context) -> tuple[Any, Float[Tensor, "K"]]:
         """The same direction as the rule leaves it, and the norm of AdamW's update; for `ratio`."""
         averaged, wanted = self._averaged(stack, grad, context)
         return stack.rule.direction(stack.state, averaged, context), wanted
 
+    @staticmethod
+    def capped(stack: Stack, D: Float[Tensor, "K O I"], size: Float[Tensor, "K"]) -> Float[Tensor, "K O I"]:
+        """Directions of those norms, their largest singular values within bounds."""
+        shape = stack.shape
+        return D if stack.requires.flat_spectrum else capped(D, size, (shape.own_outputs, shape.own_inputs))
+
     def ratio(self, stack: Stack, wanted: Tensor, size: Tensor, lr: float | Tensor) -> Float[Tensor, "K"]:
-        """What a direction of some size is multiplied by, group by group."""
+        """What a direction of some norm is multiplied by, group by group."""
         limits = torch.finfo(size.dtype)
         return (self.bounded(stack, wanted, lr) / size.clamp_min(limits.tiny)).clamp(max=limits.max)
 

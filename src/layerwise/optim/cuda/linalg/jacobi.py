@@ -4,7 +4,6 @@ U is nearly an eigenbasis of M: that of an earlier M, or one rounded to half pre
 diagonal, and says how to turn U. Nothing here waits for the device; columns keep their places and are not sorted.
 """
 
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -12,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
+from layerwise.foundations.linalg.probes import probe_columns
 from layerwise.optim.cuda.linalg.fp16 import HalfPair
 from layerwise.optim.cuda.linalg.products import TORCH, HalfPairProducts, Products
 from layerwise.optim.cuda.triton import products as triton_products
@@ -184,35 +184,6 @@ def _spectral_norm(E: Tensor, applications: int = APPLICATIONS) -> Tensor:
         v = v / v.norm(dim=-2, keepdim=True).clamp(min=torch.finfo(E.dtype).tiny)
         v = E @ v
     return v.norm(dim=-2).amax(-1)
-
-
-def probe_columns(n: int, columns: int, like: Tensor) -> Float[Tensor, "n k"]:
-    """`signs`, kept from call to call; up to twice as many rows as columns, the columns of I, which miss nothing.
-
-    >>> probe_columns(3, 1, like=torch.zeros(())).tolist(), probe_columns(2, 1, like=torch.zeros(())).tolist()
-    ([[-1.0], [-1.0], [1.0]], [[1.0, 0.0], [0.0, 1.0]])
-    """
-    return _kept_columns(n, columns, like.dtype, like.device)
-
-
-@lru_cache(maxsize=64)
-def _kept_columns(n: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        like = torch.empty(0, dtype=dtype, device=device)
-        return torch.eye(n, dtype=dtype, device=device) if n <= 2 * columns else signs(n, columns, like)
-
-
-def signs(n: int, columns: int, like: Tensor) -> Float[Tensor, "n k"]:
-    """±1 without a pattern, the same at every call: a hash of the position, made where `like` lies.
-
-    >>> signs(3, 2, torch.zeros(())).tolist()
-    [[-1.0, -1.0], [1.0, 1.0], [1.0, -1.0]]
-    """
-    x = torch.arange(1, n * columns + 1, device=like.device)
-    for _ in range(2):  # multiply and fold, modulo 2³²
-        x = (x * 0x45D9F3B) & 0xFFFFFFFF
-        x = x ^ (x >> 16)
-    return (1 - 2 * ((x >> 7) & 1)).to(like.dtype).reshape(n, columns)
 
 
 def _or_infinite(x: Tensor) -> Tensor:

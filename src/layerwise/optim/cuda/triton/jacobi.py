@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float16, Float32
 from torch import Tensor
 
-from layerwise.optim.cuda.linalg.jacobi import signs
+from layerwise.foundations.linalg.probes import signs
 from layerwise.optim.cuda.linalg.split_fp16 import Half, HalfPair
 from layerwise.optim.cuda.triton.device import ceil, kernels, on
 from layerwise.optim.cuda.triton.products import Tiles, pair_product, split
