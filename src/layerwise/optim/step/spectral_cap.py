@@ -40,7 +40,7 @@ def capped(D: Float[Tensor, "K O I"], norms: Float[Tensor, "K"], sides: tuple[in
     excess = (sigma - (share * norms).view(-1, 1, 1).to(sigma)).clamp_min(0).nan_to_num(0.0)
     root = excess.sqrt()  # on both sides: either alone may exceed half precision
     u, v = u / sigma.clamp_min(torch.finfo(u.dtype).tiny) * root, v * root
-    return torch.baddbmm(D, u.to(D.dtype), v.mT.to(D.dtype), alpha=-1)
+    return torch.addcmul(D, u.to(D.dtype), v.mT.to(D.dtype), value=-1)  # one pass, where baddbmm copies D first
 
 
 def right_singular_vectors(D: Float[Tensor, "K O I"]) -> Float[Tensor, "K I 1"]:
