@@ -10,8 +10,9 @@ of the gradient, and the result takes the norm of AdamW's own update:
 
     W ← (1 − η·decay) W − η · D ‖m̂/(√v̂ + ε)‖ / ‖D‖,    D = P⁻ᵖ m Q⁻ᑫ
 
-matrix by matrix, the largest singular value of D within bounds (`spectral_cap`). So η, its schedule and the decay mean what they mean for AdamW, whatever the scale of the loss: D is
-linear in m, relative damping makes P and Q free of units, and ε is relative to the first gradient (`unit_of`).
+matrix by matrix, and cut along its largest singular value where that is too large (`spectral_cap`). So η, its schedule
+and the decay mean what they mean for AdamW, whatever the scale of the loss: D is linear in m, relative damping makes P
+and Q free of units, and ε is relative to the first gradient (`unit_of`).
 """
 
 import math
