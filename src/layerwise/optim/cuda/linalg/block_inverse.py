@@ -108,7 +108,7 @@ def leaf_inverse(
     >>> X, good = torch.zeros(1, 2, 2), torch.ones(1, dtype=torch.int8)
     >>> leaf_inverse(torch.tensor([[[4.0, 0.0], [2.0, 2.0]]]), X, good)
     >>> [[round(x, 5) for x in row] for row in X[0].tolist()], good.tolist()
-    ([[[0.5, 0.0], [-0.5, 1.0]]], [1])
+    ([[0.5, 0.0], [-0.5, 1.0]], [1])
     """
     K, n = M.shape[:2]
     if M.dtype == torch.float32 and K <= MOST_MATRICES and available(M.device):
