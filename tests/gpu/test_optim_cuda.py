@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import layerwise as lw
+from gpt_block import Block
 from layerwise.optim.rule import kept
 from waiting import nothing_waits
 
@@ -40,30 +41,13 @@ SAVED = ("KFAC", "EKFAC running", "Shampoo", "SOAP", "Muon", "Adam")
 """One for each kind of state."""
 
 
-class Block(nn.Module):
-    """Attention and two layers behind it, with biases."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, h: Tensor) -> Tensor:
-        n = len(h)
-        q, k, v = (t.view(n, LENGTH, HEADS, -1).transpose(1, 2) for t in self.qkv(self.norm1(h)).chunk(3, -1))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(n, LENGTH, WIDTH)
-        h = h + self.out(mixed)
-        return h + self.down(F.gelu(self.up(self.norm2(h))))
-
-
 class SmallGPT(nn.Module):
     """Two blocks; the head has an odd number of outputs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.places = nn.Embedding(CLASSES, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.Sequential(Block(), Block())
+        self.blocks = nn.Sequential(Block(WIDTH, HEADS), Block(WIDTH, HEADS))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES + 1)
         self.register_buffer("positions", torch.arange(LENGTH))
 

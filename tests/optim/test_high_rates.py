@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import layerwise as lw
+from gpt_block import Block
 from layerwise.optim.step import spectral_cap
 
 TEXT = Path(os.environ.get("LAYERWISE_DATA", "")) / "text" / "tinyshakespeare.txt"
@@ -16,26 +17,11 @@ WIDTH, HEADS, LENGTH, BATCH = 128, 4, 64, 16
 RATE, WARM_UP, STEPS = 1e-2, 40, 40
 
 
-class Block(nn.Module):
-    """Pre-norm causal attention and a perceptron."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
 class Characters(nn.Module):
     def __init__(self, letters: int) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(letters, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks, self.norm = nn.Sequential(Block(), Block()), nn.LayerNorm(WIDTH)
+        self.blocks, self.norm = nn.Sequential(*(Block(WIDTH, HEADS) for _ in range(2))), nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, letters, bias=False)
         for name, p in self.named_parameters():
             if p.ndim > 1:

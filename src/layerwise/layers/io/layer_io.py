@@ -321,7 +321,7 @@ class RecordedIO(LayerIO):
         total, count = None, 0
         for call in self.calls:
             module, site, rule = call.site.module, call.site.key, call.site.rule
-            x = call.x.to(self._one_call(call)._input_dtype())
+            x = _rounded(call.x, self._one_call(call)._input_dtype())
             batched = x if rule.lead(module, site, x) else x.unsqueeze(0)
             found = rule.channel_moment(module, site, batched)
             if found is None:
@@ -392,7 +392,7 @@ class RecordedIO(LayerIO):
             call = part.calls[0]
             found = None
             if keep is None:
-                found = call.site.rule.input_moment(call.site.module, call.site.key, call.x.to(dtype))
+                found = call.site.rule.input_moment(call.site.module, call.site.key, _rounded(call.x, dtype))
             if found is None:
                 found = part._plain_moment(dtype)
             total = found[0] if total is None else total + found[0]
@@ -439,6 +439,11 @@ class GradientIO(LayerIO):
     def rows(self) -> Float[Tensor, "V N K O I"]:
         """As given."""
         return self.gradients
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Inputs in the type that they are multiplied in; indices stay indices."""
+    return x.to(dtype) if x.is_floating_point() else x
 
 
 def where_kept(t: Tensor, keep: Bool[Tensor, "N S"], offset: int = 0) -> Tensor:

@@ -2,9 +2,8 @@
 
 Of two updates of one norm ``‖D‖``, one that has all of it in a single direction moves the weights √r times as far
 along that as one of stable rank ``r = ‖D‖²/σ₁²`` moves them along its largest. AdamW's updates have a stable rank of 3
-to 5. K-FAC's fall to 1.5 where gradients become large in a direction that its factors have not yet seen much of, and
-losses jump there (decision 30). So a direction is cut along its largest singular value, where that is more than
-`TIMES` the root mean square of all of them:
+to 5. Those of K-FAC fall to 1.5 at high rates, and losses jump there (decision 30). So a direction is cut along its
+largest singular value, where that is more than `TIMES` the root mean square of all of them:
 
     D ← D (I − (1 − s/‖D v‖) v vᵀ)   where  ‖D v‖ > s = TIMES · ‖D‖ / √min(O, I)
 
