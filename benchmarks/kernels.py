@@ -9,7 +9,7 @@ constructed, so that all that depends on it (which factors are packed, which ste
 without these kernels. Groups overlap and do not add up: "products of halves" are needed by "sweeps".
 
 The first row of a member has all kernels. `adds`: milliseconds that the optimizer adds to an iteration, mean of the
-steps from 81 on (before, statistics are more often); `more`: than the first row. `host`: of `step()`; `first 10`:
+steps from 50 on; `more`: than the first row. `host`: of `step()`; `first 10`:
 seconds of construction and ten steps, where kernels of earlier rows are compiled already; `state`: over AdamW's.
 """
 
@@ -29,7 +29,7 @@ from gpu.rows import rows
 from gpu.tasks import MODELS, task
 from gpu.training import measure
 
-from layerwise.optim.cuda import elementwise, factor, pieces, scalings, storage
+from layerwise.optim.cuda import elementwise, factor, pieces, scalings, spectral_cap, storage
 from layerwise.optim.cuda import rows as kept_rows
 from layerwise.optim.cuda.linalg import (
     block_inverse,
@@ -43,8 +43,8 @@ from layerwise.optim.cuda.triton import device, products
 
 MEMBERS = ["KFAC empirical 10", "EKFAC running 10", "SOAP 10"]
 ALL = "all of them"
-STEADY = 81
-"""The first step from which statistics are as far apart as they will be (`optim.step.statistics_schedule`)."""
+STEADY = 50
+"""A step from which refreshes have been captured, and statistics are as far apart as they will be."""
 
 
 def _never(*_: Any, **__: Any) -> bool:
@@ -67,6 +67,7 @@ GROUPS: dict[str, list[tuple[Any, str, Any]]] = {
     "sweeps": [(jacobi_fp16, "_takes", _never)],
     "leaves of inverses": [(block_inverse, "available", _never)],
     "rounded scalings": [(scalings, "available", _never)],
+    "bound on singular values": [(spectral_cap, "available", _never)],
 }
 """Names that ask whether kernels are used, module by module."""
 TOUCHES = {

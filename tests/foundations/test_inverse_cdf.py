@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from layerwise.foundations.likelihoods.categorical import BLOCK, inverse_cdf
+from layerwise.foundations.likelihoods.categorical import BLOCK, Categorical, inverse_cdf
 
 
 def plain(p: Tensor, u: Tensor) -> Tensor:
@@ -30,3 +30,33 @@ def test_frequencies_are_probabilities():
     drawn = inverse_cdf(p.expand(1000, -1), u).squeeze(-1)
     assert drawn.unique(return_counts=True)[1].tolist() == [200, 500, 300]
     assert drawn.unique().tolist() == [3, 2 * BLOCK, 5 * BLOCK - 1]
+
+
+def drawn(f: Tensor) -> Tensor:
+    """A vector for each position, of labels drawn with the same numbers whatever the precision."""
+    law = Categorical(class_axis=-1)
+    terms = law.standardize(f, None, None, lambda t: t)
+    return law.sample(terms, torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("C", [7, 6 * BLOCK + 5])
+def test_vectors_in_half_precision(C: int, dtype: torch.dtype):
+    """Nearly the labels of single precision; entries are rounded once, and each vector adds up to zero."""
+    f = (3 * torch.randn(64, 5, C, generator=torch.Generator().manual_seed(C))).to(dtype)
+    found, expected = drawn(f), drawn(f.float())
+    assert found.dtype == dtype
+    same = found.argmin(-1) == expected.argmin(-1)
+    assert float(same.double().mean()) > 0.9
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(found[same].float(), expected[same], rtol=2 * rounding, atol=1e-6)
+    assert float(found.double().sum(-1).abs().max()) < rounding
+
+
+def test_a_model_that_is_sure_keeps_small_gradients():
+    """Beside p_y = 0.999 its rounding to bfloat16, a part in 512, would be more than all of ``1 − p_y``."""
+    f = torch.zeros(200, 1, 10)
+    f[..., 0] = 9.0
+    found, expected = drawn(f.bfloat16()), drawn(f)
+    assert bool((expected.argmin(-1) == 0).float().mean() > 0.9)
+    torch.testing.assert_close(found.float(), expected, rtol=2.0**-7, atol=1e-6)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from layerwise.layers.io.standard import Standard
 from layerwise.optim.cuda import elementwise
-from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, scaled, squares_ema_
+from layerwise.optim.cuda.eigenbasis_elementwise import damped_quotient, scaled, squares_ema_
 from layerwise.optim.cuda.fp16_steps import damped_half
 from layerwise.optim.cuda.triton import elementwise as triton_elementwise
 from layerwise.optim.cuda.triton.products import available
@@ -77,54 +77,20 @@ def test_damped_quotient(
     assert torch.equal(found[1], found[2])
 
 
-@pytest.mark.parametrize("with_factors", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_averages_and_quotients_in_one_pass(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], with_factors: bool
-):
-    """By both ways, and the same as one pass after the other; products are added in an order that does not change."""
-    K, O, I = shape
-    s_P, s_Q = randn(K, O, seed=2).square(), randn(K, I, seed=3).square()
-    left, right, constant = (randn(K, seed=seed).abs() + 0.1 for seed in (4, 5, 6))
-    numbers = (left, right, constant) if with_factors else (None, None, constant)
-    weight = (torch.arange(K, device="cuda") % 3) / 2  # 0, 1/2, 1
-
-    def call() -> list[Tensor]:
-        R, s = randn(2 * K, O, I)[::2], randn(K, O, I, seed=1).square() + 0.1
-        R[-1, -1, -1] = 3e19
-        means, along = s.clone(), torch.zeros(3, device="cuda")
-        apart = damped_quotient(R, squares_ema_(means, R, weight, 8), s_P, s_Q, *numbers)
-        R[-1, -1, -1] = 1.0
-        clean = averaged_quotient_(s.clone(), R, weight, 8, s_P, s_Q, *numbers, along=along[0])
-        averaged_quotient_(s.clone(), R, weight, 8, s_P, s_Q, *numbers, along=along[1])
-        R[-1, -1, -1] = 3e19
-        Y = averaged_quotient_(s, R, weight, 8, s_P, s_Q, *numbers, out=R)
-        torch.testing.assert_close(Y, apart, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(s, means, rtol=1e-6, atol=1e-6)
-        assert torch.equal(along[0], along[1])
-        return [Y, s, clean, along[0] / (O * I * K)]
-
-    same_by_both_ways(monkeypatch, call)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_quotients_are_by_means_as_they_are_kept(shape: tuple[int, int, int]):
-    """In bfloat16, rounded to the nearest, not cut off; in one pass, and again where a scale is wrong."""
+    """In bfloat16, rounded to the nearest, not cut off; and again where a scale is wrong."""
     R, one, before = randn(*shape), torch.ones(shape[0], device="cuda"), torch.zeros(shape[0], device="cuda")
     s, added = (randn(*shape, seed=1).square() + 0.1).bfloat16(), (None, None, None, None, one)
     expected = s.float().lerp(8 * R.square(), 0.25).bfloat16()
-    half = damped_half(R.clone(), s, added, before, weight=0.25 * one, factor=8.0)  # no scale was foreseen
+    squares_ema_(s, R, 0.25 * one, 8.0)
     # An entry between two neighbours may go to either where products are contracted otherwise than torch's.
     assert float((s != expected).float().mean()) < 1e-3
     torch.testing.assert_close(s.float(), expected.float(), rtol=2.0**-7, atol=0.0)
-    Y = R / (s.float() + 1)
+    Y, half = R / (s.float() + 1), damped_half(R.clone(), s, added, before)  # no scale was foreseen
     found = half.hi.float() / half.scale.view(-1, 1, 1)
     assert bool(((found - Y).flatten(1).norm(dim=1) <= 5e-4 * Y.flatten(1).norm(dim=1)).all())
-    again = averaged_quotient_(s, R, 0 * one, 8.0, *added)
-    torch.testing.assert_close(again, Y, rtol=1e-6, atol=0.0)
     torch.testing.assert_close(damped_quotient(R, s, *added), Y, rtol=1e-6, atol=0.0)
-    one_pass = averaged_quotient_(s, R, 0.5 * one, 8.0, *added)
-    torch.testing.assert_close(one_pass, R / (s.float() + 1), rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -134,22 +100,19 @@ def test_scaled(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int]):
     def call() -> list[Tensor]:
         R = randn(2 * shape[0], *shape[1:])[::2]
         sides = [scaled(R, a, None), scaled(R, None, b), scaled(R.bfloat16(), a, b)]
-        along = torch.zeros((), device="cuda")
-        return [*sides, scaled(R, a, b, out=R, along=along), along / R.numel()]
+        return [*sides, scaled(R, a, b, out=R)]
 
     same_by_both_ways(monkeypatch, call)
 
 
 def test_numbers_do_not_compile_again_and_nothing_waits():
     R, s, one = randn(2, 32, 48), torch.ones(2, 32, 48, device="cuda"), torch.ones(2, device="cuda")
-    along = torch.zeros((), device="cuda")
 
     def all_of(factor: int | float) -> None:
         squares_ema_(s, R, one, factor)
         damped_quotient(R, s, s[..., 0], s[:, 0], one, one, one)
         damped_quotient(R, s, None, None, None, None, one)
-        averaged_quotient_(s, R, one, factor, None, None, None, None, one, along=along)
-        scaled(R, s[..., 0], s[:, 0], out=R, along=along)
+        scaled(R, s[..., 0], s[:, 0], out=R)
 
     def compiled() -> int:
         kernels = triton_elementwise.kernels("eigenbasis_kernels")

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 import layerwise as lw
 from layerwise.optim.cuda import factor
 from layerwise.optim.cuda.linalg import packed, split_fp16
-from layerwise.optim.cuda.storage import StoredMatrix
 from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton.columns import average_grams_
 from random_tensors import cuda_randn as randn
@@ -49,8 +48,9 @@ def test_kernels_against_whole_matrices(n: int):
     damped = M + shift.view(-1, 1, 1) * torch.eye(n, device="cuda")
     damped.diagonal(dim1=1, dim2=2)[:, n - 15 :] = mean.unsqueeze(-1)
     assert torch.equal(packed.unpack(P, shift, n - 15, mean), damped)
-    pair, expected = packed.split(P, shift, n - 15, mean), split_fp16.split(damped)
+    pair, expected = packed.split(P), split_fp16.split(M)
     torch.testing.assert_close(pair.value(), expected.value(), rtol=1e-6, atol=0)
+    assert torch.equal(packed.split(P, 1).hi, pair.hi)
     padded = torch.nn.functional.pad(new, (0, 15, 0, 15))
     packed.ema_(P, new, weight)
     torch.testing.assert_close(packed.unpack(P), torch.lerp(M, padded, weight.view(-1, 1, 1)), rtol=1e-5, atol=1e-6)
@@ -72,7 +72,6 @@ def test_means_of_listed_matrices(n: int, border: bool):
 @pytest.mark.parametrize("name", MEMBERS)
 def test_steps_are_the_same(name: str, half: bool, monkeypatch: pytest.MonkeyPatch):
     """Bases may come to rest elsewhere where eigenvalues are nearly equal, and inverses are refined to 3e-3."""
-    monkeypatch.setattr(StoredMatrix, "packed_pair", False)  # whose sums have another order
     ends, kept = [], []
     for on in (True, False):
         if not on:

@@ -10,12 +10,9 @@ import layerwise as lw
 from layerwise.optim.cuda import factor
 from layerwise.optim.cuda.inverse import DeviceRoots
 from layerwise.optim.cuda.linalg import packed_fp16, split_fp16
-from layerwise.optim.cuda.linalg.fp16 import HalfPair
-from layerwise.optim.cuda.linalg.two_sided_product import long_between
 from layerwise.optim.cuda.storage import StoredMatrix, between
 from layerwise.optim.cuda.triton import packed as triton_packed
 from layerwise.optim.cuda.triton import products as triton_products
-from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.rule import tensors
 
 pytestmark = [
@@ -83,7 +80,7 @@ def spectrum(K: int, n: int, seed: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize("size", [(2, 768, 784), (2, 2304, 784), (2, 784, 3088)])
-def test_long_sums_are_precise(size: tuple[int, int, int], alike: bool):
+def test_directions_are_precise(size: tuple[int, int, int], alike: bool):
     """Directions ``P⁻¹ G Q⁻¹`` of a gradient that is like the factors, ``P^½ Z Q^½``, or random."""
     K, O, I = size
     sides, G = [], torch.randn(*size, device="cuda", dtype=torch.float64, generator=torch.Generator("cuda"))
@@ -93,24 +90,12 @@ def test_long_sums_are_precise(size: tuple[int, int, int], alike: bool):
         root = (U * s.sqrt()) @ U.mT
         if alike:
             G = root @ G if left else G @ root
-        H, scale = packed_fp16.zeros(K, 2, n, U.device), torch.ones(K, device="cuda")
         X = inverse.float()
-        packed_fp16.put_(H, scale, (X + X.mT) / 2)
-        sides.append((inverse, H, scale))
-    (P, *left), (Q, *right) = sides
+        sides.append((inverse, StoredMatrix.keep((X + X.mT) / 2, 2, triangle=True).matrix()))
+    (P, left), (Q, right) = sides
     expected = P @ G @ Q
-    found = [
-        unscaled(long_between(*left, G.float(), *right)),
-        between(_pair(*left), G.float(), _pair(*right)),
-    ]
-    long, three = (float((D.double() - expected).norm() / expected.norm()) for D in found)
-    assert long < 3e-3
-    assert long < 1.5 * three + 1e-5
-
-
-def _pair(H: Tensor, scale: Tensor) -> HalfPair:
-    halves = packed_fp16.unpack(H)
-    return HalfPair(halves[:, 0], halves[:, 1], scale)
+    found = between(left, G.float(), right)
+    assert float((found.double() - expected).norm() / expected.norm()) < 3e-3
 
 
 def train(model: nn.Module, opt: lw.optim.Layerwise, start: int, stop: int, half: bool = False) -> None:
@@ -147,11 +132,7 @@ def packing(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 @pytest.mark.parametrize("half", [True, False])
 @pytest.mark.parametrize("name", MEMBERS)
-def test_steps_are_the_same_bit_for_bit(
-    name: str, half: bool, packing: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
-):
-    """If the three products of a pair are made one after the other, too."""
-    monkeypatch.setattr(StoredMatrix, "packed_pair", False)
+def test_steps_are_the_same_bit_for_bit(name: str, half: bool, packing: Callable[[bool], None]):
     found = []
     for on in (True, False):
         packing(on)
@@ -165,10 +146,7 @@ def test_steps_are_the_same_bit_for_bit(
 
 
 @pytest.mark.parametrize("kinds", [(False, True), (True, False)])
-def test_a_checkpoint_goes_from_one_to_the_other(
-    kinds: tuple[bool, bool], packing: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(StoredMatrix, "packed_pair", False)
+def test_a_checkpoint_goes_from_one_to_the_other(kinds: tuple[bool, bool], packing: Callable[[bool], None]):
     found = []
     for first, second in ((False, False), kinds):
         packing(first)

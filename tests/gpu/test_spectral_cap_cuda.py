@@ -1,10 +1,15 @@
-"""The bound on singular values of updates, on a GPU: in half precision, and in a captured step."""
+"""The bound on singular values of updates, on a GPU: by torch and by kernels, and in a captured step."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from layerwise.optim.step.spectral_cap import capped
+from layerwise.optim.cuda.triton import spectral_cap as triton_spectral_cap
+from layerwise.optim.cuda.triton.device import available
+from layerwise.optim.step.spectral_cap import capped, most_of_norm
+from waiting import nothing_waits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,13 +39,39 @@ def test_as_in_double_precision(dtype: torch.dtype) -> None:
     assert bool((norms(found.double() - expected) < 2e-3 * norms(expected)).all())
 
 
-def test_in_a_graph(no_synchronisation: None) -> None:
+def by_kernels(D: Tensor) -> Tensor:
+    found = D.clone()
+    triton_spectral_cap.cap_(found, most_of_norm((768, 2304)))
+    return found
+
+
+needs_triton = pytest.mark.skipif(
+    not (torch.cuda.is_available() and available(torch.device("cuda"))), reason="needs triton"
+)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_kernels_cut_the_same(dtype: torch.dtype) -> None:
+    D = peaked(dtype)
+    assert triton_spectral_cap.fits(D)
+    expected, found = capped(D.double(), norms(D.double()), (768, 2304)), by_kernels(D)
+    assert bool((norms(found.double() - expected) < 5e-3 * norms(expected)).all())
+    assert torch.equal(found, by_kernels(D))  # the same numbers every time
+    flat = torch.randn(2, 512, 640, device="cuda", dtype=dtype)
+    assert torch.equal(by_kernels(flat), flat)
+
+
+@pytest.mark.parametrize(
+    "cut", [pytest.param(by_kernels, marks=needs_triton), lambda D: capped(D, norms(D), (768, 2304))]
+)
+def test_in_a_graph(cut: Callable[[Tensor], Tensor]) -> None:
     D = peaked(torch.float16)
-    expected = capped(D, norms(D), (768, 2304))
+    expected, other = cut(D), torch.zeros_like(D)
+    cut(other)
     graph = torch.cuda.CUDAGraph()
-    other = torch.zeros_like(D)
-    with torch.cuda.graph(graph):
-        found = capped(other, norms(other), (768, 2304))
+    with nothing_waits(), torch.cuda.graph(graph):
+        found = cut(other)
     other.copy_(D)
     graph.replay()
     torch.testing.assert_close(found, expected)

@@ -178,6 +178,10 @@ class LayerRule(ABC, Generic[M]):
     def outgrads(self, module: M, site: str, dy: Tensor) -> Tensor:
         """``[V, *lead, S, K, O]`` from gradients ``[V, *out]`` of the layer's output."""
 
+    def copies_of_input(self, module: M) -> int | None:
+        """About how many times the size of x `input_moment` needs as scratch; None: as the standard form does."""
+        return None
+
     def input_moment(self, module: M, site: str, x: Tensor) -> Moment | None:
         """A faster route to ``Σ aaᵀ`` than through `inputs`; None where there is none."""
         return None

@@ -135,6 +135,10 @@ class SplitRule(LayerRule[nn.Module]):
         """``[V, *lead, S, K, O]``."""
         return self.of.outgrads(module, site, dy).squeeze(-2).unflatten(-1, (self.count, -1))
 
+    def copies_of_input(self, module: nn.Module) -> int | None:
+        """The layer's own."""
+        return self.of.copies_of_input(module)
+
     def input_moment(self, module: nn.Module, site: str, x: Tensor) -> Moment | None:
         """The layer's own, K times."""
         found = self.of.input_moment(module, site, x)

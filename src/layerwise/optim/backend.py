@@ -228,10 +228,24 @@ class Backend(ABC):
         """``m̂/(√v̂ + ε)``, both moments moved towards the gradient and its square before."""
 
     def adam_norms_(
-        self, state: State, grad: Float[Tensor, "K O I"], betas: tuple[float, float], eps: float, context: Context
-    ) -> Float[Tensor, "K"]:
-        """The norm of that step, matrix by matrix, moments moved as there; the step itself is not wanted."""
-        return norms(self.adam_(state, grad, betas, eps, context))
+        self, state: State, grad: Float[Tensor, "K O I"], betas: tuple[float, float], eps: float, context: Context,
+        apart: int = 1,
+    ) -> Float[Tensor, "K"]:  # fmt: skip
+        """The norm of that step, matrix by matrix, moments moved as there; the step itself is not wanted.
+
+        It is that of rows 0, `apart`, 2·`apart`, …, which are all that v has; m has all rows, or these.
+        """
+        seen = grad[:, ::apart][:, : state["v"].shape[1]].contiguous()
+        if state["m"].shape == state["v"].shape:
+            return norms(self.adam_(state, seen, betas, eps, context))
+        part = state | {"m": state["m"][:, ::apart][:, : seen.shape[1]].contiguous()}
+        found = norms(self.adam_(part, seen, betas, eps, context))
+        self.average_(state["m"], grad, betas[0], context)
+        return found
+
+    def average_(self, mean: Float[Tensor, "K O I"], X: Float[Tensor, "K O I"], decay: float, context: Context) -> None:
+        """``mean ← decay·mean + (1 − decay)·X``, in a step that is taken."""
+        mean.lerp_(X, 1 - decay)
 
     @abstractmethod
     def adam_in_basis_(
@@ -239,6 +253,10 @@ class Backend(ABC):
         floor: Callable[[Tensor], Tensor | None], context: Context,
     ) -> Any:  # fmt: skip
         """SOAP's ``M/(√V + ε)·√c₂/c₁`` in its basis; no step where V is not above the `floor` (of c₂)."""
+
+    def no_step(self, basis: Eigenbasis, grad: Float[Tensor, "K O I"]) -> Any:
+        """A direction of zero, as of a step that only makes a basis."""
+        return torch.zeros_like(grad)
 
     @abstractmethod
     def orthogonalized_momentum_(
@@ -253,11 +271,9 @@ class Backend(ABC):
 
     @abstractmethod
     def damped_quotient(
-        self, R: Any, s: Tensor, basis: Eigenbasis, added: tuple[Tensor | None, Tensor | None, Tensor],
-        grad: Tensor, context: Context, average: float | None = None,
-    ) -> Any:  # fmt: skip
-        """``R / (s + s_P·right + left·s_Q + constant)`` with `added` (left, right, constant); with `average`, a decay,
-        `average_squares_` comes before."""
+        self, R: Any, s: Tensor, basis: Eigenbasis, added: tuple[Tensor | None, Tensor | None, Tensor], grad: Tensor
+    ) -> Any:
+        """``R / (s + s_P·right + left·s_Q + constant)`` with `added` (left, right, constant)."""
 
     @abstractmethod
     def factored_damping(

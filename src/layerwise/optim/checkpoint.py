@@ -58,8 +58,6 @@ class Checkpointed(torch.optim.Optimizer):
     _notices: Notices
     _sharding: Sharding | None = None
     _on_one_rank: LocalParameters | None = None
-    _growing: bool = False
-    """Whether statistics are more often at first (`step.statistics_schedule`): not in trainings of version 0.1."""
     _unit: float | None = None
     """Of the first gradients, for AdamW's ε (`step.update.unit_of`)."""
 
@@ -141,7 +139,6 @@ class Checkpointed(torch.optim.Optimizer):
             "rounds": 0 if self._capture is None else self._capture.rounds,
             "damping": self._damping.state() | {"step": self.steps_taken},
             "unit": self._unit,
-            "growing": self._growing,
             "likelihood": self._labels.recognised,
         }
 
@@ -193,7 +190,6 @@ class Checkpointed(torch.optim.Optimizer):
         self.steps_taken = int(engine["steps"])
         self._damping.load_state(engine["damping"])
         self._unit = engine.get("unit")
-        self._growing = bool(engine.get("growing", False))
         if self._capture is not None:
             if self._labels.likelihood == "auto":
                 self._labels.recognise(self._capture, engine.get("likelihood"))

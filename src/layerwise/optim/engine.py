@@ -53,7 +53,6 @@ from layerwise.optim.statistics.hooks import Capture, Seen
 from layerwise.optim.statistics.labels import Labels
 from layerwise.optim.statistics.loss_scale import LossScale
 from layerwise.optim.statistics.output import OutputReader
-from layerwise.optim.step import statistics_schedule
 from layerwise.optim.step.clip import Clip
 from layerwise.optim.step.damping import Damping
 from layerwise.optim.step.graft import Graft
@@ -94,7 +93,7 @@ class Layerwise(Checkpointed):
             `step_result`).
         damping_scale: "relative" to each factor's mean eigenvalue, or "absolute".
         damping_split: how absolute damping is divided between two factors: "trace", "equal" (or "exact", EKFAC).
-        factor_every: steps between statistics; fewer at first (after t steps at most t/8), but for the bare formula.
+        factor_every: steps between statistics; the first ten steps each take some, but for the bare formula.
         refresh_every: steps between decompositions; layers take turns, so that no step is slow.
         factor_decay: ρ of the statistics' running mean.
         estimator: "empirical" (the loss's own gradients), "sampled" or "exact" (labels of the model; need
@@ -195,7 +194,6 @@ class Layerwise(Checkpointed):
             momentum = betas[0]
         self.factor_every = positive("factor_every", factor_every)
         self.refresh_every = positive("refresh_every", refresh_every)
-        self._growing = scale == "adam"  # bare formulas take statistics as they are told to, from the start
         self._scale = LossScale(loss_average, accumulate, grad_scaler)
         self._labels = Labels(estimator, likelihood, self._how[0].samples)
         self.separate_bias = scale == "adam" if separate_bias is None else separate_bias
@@ -326,7 +324,7 @@ class Layerwise(Checkpointed):
     def _builder(self) -> Builder:
         accumulator, every = self._accumulator, self.refresh_every
         parts = (self._health, self._damping, self._clip, self._graft, self._size, accumulator, every)
-        draws = self.requires.outgrads and self._labels.estimator != "empirical"
+        draws = self.requires.outgrads and self._labels.may_draw
         how = (self._how, parts, self.factor_every, draws, self._precision, self._divided)
         return Builder(self.model, self.table, self.param_groups, self._choice, *how)
 
@@ -503,7 +501,7 @@ class Layerwise(Checkpointed):
 
     def _statistics_are_due(self, step: int) -> bool:
         """Whether a step takes statistics."""
-        return statistics_schedule.is_due(step, self.factor_every, self._growing)
+        return (step - 1) % self.factor_every == 0
 
     def _context(self, stack: Stack, examples: int) -> Context:
         step, group = self.steps_taken, stack.group

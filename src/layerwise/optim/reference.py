@@ -494,12 +494,9 @@ class Reference(Backend):
         s.copy_(torch.where(good, torch.lerp(squares, s, decay), s))
 
     def damped_quotient(
-        self, R: Tensor, s: Tensor, basis: Eigenbasis, added: tuple[Tensor | None, Tensor | None, Tensor],
-        grad: Tensor, context: Context, average: float | None = None,
-    ) -> Tensor:  # fmt: skip
-        """One after the other."""
-        if average is not None:
-            self.average_squares_(s, R, average, context)
+        self, R: Tensor, s: Tensor, basis: Eigenbasis, added: tuple[Tensor | None, Tensor | None, Tensor], grad: Tensor
+    ) -> Tensor:
+        """Entry by entry."""
         return R / damped_scalings(s, basis, *added)
 
     def factored_damping(

@@ -8,8 +8,7 @@ from torch import Tensor
 from interpreter import INTERPRETED
 from layerwise.foundations.errors import InputError
 from layerwise.optim.cuda import elementwise
-from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, scaled, squares_ema_
-from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.eigenbasis_elementwise import damped_quotient, scaled, squares_ema_
 from layerwise.optim.cuda.triton import elementwise as triton_elementwise
 from random_tensors import randn
 
@@ -96,44 +95,13 @@ def test_damped_quotient(shape: tuple[int, int, int], with_factors: bool, means:
         added = added + s_Q.double().unsqueeze(-2) * left.double().view(-1, 1, 1)
     expected = R.double() / (s.double() + added)
     numbers = (left, right, constant) if with_factors else (None, None, constant)
-    before, along = R.clone(), torch.tensor(torch.nan)
-    close(damped_quotient(R, s, s_P, s_Q, *numbers, along=along), expected)
+    before = R.clone()
+    close(damped_quotient(R, s, s_P, s_Q, *numbers), expected)
     assert torch.equal(R, before)
-    close(along, (expected * R.double()).sum(), 1e-5)
     half = torch.empty(shape, dtype=torch.bfloat16)
     close(damped_quotient(R, s, s_P, s_Q, *numbers, out=half), expected, HALF)
     assert damped_quotient(R, s, s_P, s_Q, *numbers, out=R) is R
     close(R, expected)
-
-
-@pytest.mark.parametrize("dtype", MEANS)
-@pytest.mark.parametrize("with_factors", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_averages_and_quotients_in_one_pass(shape: tuple[int, int, int], with_factors: bool, dtype: torch.dtype):
-    """The same as one after the other; squares that are not finite, and a weight of zero, leave means alone.
-
-    Also where means are rounded: quotients are by what is kept.
-    """
-    K, O, I = shape
-    R, s = strided(*shape), (strided(*shape, seed=1).square() + 0.1).to(dtype)
-    R[0, 0, 0], R[1, 0, 0], R[2, -1, -1] = 3e19, torch.inf, torch.nan
-    weight, scale = torch.tensor([0.25, 1.0, 0.0, 0.7]), torch.tensor([2.0, 4.0, 8.0, 0.5])
-    held = Scaled(R * scale.view(-1, 1, 1), (scale,))
-    sides = (randn(K, O, seed=2).square(), randn(K, I, seed=3).square())
-    left, right, constant = (randn(K, seed=seed).abs() for seed in (4, 5, 6))
-    added = (*sides, left, right, constant) if with_factors else (None, None, None, None, constant)
-    means, largest, along = s.clone(), torch.zeros(2, K), torch.zeros(2)
-    expected = damped_quotient(R, squares_ema_(means, R, weight, 3), *added, largest=largest[0])
-    found = averaged_quotient_(s, held, weight, 3, *added, out=held.C, largest=largest[1], along=along[0])
-    assert found is held.C
-    for x, y in ((found, expected), (s, means), (largest[1], largest[0])):
-        assert torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0))
-    assert along[0].isnan()
-    clean = Scaled(strided(*shape, seed=8), (scale,))
-    expected = averaged_quotient_(s.clone(), clean, weight, 3, *added, along=along[0])
-    averaged_quotient_(s, clean, weight, 3, *added, out=torch.empty(shape, dtype=torch.bfloat16), along=along[1])
-    assert torch.equal(along[0], along[1])  # of what is not rounded yet
-    close(along[0], (expected.double() * clean.C.double() / scale.double().view(-1, 1, 1)).sum(), 1e-5)
 
 
 def test_what_is_added_is_never_zero():
@@ -157,11 +125,8 @@ def test_scaled(shape: tuple[int, int, int], dtype: torch.dtype):
     close(scaled(R, None, b), R.double() * columns, bound)
     expected = R.double() * rows * columns
     close(scaled(R, a, b, out=torch.empty(shape)), expected)
-    product = (expected * R.double()).sum()
-    along = torch.tensor(torch.nan)
-    assert scaled(R, a, b, out=R, along=along) is R
+    assert scaled(R, a, b, out=R) is R
     close(R, expected, bound)
-    close(along, product, 1e-4)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="float64 goes by torch")
@@ -172,10 +137,8 @@ def test_float64_stays_float64(monkeypatch: pytest.MonkeyPatch):
     assert torch.equal(scaled(R, s[..., 0] + 1, None), 2 * R)
     assert torch.equal(squares_ema_(s, R, 0.5 * one), 0.5 + 0.5 * R.square())
     empty = torch.empty(0, 3, 4)
-    along = torch.ones(())
-    assert damped_quotient(empty, empty, None, None, None, None, torch.empty(0), along=along).shape == (0, 3, 4)
-    assert scaled(empty, None, None, along=torch.ones(())).shape == (0, 3, 4)
-    assert not along
+    assert damped_quotient(empty, empty, None, None, None, None, torch.empty(0)).shape == (0, 3, 4)
+    assert scaled(empty, None, None).shape == (0, 3, 4)
 
 
 def test_stacks_that_do_not_fit(monkeypatch: pytest.MonkeyPatch):

@@ -135,7 +135,6 @@ def test_every_direction_is_of_the_present_basis_and_scalings(split: str, change
 @pytest.mark.parametrize("finite", [True, False])
 @pytest.mark.parametrize("split", ["exact", "trace"])
 def test_an_asynchronous_average_is_the_plain_one_or_none(split: str, finite: bool):
-    """In a pass of its own, and in one with the quotient."""
     plain, cuda = Reference(), CudaBackend()
     options = {"scaling": "running", "scaling_decay": 0.3, "split": split}
     rule, state, shape = rule_and_state(plain, dtype=torch.float32, **options)

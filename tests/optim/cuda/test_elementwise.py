@@ -193,6 +193,34 @@ def test_norms_of_adam_by_a_gradient_in_half_precision(way: str):
 
 
 @pytest.mark.parametrize("all_finite", STEPS)
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(("rows", "own", "apart"), [(17, 17, 3), (20, 18, 5), (16, 16, 1)])
+def test_norms_of_some_rows(way: str, rows: int, own: int, apart: int, whole: bool, all_finite: Tensor | None):
+    """v is of these rows alone, of padding none; m of all, or of the same. Beside them nothing is read or written."""
+    seen = range(0, own, apart)
+    g, ones = strided(3, rows, 37, seed=2), torch.ones(3)
+    numbers = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-3, "correction1": ones, "correction2": 0.5 * ones}
+    m, v = strided(3, rows if whole else len(seen), 37), strided(3, len(seen), 37, seed=1).square_()
+    parts = [m[:, seen].clone() if whole else m.clone(), v.clone(), g[:, seen].clone()]
+    moved = m.clone() if is_shut(all_finite) else m.lerp(g if whole else parts[2], 0.1)
+    expected, _ = elementwise.adam_norms_(*parts, **numbers, all_finite=all_finite)
+    found, largest = elementwise.adam_norms_(m, v, g, **numbers, all_finite=all_finite, apart=apart)
+    close(found, expected, 1e-5)
+    close(m, moved)
+    close(v, parts[1])
+    if not is_shut(all_finite):
+        assert torch.equal(largest, m.abs().amax((1, 2)))
+
+
+def test_rows_that_do_not_belong_together_are_refused():
+    one, stack = torch.ones(1), torch.zeros(1, 9, 4)
+    numbers = {"beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "correction1": one, "correction2": one}
+    for m, v in ((torch.zeros(1, 4, 4), torch.zeros(1, 3, 4)), (stack, torch.zeros(1, 4, 4))):
+        with pytest.raises(InputError, match="v of those rows"):
+            elementwise.adam_norms_(m, v, stack, **numbers, apart=3)
+
+
+@pytest.mark.parametrize("all_finite", STEPS)
 def test_norms_are_those_of_the_step_itself(way: str, all_finite: Tensor | None):
     """The same moments to the bit; a group of zeros has the norm zero, an empty stack none."""
     g, ones = strided(3, 17, 31, seed=2), torch.ones(3)

@@ -15,7 +15,7 @@ import layerwise as lw
 from interpreter import INTERPRETED, only_interpreted
 from layerwise.optim.cuda import elementwise, storage
 from layerwise.optim.cuda.adam_corrections import corrections_
-from layerwise.optim.cuda.backend import CudaBackend, step_bound
+from layerwise.optim.cuda.backend import step_bound
 from layerwise.optim.cuda.executor import AsynchronousExecutor
 from layerwise.optim.cuda.linalg import orthogonal, split_fp16
 from layerwise.optim.cuda.linalg.fp16 import Half
@@ -39,7 +39,7 @@ SQUARE_ROOT = "Shampoo, power ½"
 RULES: dict[str, Any] = {
     "SOAP": RotatedAdam,
     "EKFAC": lambda: CorrectedEigenvalues(scaling="running"),
-    "EKFAC, one pass": lambda: CorrectedEigenvalues(scaling="running", split="trace"),
+    "EKFAC, trace": lambda: CorrectedEigenvalues(scaling="running", split="trace"),
     "Shampoo": lambda: KroneckerRoots("gradient", "gradient", (0.25, 0.25)),
     SQUARE_ROOT: lambda: KroneckerRoots("gradient", "gradient", (0.5, 0.5)),
 }
@@ -78,7 +78,7 @@ def exact(name: str, rule: Any, state: State, G: Tensor) -> Tensor:
     elif name == "EKFAC":
         s = state["s"].double()
         Y = R / (s + DAMPING * s.mean((-2, -1), keepdim=True))
-    elif name == "EKFAC, one pass":
+    elif name == "EKFAC, trace":
         s_P, s_Q = values[0].unsqueeze(-1), values[1].unsqueeze(-2)
         left, right = (DAMPING**0.5 * s.mean((-2, -1), keepdim=True) for s in (s_P, s_Q))
         Y = R / (state["s"].double() + left * s_Q + s_P * right + left * right)
@@ -211,14 +211,7 @@ def test_kernels_make_the_same_directions(name: str, monkeypatch: pytest.MonkeyP
     assert float((divided(by_kernels) - expected).norm() / expected.norm()) < ROUNDING
 
 
-# --- what the passes find on their way ------------------------------------------------------------------------
-
-
-def asked(rule: Any, state: State, shape: Shape, G: Tensor, gradient: Tensor | None = None) -> tuple[Any, Context]:
-    """A direction of G in a step that asks for ``⟨D, ∇L⟩``, whose gradient may be another."""
-    context = context_of(shape, G if gradient is None else gradient, TRUE)
-    context.device_step.asks_along = True
-    return rule.direction(state, G, context), context
+# --- what is clipped ------------------------------------------------------------------------------------------
 
 
 def clip_factor(clip: Clip, D: Scaled, G: Tensor) -> float:
@@ -228,24 +221,16 @@ def clip_factor(clip: Clip, D: Scaled, G: Tensor) -> float:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("name", ["EKFAC", "EKFAC, one pass", "Shampoo", SQUARE_ROOT])
-def test_the_product_with_the_gradient_is_found_on_the_way(name: str, monkeypatch: pytest.MonkeyPatch):
-    """And taken by the clip, where it is of the step's own gradient."""
+@pytest.mark.parametrize("name", ["EKFAC", "EKFAC, trace", "Shampoo", SQUARE_ROOT])
+def test_directions_that_are_not_divided_yet_are_clipped(name: str, monkeypatch: pytest.MonkeyPatch):
     rule, state, shape = rule_and_state(name)
     if INTERPRETED:
         use_kernels(monkeypatch)
     G = randn(2, 16, 24, seed=5)
-    D, context = asked(rule, state, shape, G)
+    D = rule.direction(state, G, context_of(shape, G, TRUE))
     assert isinstance(D, Scaled)
-    assert D.along is not None
-    assert context.device_step.along is None
     expected = float((divided(D) * G.double()).sum())
-    assert abs(float(D.along) / expected - 1) < 3e-3
-    assert asked(rule, state, shape, G.clone(), G)[0].along is None
-    clip = Clip.read(1e-3)
-    found = clip_factor(clip, D, G)
-    assert found == pytest.approx((1e-3 / (0.01 * expected)) ** 0.5, rel=3e-3)
-    assert found == clip_factor(clip, D, torch.full_like(G, torch.nan))
+    assert clip_factor(Clip.read(1e-3), D, G) == pytest.approx((1e-3 / (0.01 * expected)) ** 0.5, rel=3e-3)
 
 
 @pytest.mark.parametrize("split", ["exact", "trace"])
@@ -264,33 +249,6 @@ def test_a_rule_of_one_s_own_is_clipped_by_its_own_product(split: str, monkeypat
         assert opt.health().clipped_steps == 1
         ways.append(float((model.weight.detach() - start).norm()))
     assert ways[1] == pytest.approx(2**0.5 * ways[0], rel=3e-3)
-
-
-@pytest.mark.parametrize("finite", [TRUE, FALSE])
-def test_one_pass_is_both(finite: Tensor, monkeypatch: pytest.MonkeyPatch):
-    """The same scalings and the same direction as by a pass each, whatever the direction is asked of."""
-    found, passes = [], []
-    for apart in (False, True):
-        rule, state, shape = rule_and_state("EKFAC, one pass")
-        if apart:
-            monkeypatch.setattr(CudaBackend, "_by_passes", staticmethod(lambda *_: False))
-        separately = CudaBackend.average_squares_
-
-        def noting(*given: Any, own: Any = separately, apart: bool = apart) -> None:
-            passes.append(apart)
-            own(*given)
-
-        G, other = (randn(2, 16, 24, seed=seed) * finite for seed in (6, 7))
-        with monkeypatch.context() as patch:
-            patch.setattr(CudaBackend, "average_squares_", noting)
-            for given in (G, other):
-                before = state["s"].clone()
-                D = rule.direction(state, given, context_of(shape, G, finite))
-                assert torch.equal(state["s"], before) == (finite is FALSE)
-                found.append((divided(D), state["s"].clone()))
-    assert passes == [False, True, True]  # of another tensor always in a pass of its own
-    for one_pass, two in zip(found[:2], found[2:], strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(one_pass, two, strict=True))
 
 
 # --- in training -------------------------------------------------------------------------------------------------

@@ -154,13 +154,13 @@ def test_sums_over_rounded_scalings_are_not_rounded():
 
 def test_the_weight_of_an_average_is_not_rounded(monkeypatch: pytest.MonkeyPatch):
     """In bfloat16 0.3 would be 0.30078."""
-    weights, half = [], backend.damped_half
+    weights, average = [], backend.squares_ema_
 
-    def noting(*given: Any, weight: Tensor, **options: Any) -> Any:
+    def noting(s: Tensor, R: Any, weight: Tensor, factor: int) -> Tensor:
         weights.append(weight)
-        return half(*given, weight=weight, **options)
+        return average(s, R, weight, factor)
 
-    monkeypatch.setattr(backend, "damped_half", noting)
+    monkeypatch.setattr(backend, "squares_ema_", noting)
     rule, state, shape, _ = rule_and_state("cpu", scaling="running", scaling_decay=0.7, split="trace")
     G = randn(2, 48, 64).float()
     rule.direction(state, G, context_of(shape, 101, G, TRUE))

@@ -89,3 +89,14 @@ def test_bad_matrices_keep_their_basis(kernels: list[str]):
     assert values[1:3].isnan().all()
     assert (values[3] == 0).all()
     assert torch.equal(V[0], tracked_basis(M[:1], U[:1], 2, HALF_PAIRS)[0][0])
+
+
+@only_interpreted
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("n", [40, 300])
+def test_products_of_columns(n: int, dtype: torch.dtype):
+    """Over more rows than one program takes, and columns that fill no tile."""
+    C, V = randn(2, n, n).to(dtype), randn(2, n, n, seed=1).half()
+    dots, squares = triton_sweeps.column_dots(C, V)
+    torch.testing.assert_close(dots.double(), (C.double() * V.double()).sum(-2), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(squares.double(), V.double().square().sum(-2), rtol=1e-5, atol=0)

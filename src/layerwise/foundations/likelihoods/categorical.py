@@ -235,11 +235,15 @@ class Categorical(Likelihood):
         return type(self).sample is Categorical.sample and self.weight is None
 
     def sample(self, terms: Terms, generator: torch.Generator) -> Float[Tensor, "N S C"]:
-        """``√(m w) (p − e_ŷ)`` with ŷ drawn from the model; in float32 or better, whatever the output is in."""
-        p = terms.f.detach().softmax(-1, dtype=statistics_dtype(terms.f.dtype))
+        """``√(m w) (p − e_ŷ)`` with ŷ drawn from the model, in the output's type, to which p is rounded once."""
+        p = terms.f.detach().softmax(-1)
         # Inverse-CDF: two draws from one generator give the same label whatever the batch's device or chunking.
-        labels = inverse_cdf(p, drawn(torch.rand, p[..., :1], generator, terms.part))
-        v = p.scatter_add_(-1, labels, -torch.ones_like(labels, dtype=p.dtype))  # p is ours, and may be gigabytes
+        like = p[..., :1].to(statistics_dtype(p.dtype))
+        labels, total = _drawn_from(p, drawn(torch.rand, like, generator, terms.part))
+        if p.dtype.itemsize >= 4:
+            v = p.scatter_add_(-1, labels, -torch.ones_like(labels, dtype=p.dtype))  # p is ours, and may be gigabytes
+        else:  # p_y − 1 as the others have it: where p_y is nearly 1 its own rounding would be all that is left
+            v = p.scatter_(-1, labels, (p.gather(-1, labels) - total).to(p.dtype))
         return v if terms.unweighted else v.mul_(terms.weight.sqrt().unsqueeze(-1))
 
     def hessian_product(self, terms: Terms, u: Float[Tensor, "*B N S C"]) -> Float[Tensor, "*B N S C"]:
@@ -261,26 +265,37 @@ BLOCK = 256
 
 
 def inverse_cdf(p: Float[Tensor, "*lead C"], u: Float[Tensor, "*lead 1"]) -> Int[Tensor, "*lead 1"]:
-    """The class in which ``Σ_{i ≤ c} p_i`` reaches u, the sums in float64.
+    """The class in which ``Σ_{i ≤ c} p_i`` reaches u, or of a p in half precision ``u Σ_i p_i``.
 
-    Of many classes only the sums of blocks are made, and those within the one block that is met: one pass over p.
+    Sums are in float64. Of many classes only the sums of blocks are made, and those within the one block that is met:
+    one pass over p. A GPU makes the sums of blocks in float32, since it would copy p to float64 for them.
 
     >>> inverse_cdf(torch.tensor([0.25, 0.5, 0.25]), torch.tensor([0.6])).tolist()
     [1]
     """
+    return _drawn_from(p, u)[0]
+
+
+def _drawn_from(p: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, and ``Σ_i p_i``."""
     u, C = u.to(torch.float64), p.shape[-1]
     if C <= 4 * BLOCK:
-        return _reached(p.to(torch.float64).cumsum(-1), u).clamp_max(C - 1)
+        cdf = p.to(torch.float64).cumsum(-1)
+        total = cdf[..., -1:]
+        return _reached(cdf, u * total if p.dtype.itemsize < 4 else u).clamp_max(C - 1), total
     whole = C - C % BLOCK
-    sums = p[..., :whole].unflatten(-1, (-1, BLOCK)).sum(-1, dtype=torch.float64)
+    precise = torch.float32 if p.is_cuda and p.dtype != torch.float64 else torch.float64
+    sums = p[..., :whole].unflatten(-1, (-1, BLOCK)).sum(-1, dtype=precise).to(torch.float64)
     if whole < C:
-        sums = torch.cat([sums, p[..., whole:].sum(-1, keepdim=True, dtype=torch.float64)], -1)
+        sums = torch.cat([sums, p[..., whole:].to(torch.float64).sum(-1, keepdim=True)], -1)
     ends = sums.cumsum(-1)
+    total = ends[..., -1:]
+    u = u * total if p.dtype.itemsize < 4 else u  # whose rounded entries do not add up to 1
     block = _reached(ends, u).clamp_max(sums.shape[-1] - 1)
     start = ends.gather(-1, block) - sums.gather(-1, block)
     classes = block * BLOCK + torch.arange(BLOCK, device=p.device)
     inside = p.gather(-1, classes.clamp_max(C - 1)).to(torch.float64) * (classes < C)
-    return (block * BLOCK + _reached(start + inside.cumsum(-1), u)).clamp_max(C - 1)
+    return (block * BLOCK + _reached(start + inside.cumsum(-1), u)).clamp_max(C - 1), total
 
 
 def _reached(cdf: Tensor, u: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ class Likelihood(Reading):
 
     @property
     def samples_half(self) -> bool:
-        """Whether `sample` takes an output in half precision as it is, and computes in float32: a copy is saved."""
+        """Whether `sample` takes an output in half precision as it is, and gives vectors in it: copies are saved."""
         return False
 
     @abstractmethod

@@ -385,10 +385,12 @@ class RecordedIO(LayerIO):
         """By the rule's own route where it has one, else through the standard form, in chunks."""
         total = sums = None
         count = 0
-        x, taps = self.calls[0].x, max(self.spec.form.taps, 1)
-        as_it_is = taps == 1 and dtype == x.dtype and keep is None  # then nothing is copied
-        per_example = 0 if as_it_is else x.numel() / self.examples * taps * dtype.itemsize
-        for part in self.parts(per_example * 2):
+        x, taps, site = self.calls[0].x, max(self.spec.form.taps, 1), self.calls[0].site
+        copies = site.rule.copies_of_input(site.module) if keep is None else None
+        if taps == 1 and dtype == x.dtype and keep is None:
+            copies = 0  # it is multiplied as it is
+        copies = 2 * taps if copies is None else copies
+        for part in self.parts(x.numel() / self.examples * copies * dtype.itemsize):
             call = part.calls[0]
             found = None
             if keep is None:

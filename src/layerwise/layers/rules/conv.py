@@ -53,6 +53,10 @@ class ConvRule(LayerRule[Conv]):
         pixels = dy.flatten(dy.ndim - dims).mT
         return pixels.unflatten(-1, (module.groups, -1))
 
+    def copies_of_input(self, module: Conv) -> int:
+        """Padded, and unfolded along all axes but the first."""
+        return 1 + math.prod(module.kernel_size[1:])
+
     def input_moment(self, module: Conv, site: str, x: Tensor) -> Moment | None:
         """Patch second moment without unfolding the first spatial axis."""
         if x.ndim != len(module.kernel_size) + 2:

@@ -74,11 +74,11 @@ def patch_moment(
     blocks = rows.new_empty(k, kernel[0], features, kernel[0], features, dtype=single)
     for distance in range(kernel[0]):
         _fill_diagonal(blocks, rows, distance, out, stride[0], dilation[0], zero_rows)
-    sums = rows.sum(2, dtype=single)
-    ends = [sums[:, o * dilation[0] :][:, : (out - 1) * stride[0] + 1 : stride[0]].sum(1) for o in range(kernel[0])]
+    of_rows = rows.sum(2, dtype=single).unfold(1, (out - 1) * stride[0] + 1, dilation[0])
+    sums = of_rows[:, : kernel[0], :, :: stride[0]].sum(-1)
     return (
         _order_like_weight(blocks, x.shape[1] // groups),
-        _order_sums(ends, x.shape[1] // groups),
+        _order_sums(sums, x.shape[1] // groups),
         out * per_row,
     )
 
@@ -107,19 +107,19 @@ def _fill_diagonal(
     zero_rows: tuple[int, int],
 ) -> None:
     """All blocks [o, o + distance] and their mirror images."""
-    offsets = range(blocks.shape[1] - distance)
-    total = None
-    for o in offsets:
-        if total is None or stride > 1:
-            total = _product(rows, o * dilation, distance * dilation, out, stride)
+    shift = distance * dilation
+    for o in range(blocks.shape[1] - distance):
+        total = blocks[:, o, :, o + distance]
+        if o == 0 or stride > 1:
+            total.copy_(_product(rows, o * dilation, shift, out, stride))
         else:
-            total = total.clone()
-            for step in range(dilation):
-                leaving = (o - 1) * dilation + step
-                for q, sign in ((leaving + out, 1), (leaving, -1)):
-                    if not _is_zero(q, distance * dilation, rows.shape[1], zero_rows):
-                        total.add_(_product(rows, q, distance * dilation, 1, 1), alpha=sign)
-        blocks[:, o, :, o + distance] = total
+            former = blocks[:, o - 1, :, o - 1 + distance]
+            leaving = range((o - 1) * dilation, o * dilation)
+            changes = [(q, sign) for first in leaving for q, sign in ((first + out, 1), (first, -1))]
+            for q, sign in [(q, sign) for q, sign in changes if not _is_zero(q, shift, rows.shape[1], zero_rows)]:
+                former = torch.add(former, _product(rows, q, shift, 1, 1), alpha=sign, out=total)
+            if former is not total:
+                total.copy_(former)
         if distance:
             blocks[:, o + distance, :, o] = total.mT
 
@@ -144,7 +144,6 @@ def _order_like_weight(blocks: Tensor, channels: int) -> Tensor:
     return split.permute(0, 2, 1, 3, 5, 4, 6).reshape(k, taps * features, taps * features)
 
 
-def _order_sums(ends: list[Tensor], channels: int) -> Tensor:
-    stacked = torch.stack(ends, dim=1)  # K taps F
-    k, taps, features = stacked.shape
-    return stacked.view(k, taps, channels, features // channels).transpose(1, 2).reshape(k, taps * features)
+def _order_sums(sums: Float[Tensor, "K taps F"], channels: int) -> Tensor:
+    k, taps, features = sums.shape
+    return sums.view(k, taps, channels, features // channels).transpose(1, 2).reshape(k, taps * features)

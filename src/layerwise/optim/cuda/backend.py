@@ -16,13 +16,8 @@ from layerwise.optim.backend import Backend, Eigenbasis, Factor, InverseRoots, S
 from layerwise.optim.cuda import elementwise_torch, factor, pending_checkpoint, storage
 from layerwise.optim.cuda.adam_corrections import corrections_
 from layerwise.optim.cuda.basis import TrackedBasis, TrackedSide, largest_before
-from layerwise.optim.cuda.device_step import all_finite, largest_of, room_for_along, taken
-from layerwise.optim.cuda.eigenbasis_elementwise import (
-    averaged_quotient_,
-    damped_quotient,
-    divided_to_fp16,
-    squares_ema_,
-)
+from layerwise.optim.cuda.device_step import all_finite, largest_of, taken
+from layerwise.optim.cuda.eigenbasis_elementwise import damped_quotient, divided_to_fp16, squares_ema_
 from layerwise.optim.cuda.elementwise import adam_, adam_norms_, ema_, momentum_update_, rotated_adam_
 from layerwise.optim.cuda.factor import DeviceFactor
 from layerwise.optim.cuda.factored_damping import factored_damping
@@ -30,7 +25,7 @@ from layerwise.optim.cuda.fp16_steps import damped_half
 from layerwise.optim.cuda.inverse import DeviceInverse, DeviceRoots
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import ROOM
-from layerwise.optim.cuda.linalg.split_fp16 import product
+from layerwise.optim.cuda.linalg.split_fp16 import product, rough_product
 from layerwise.optim.cuda.per_example_squares import alike, squares_of_stack
 from layerwise.optim.cuda.pieces import laid_out
 from layerwise.optim.cuda.scaled import Scaled
@@ -191,14 +186,15 @@ class CudaBackend(Backend):
     def gradient_moments(
         self, grad: Float[Tensor, "K O I"], sides: Sequence[Side], context: Context
     ) -> Iterator[tuple[Side, Tensor]]:
-        """On a GPU in split fp16, one triangle."""
+        """On a GPU in fp16, split where the gradient has more bits; one triangle."""
         if not on_gpu(grad.device) or grad.dtype != torch.float32:
             yield from self.exact.gradient_moments(grad, sides, context)
             return
-        pair = storage.operand_of(grad, largest_of(grad, context)) if sides else None
+        rough = self.precision == "half"
+        X: Any = (storage.half_of if rough else storage.operand_of)(grad, largest_of(grad, context)) if sides else None
         for side in sides:
-            assert pair is not None
-            yield side, product(*((pair, pair.mT) if side == "P" else (pair.mT, pair)), symmetric=True)
+            pair = (X, X.mT) if side == "P" else (X.mT, X)
+            yield side, (rough_product if rough else product)(*pair, symmetric=True)
 
     def adam_(
         self, state: State, grad: Float[Tensor, "K O I"], betas: tuple[float, float], eps: float, context: Context
@@ -218,15 +214,20 @@ class CudaBackend(Backend):
         return m / (1 - b1**t) / (v.sqrt() / (1 - b2**t).sqrt()).add_(eps)
 
     def adam_norms_(
-        self, state: State, grad: Float[Tensor, "K O I"], betas: tuple[float, float], eps: float, context: Context
-    ) -> Float[Tensor, "K"]:
+        self, state: State, grad: Float[Tensor, "K O I"], betas: tuple[float, float], eps: float, context: Context,
+        apart: int = 1,
+    ) -> Float[Tensor, "K"]:  # fmt: skip
         """In the pass that moves the moments, and bounds m for who multiplies it; the step is not written."""
         if all_finite(context) is None or grad.dtype != torch.float32:
-            return super().adam_norms_(state, grad, betas, eps, context)
-        transposed = not grad.is_contiguous() and grad.mT.is_contiguous()
-        found, largest = adam_norms_(**self._moments(state, grad, transposed, betas, eps, context))
+            return super().adam_norms_(state, grad, betas, eps, context, apart)
+        transposed = apart == 1 and not grad.is_contiguous() and grad.mT.is_contiguous()
+        found, largest = adam_norms_(**self._moments(state, grad, transposed, betas, eps, context), apart=apart)
         context.device_step.bound_m(state["m"], largest)
         return found
+
+    def average_(self, mean: Float[Tensor, "K O I"], X: Float[Tensor, "K O I"], decay: float, context: Context) -> None:
+        """With a weight on the device."""
+        mean.lerp_(X, taken(1 - decay, X, context))
 
     @staticmethod
     def _moments(
@@ -280,6 +281,13 @@ class CudaBackend(Backend):
         )  # fmt: skip
         return Half(Y, torch.full_like(c1, scale)) if halves else Y
 
+    def no_step(self, basis: Eigenbasis, grad: Float[Tensor, "K O I"]) -> Any:
+        """In the form of the other steps, for which there are kernels."""
+        if not (isinstance(basis, TrackedBasis) and basis.halved):
+            return super().no_step(basis, grad)
+        zeros = torch.zeros(grad.shape, dtype=torch.float16, device=grad.device)
+        return Scaled(zeros, (torch.ones_like(basis.values_P[:, 0]),))
+
     def orthogonalized_momentum_(
         self, M: Tensor, grad: Tensor, mu: float, nesterov: bool, orthogonal: Callable[..., Tensor], context: Context,
         *, fused: bool,
@@ -291,11 +299,6 @@ class CudaBackend(Backend):
             return orthogonal(update, squares, divided_to_fp16)
         M.lerp_(grad, taken(1 - mu, grad, context))
         return orthogonal(grad.lerp(M, mu) if nesterov else M)
-
-    @staticmethod
-    def _by_passes(basis: Eigenbasis, context: Context) -> bool:
-        """Whether steps of the asynchronous executor are made by the fused passes: not in float64."""
-        return context.device_step is not None and basis.values_P.dtype == torch.float32
 
     def average_squares_(self, s: Tensor, R: Any, decay: float, context: Context) -> None:
         """Behind a test that all gradients are finite, only single squares that overflow are left out."""
@@ -312,27 +315,14 @@ class CudaBackend(Backend):
         s.copy_(torch.where(good, torch.lerp(squares, former, decay), former))
 
     def damped_quotient(
-        self, R: Any, s: Tensor, basis: Eigenbasis, added: tuple[Tensor | None, Tensor | None, Tensor],
-        grad: Tensor, context: Context, average: float | None = None,
-    ) -> Any:  # fmt: skip
-        """R and s are read once, whether s is averaged or not. ``⟨U_P Y U_Qᵀ, ∇L⟩`` is ``⟨Y, R⟩``."""
-        finite, by_passes = all_finite(context), self._by_passes(basis, context)
-        if average is not None and not by_passes:
-            self.average_squares_(s, R, average, context)
-            average = None
+        self, R: Any, s: Tensor, basis: Eigenbasis, added: tuple[Tensor | None, Tensor | None, Tensor], grad: Tensor
+    ) -> Any:
+        """In one pass, over R where that is not the gradient itself."""
         numbers = (basis.values_P, basis.values_Q, *added)
-        weight = None
-        if average is not None:
-            assert finite is not None
-            weight = (finite.to(basis.values_P) * (1 - average)).expand(len(s))
         if isinstance(basis, TrackedBasis) and basis.halved:
-            along, before = room_for_along(grad, context), largest_before(basis.before, grad)
-            return damped_half(R, s, numbers, before, weight=weight, factor=context.examples, along=along)
+            return damped_half(R, s, numbers, largest_before(basis.before, grad))
         held = R.C if isinstance(R, Scaled) else R
-        out = None if held is grad else held
-        if weight is not None:
-            return averaged_quotient_(s, R, weight, context.examples, *numbers, out=out)
-        return damped_quotient(R, s, *numbers, out=out)
+        return damped_quotient(R, s, *numbers, out=None if held is grad else held)
 
     def factored_damping(
         self, basis: Eigenbasis, damping: float, relative: bool, split: str, own: tuple[int, int]

@@ -18,7 +18,7 @@ from layerwise.foundations.linalg import settled_eigh
 from layerwise.optim.backend import ALL, Eigenbasis, Factor, Side
 from layerwise.optim.channels import times_inputs
 from layerwise.optim.cuda import factor as factors
-from layerwise.optim.cuda.device_step import largest_of, run, with_along
+from layerwise.optim.cuda.device_step import largest_of, run
 from layerwise.optim.cuda.factor import DeviceFactor
 from layerwise.optim.cuda.linalg import orthogonal
 from layerwise.optim.cuda.linalg.first_basis import iterated_once
@@ -27,7 +27,6 @@ from layerwise.optim.cuda.linalg.jacobi import carried, tracked_basis
 from layerwise.optim.cuda.linalg.jacobi_fp16 import rayleigh_quotients, tracked_half
 from layerwise.optim.cuda.linalg.moments_in_new_basis import turn_between, turn_moments_
 from layerwise.optim.cuda.linalg.products import HALF_PAIRS
-from layerwise.optim.cuda.linalg.split_fp16 import halved
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.storage import Kept, StoredMatrix, operand_of
 from layerwise.optim.cuda.triton.device import on_gpu
@@ -53,7 +52,7 @@ def rotated(
     rough: bool = False,
     bias: Tensor | None = None,
 ) -> Float[Tensor, "*B K O I"] | Scaled:
-    """``U_Pᵀ X U_Q``, perhaps not yet divided: in float32 always, and never X itself if there is a basis.
+    """``U_Pᵀ X U_Q``, perhaps not yet divided, and never X itself if there is a basis.
 
     `largest` is what no entry of each matrix exceeds, where that is known. With a basis that is kept in fp16, X is
     rounded to fp16 where `rough` will do, else split.
@@ -80,7 +79,7 @@ def unrotated(
     if isinstance(Y, Tensor) and P is None and Q is None:
         return Y
     half = Y if isinstance(Y, Half) else orthogonal.with_room(Y)
-    return orthogonal.rough_between(P, half, None if Q is None else Q.mT, narrow=True)  # type: ignore[arg-type]
+    return orthogonal.rough_between(P, half, None if Q is None else Q.mT)  # type: ignore[arg-type]
 
 
 def largest_before(known: list[Tensor], X: Float[Tensor, "K O I"]) -> Float[Tensor, "K"]:
@@ -103,7 +102,7 @@ class TrackedSide:
     """Whether second moments are measured in the basis as it is; else steps are made of its eigenvalues, and these are
     measured after each sweep."""
     rough: bool = False
-    """Whether sweeps round the factor to fp16 (`precision="half"`); measured eigenvalues are of the factor itself."""
+    """Whether the factor is rounded to fp16 for sweeps and for eigenvalues (`precision="half"`)."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Vectors and values."""
@@ -158,7 +157,8 @@ class TrackedSide:
         self._follow(factor, groups, 1 if rehearsal else FIRST_SWEEPS, Health(on_device=True))
         kept = self.matrix.matrix(groups)
         kept = kept if isinstance(kept, Half) else self.matrix.value(groups)
-        values = rayleigh_quotients(factors.operand(factor.mean[groups]), kept, HALF_PAIRS).clamp_min(0)
+        M = factors.operand(factor.mean[groups], self.rough)
+        values = rayleigh_quotients(M, kept, HALF_PAIRS).clamp_min(0)
         good = good & torch.isfinite(values).all(-1)
         self.values[groups] = torch.where(good.view(-1, 1), values, self.values[groups])
         failed = [] if rehearsal else torch.nonzero(~good).flatten().tolist()
@@ -176,11 +176,12 @@ class TrackedSide:
 
     def _follow(self, factor: DeviceFactor, groups: slice, sweeps: int, health: Health) -> None:
         products, kept = self.matrix.products, self.matrix.matrix(groups)
-        M = products.prepared(factors.operand(factor.mean[groups]), definite=True)
+        M = factors.operand(factor.mean[groups], self.rough and isinstance(kept, Half))
+        M = M if isinstance(M, Half) else products.prepared(M, definite=True)
         if isinstance(kept, Half):
-            U, values, couplings = tracked_half(halved(M) if self.rough else M, kept, sweeps)
+            U, values, couplings = tracked_half(M, kept, sweeps)
         else:
-            U, values, couplings = tracked_basis(M, self.matrix.value(groups), sweeps, products)
+            U, values, couplings = tracked_basis(M, self.matrix.value(groups), sweeps, products)  # type: ignore[arg-type]
         if not self.measured:
             values = rayleigh_quotients(M, U, products)
         good = torch.isfinite(values).all(-1) & torch.isfinite(couplings[-1])
@@ -347,4 +348,4 @@ class TrackedBasis(Eigenbasis):
     def unrotate(self, Y: Tensor | Half, context: Context) -> Tensor | Scaled:
         """``U_P Y U_Qᵀ``, perhaps not yet divided."""
         P, Q = self.matrices()
-        return with_along(unrotated(P, Y, Q), context)
+        return unrotated(P, Y, Q)

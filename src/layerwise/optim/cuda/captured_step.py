@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from layerwise.optim.cuda.graphs import Graphs
-from layerwise.optim.rule import Context, UpdateRule, tensors
+from layerwise.optim.rule import Context, Requirements, UpdateRule, tensors
 from layerwise.optim.statistics.accumulate import Sums
 
 SETTLED = 3
@@ -130,7 +130,7 @@ class CapturedStep:
             tables.aligned,
             *(
                 (
-                    c.observes,
+                    c.observes and _looks_at_gradients(stack.requires),
                     c.damping,
                     c.examples,
                     c.unit,
@@ -165,6 +165,12 @@ class CapturedStep:
         replayed = self._descending.run(key, lambda: self._executor.descend(parts), device, capture=fixed)
         if replayed:
             torch.autograd.graph.increment_version(self._params)
+
+
+def _looks_at_gradients(requires: Requirements) -> bool:
+    """Whether a step with statistics is another one for the graphs: those of inputs and output gradients are not in
+    them."""
+    return requires.gradient or not (requires.inputs or requires.outgrads)
 
 
 def settings(rule: UpdateRule) -> list[Hashable]:

@@ -70,7 +70,7 @@ class DeferredStatistics:
         return cls(min(over, every) if alone else 1)
 
     def take(self, stack: Stack, seen: Observation, context: Context, whole: bool = True) -> None:
-        """What a step has seen of a stack: in at once, or later.
+        """What a step has seen of a stack: in at once, or later, before the next batch comes.
 
         At once where the stack is not `whole`: of layers that are not active the step takes its changes back.
         """

@@ -1,14 +1,12 @@
 """`DeviceStep`: what only the device knows of a step, where the host does not wait for it."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.rule import Context
 
 
@@ -25,11 +23,8 @@ class DeviceStep:
     """What none of its entries exceeds, one number a group, where that is known."""
     replay: Callable[[Hashable, Callable[[], None], str], None] | None = None
     """Makes a call as a CUDA graph, or captures it; None: calls of this step are only made."""
-    asks_along: bool = False
-    """Whether the step will ask for ``⟨D, ∇L⟩``: a pass that has both in hand may leave it (`room_for_along`)."""
-    along: Float[Tensor, ""] | None = None
-    """What such a pass has left, until the direction is made and takes it along."""
-
+    scale: float = 1.0
+    """What gradients are multiplied by when they are read; gathered ones have been."""
     _m: tuple[Tensor, Tensor] | None = None
     """The averaged gradient of AdamW, and what none of its entries exceeds."""
 
@@ -42,17 +37,6 @@ class DeviceStep:
         if self._m is not None and X is self._m[0]:
             return self._m[1]
         return self.largest if X is self.gradient else None
-
-    def room_for_along(self, X: Tensor) -> Tensor | None:
-        """A number for ``⟨D, ∇L⟩``, if it is asked for and this is the step's gradient; kept for `with_along`."""
-        wanted = self.asks_along and X is self.gradient
-        self.along = torch.empty((), dtype=torch.float32, device=X.device) if wanted else None
-        return self.along
-
-    def with_along(self, D: Tensor | Scaled) -> Tensor | Scaled:
-        """A direction with what a pass has left of it; a tensor cannot carry that."""
-        along, self.along = self.along, None
-        return D if along is None or isinstance(D, Tensor) else replace(D, along=along)
 
 
 def all_finite(context: Context) -> Tensor | None:
@@ -70,16 +54,6 @@ def largest_of(X: Tensor, context: Context | None) -> Tensor | None:
     """What no entry of each group exceeds, where that is known of X."""
     step: Any = None if context is None else context.device_step
     return None if step is None else step.largest_of(X)
-
-
-def with_along(D: Any, context: Context) -> Any:
-    """A direction with what was found on the way of it."""
-    return D if context.device_step is None else context.device_step.with_along(D)
-
-
-def room_for_along(X: Tensor, context: Context) -> Tensor | None:
-    """A number for ``⟨D, ∇L⟩``, if it is asked for."""
-    return None if context.device_step is None else context.device_step.room_for_along(X)
 
 
 def run(key: Hashable, call: Callable[[], None], context: Context, kind: str = "") -> None:

@@ -48,7 +48,6 @@ def damped_quotient(
     constant: Float[Tensor, "K"],
     out: Float[Tensor, "K O I"] | None = None,
     largest: Float[Tensor, "K"] | None = None,
-    along: Float[Tensor, ""] | None = None,
 ) -> Float[Tensor, "K O I"]:
     """Divide by damped eigenvalues, what is added to them at least the least normal number.
 
@@ -56,54 +55,18 @@ def damped_quotient(
 
     Without `left` and `right` (then the factors' eigenvalues are not asked for) only the constant is added. `out` may
     be R (or what holds it, before it is divided), or of half precision. `largest`, zeros, becomes the largest magnitude
-    of each Y, NaN where there is one; `along` becomes ``⟨Y, R⟩``, added in an order that does not change.
+    of each Y, NaN where there is one.
 
     >>> one, two = torch.ones(1), torch.full((1, 1), 2.0)
     >>> damped_quotient(torch.full((1, 1, 1), 12.0), torch.ones(1, 1, 1), two, 3 * two, one, one, 3 * one)
     tensor([[[1.]]])
     """
-    return _quotient(R, s, (s_P, s_Q, left, right, constant), out, (largest, along))
-
-
-@torch.no_grad()
-def averaged_quotient_(
-    s: Float[Tensor, "K O I"],
-    R: Float[Tensor, "K O I"] | Scaled,
-    weight: Float[Tensor, "K"],
-    factor: int | float,
-    s_P: Float[Tensor, "K O"] | None,
-    s_Q: Float[Tensor, "K I"] | None,
-    left: Float[Tensor, "K"] | None,
-    right: Float[Tensor, "K"] | None,
-    constant: Float[Tensor, "K"],
-    out: Float[Tensor, "K O I"] | None = None,
-    largest: Float[Tensor, "K"] | None = None,
-    along: Float[Tensor, ""] | None = None,
-) -> Float[Tensor, "K O I"]:
-    """`squares_ema_`, and `damped_quotient` by the new means: R and s are read once.
-
-    >>> s, one = torch.ones(1, 1, 1), torch.ones(1)
-    >>> averaged_quotient_(s, torch.full((1, 1, 1), 2.0), 0.5 * one, 1.0, None, None, None, None, 1.5 * one), s
-    (tensor([[[0.5000]]]), tensor([[[2.5000]]]))
-    """
-    return _quotient(R, s, (s_P, s_Q, left, right, constant), out, (largest, along), (weight, factor))
-
-
-def _quotient(
-    R: Tensor | Scaled,
-    s: Tensor,
-    added: tuple[Tensor | None, ...],
-    out: Tensor | None,
-    found: tuple[Tensor | None, Tensor | None],
-    average: tuple[Tensor | None, int | float] = (None, 1.0),
-) -> Tensor:
     R, scales = elementwise.parts(R)
     out = _room(R, out)
     check_alike(s, {"R": R, "out": out})
     if s.numel():
-        elementwise.way_of(s, others=(R, out), half=True).damped_quotient(R, scales, s, *added, out, *found, *average)
-    elif found[1] is not None:
-        found[1].zero_()
+        way = elementwise.way_of(s, others=(R, out), half=True)
+        way.damped_quotient(R, scales, s, s_P, s_Q, left, right, constant, out, largest)
     return out
 
 
@@ -114,11 +77,10 @@ def scaled(
     b: Float[Tensor, "K I"] | None,
     out: Float[Tensor, "K O I"] | None = None,
     largest: Float[Tensor, "K"] | None = None,
-    along: Float[Tensor, ""] | None = None,
 ) -> Float[Tensor, "K O I"]:
     """``Rᵢⱼ aᵢ bⱼ``: rows and columns scaled, or one of the two alone.
 
-    `out`, `largest` and `along` are as in `damped_quotient`.
+    `out` and `largest` are as in `damped_quotient`.
 
     >>> scaled(torch.ones(1, 1, 2), torch.tensor([[3.0]]), torch.tensor([[1.0, 2.0]]))
     tensor([[[3., 6.]]])
@@ -128,9 +90,7 @@ def scaled(
     check_alike(R, {"out": out})
     if R.numel():
         way = elementwise.way_of(R, others=(out, *(x for x in (a, b) if x is not None)), half=True)
-        way.scaled(R, scales, a, b, out, largest, along)
-    elif along is not None:
-        along.zero_()
+        way.scaled(R, scales, a, b, out, largest)
     return out
 
 

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from layerwise.foundations.errors import InputError, describe
 from layerwise.optim.cuda import elementwise_torch
 from layerwise.optim.cuda.checks import check_means, check_whole
 from layerwise.optim.cuda.elementwise_torch import over
@@ -105,8 +106,8 @@ def adam_(
 
 @torch.no_grad()
 def adam_norms_(
-    m: Float[Tensor, "K O I"],
-    v: Float[Tensor, "K O I"],
+    m: Float[Tensor, "K M I"],
+    v: Float[Tensor, "K V I"],
     g: Float[Tensor, "K O I"],
     *,
     beta1: int | float,
@@ -115,10 +116,12 @@ def adam_norms_(
     correction1: Float[Tensor, "K"],
     correction2: Float[Tensor, "K"],
     all_finite: AllFinite = None,
+    apart: int = 1,
 ) -> tuple[Float[Tensor, "K"], Float[Tensor, "K"]]:
     """The norm of `adam_`'s step, which is not written, and the largest magnitude of m; both moments are moved.
 
-    In a step left out the norm is zero, and so may be the other.
+    v has only rows 0, `apart`, 2·`apart`, … (of padding none, where it has fewer), of which the norm is; m has all
+    rows, or the same. In a step left out the norm is zero, and so may be the other.
 
     >>> m, v, c = torch.zeros(1, 1, 2), torch.zeros(1, 1, 2), torch.tensor([0.5])
     >>> adam_norms_(m, v, torch.ones(1, 1, 2), beta1=0.5, beta2=0.5, eps=1.0, correction1=c, correction2=c)
@@ -126,9 +129,17 @@ def adam_norms_(
     """
     for name, X in (("m", m), ("v", v), ("g", g)):
         check_whole(X, name)
+    if not (len(range(0, g.shape[1], apart)) >= v.shape[1] and m.shape[1] in (g.shape[1], v.shape[1])):
+        raise InputError(
+            describe(
+                f"m and v of {m.shape[1]} and {v.shape[1]} rows, for every row of {g.shape[1]} in {apart}",
+                "v of those rows, and m of those or of all",
+                "begin the moments anew",
+            )
+        )
     if not m.numel():
         return torch.zeros(len(m), dtype=m.dtype, device=m.device), torch.zeros(len(m), dtype=m.dtype, device=m.device)
-    numbers = (beta1, beta2, eps, correction1, correction2, all_finite)
+    numbers = (beta1, beta2, eps, correction1, correction2, all_finite, apart)
     return way_of(m, others=(v, g)).adam_norms_(m, v, g, *numbers)
 
 

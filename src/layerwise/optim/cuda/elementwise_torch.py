@@ -65,10 +65,15 @@ def adam_norms_(
     correction1: Tensor,
     correction2: Tensor,
     all_finite: AllFinite,
+    apart: int,
 ) -> tuple[Tensor, Tensor]:
     """`elementwise.adam_norms_`."""
-    step = torch.empty_like(M)
-    adam_(M, V, G, (), step, 1.0, beta1, beta2, eps, correction1, correction2, False, None, all_finite)
+    part, step = M, torch.empty_like(V)
+    seen = G[:, ::apart][:, : V.shape[1]]
+    if M.shape != V.shape:  # m is of all rows
+        part = M[:, ::apart][:, : V.shape[1]].clone()
+        M.copy_(chosen(all_finite, M.lerp(G.to(M.dtype), 1 - beta1), M))
+    adam_(part, V, seen, (), step, 1.0, beta1, beta2, eps, correction1, correction2, False, None, all_finite)
     return torch.linalg.vector_norm(step.flatten(1), dim=1), M.abs().flatten(1).amax(1)
 
 
@@ -135,12 +140,6 @@ def largest_of(X: Tensor, largest: Tensor | None) -> None:
         largest.copy_(torch.linalg.vector_norm(X.float(), float("inf"), dim=(-2, -1)))
 
 
-def product_of(Y: Tensor, R: Tensor, along: Tensor | None) -> None:
-    """``⟨Y, R⟩``, where it is asked for."""
-    if along is not None:
-        along.copy_((Y * R).sum())
-
-
 def squares_ema_(s: Tensor, R: Tensor, scales: Sequence[Tensor], weight: Tensor, factor: int | float) -> None:
     """`eigenbasis_elementwise.squares_ema_`."""
     former = widened(s)
@@ -170,17 +169,11 @@ def damped_quotient(
     constant: Tensor,
     out: Tensor,
     largest: Tensor | None,
-    along: Tensor | None,
-    weight: Tensor | None,
-    factor: int | float,
 ) -> None:
-    """`eigenbasis_elementwise.damped_quotient`, and with a weight `eigenbasis_elementwise.averaged_quotient_`."""
-    if weight is not None:
-        squares_ema_(s, R, scales, weight, factor)
+    """`eigenbasis_elementwise.damped_quotient`."""
     R = over(R.to(torch.promote_types(s.dtype, torch.float32)), scales)
     Y = R / damped(s, s_P, s_Q, left, right, constant)
     largest_of(Y, largest)
-    product_of(Y, R, along)
     out.copy_(cut(Y, out.dtype))
 
 
@@ -191,12 +184,10 @@ def scaled(
     b: Tensor | None,
     out: Tensor,
     largest: Tensor | None,
-    along: Tensor | None,
 ) -> None:
     """`eigenbasis_elementwise.scaled`."""
     R = over(widened(R), scales)
     Y = R if a is None else R * a.unsqueeze(-1)
     Y = Y if b is None else Y * b.unsqueeze(-2)
     largest_of(Y, largest)
-    product_of(Y, R, along)
     out.copy_(cut(Y, out.dtype))

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerwise.optim.backend import norms
-from layerwise.optim.cuda import deferred_statistics, elementwise
+from layerwise.optim.cuda import adamw, deferred_statistics, elementwise, spectral_cap
 from layerwise.optim.cuda.captured_step import CapturedStep
 from layerwise.optim.cuda.deferred_examples import DeferredExamples
 from layerwise.optim.cuda.deferred_statistics import DeferredStatistics
@@ -26,7 +25,9 @@ from layerwise.optim.cuda.graphs import Graphs
 from layerwise.optim.cuda.pieces import Tables
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.stagger import LAUNCHES, SWEEPS_LAUNCHES, Work, balanced, decomposition_cost
+from layerwise.optim.cuda.triton.device import on_gpu
 from layerwise.optim.cuda.unscaled import unscaled
+from layerwise.optim.cuda.update_ratio import divisor
 from layerwise.optim.rule import Context, Observation, kept
 from layerwise.optim.statistics.accumulate import Sums
 from layerwise.optim.step.refresh_schedule import freshness, is_due
@@ -41,10 +42,13 @@ class Gathered:
     all_finite: dict[torch.device, Tensor]
     """Whether the step is taken, as each device knows."""
     grads: list[Tensor]
+    """Of stacks whose step is AdamW's none is gathered (`adamw`)."""
     active: list[list[bool]]
     """Which layers have a gradient."""
     largest: list[Tensor | None]
     """What no entry of each group exceeds, for stacks that split their gradient into fp16."""
+    scale: float
+    """What gradients are multiplied by; gathered ones have been."""
 
 
 @dataclass
@@ -67,10 +71,10 @@ class AsynchronousExecutor(Executor):
         for stack in self.stacks:
             by_device.setdefault(stack.shape.device, []).append(stack)
         self.tables = {device: Tables(own, device) for device, own in by_device.items()}
-        on_gpu = self.stacks[0].shape.device.type == "cuda" if self.stacks else False
+        there = on_gpu(self.stacks[0].shape.device) if self.stacks else False
         requires, alone = self.rule.requirements(), self.processes.count == 1 and not self.damping.adaptive
-        self.examples = DeferredExamples.of(requires, self.factor_every, on_gpu, self.processes.count)
-        by_itself = on_gpu and (self.draws_labels or self.examples.over > 1)
+        self.examples = DeferredExamples.of(requires, self.factor_every, there, self.processes.count)
+        by_itself = there and (self.draws_labels or self.examples.over > 1)
         self.statistics = DeferredStatistics.of(self.statistics_over, self.factor_every, by_itself, alone)
         self.captured = CapturedStep(self, self.cuda_graphs)
 
@@ -98,7 +102,7 @@ class AsynchronousExecutor(Executor):
             for tables in self.tables.values():
                 tables.send()
             if together is not None or not self.captured.run(contexts, seen, scale):
-                parts = self.parts(contexts, self.gather(scale))
+                parts = self.parts(contexts, self.gather(scale, whole=together is not None))
                 if together is not None:
                     together(list(parts), seen)
                 self.learn(parts, seen)
@@ -106,10 +110,11 @@ class AsynchronousExecutor(Executor):
         finally:
             self.health.on_device = False
 
-    def gather(self, scale: float, places: dict[torch.device, dict] | None = None) -> Gathered:
+    def gather(self, scale: float, places: dict[torch.device, dict] | None = None, *, whole: bool = False) -> Gathered:
         """All gradients times a number, whether they are finite, and how large they are.
 
-        `places` remembers on the devices which sizes belong together, in place of the memory of other steps.
+        `places` remembers on the devices which sizes belong together, in place of the memory of other steps. With
+        `whole` every gradient is gathered, also where a step would read it where it lies.
         """
         places = self._places if places is None else places
         sizes: dict[torch.device, GradientSizes] = {}
@@ -120,19 +125,21 @@ class AsynchronousExecutor(Executor):
         finite = self._all_finite(scale, sizes)
         grads, active, largest = [], [], dict[int, Tensor]()
         for stack in self.stacks:
-            grad, on = self._gradient(stack, scale, finite[stack.shape.device])
+            grad, on = self._gradient(stack, scale, finite[stack.shape.device], whole)
             grads.append(grad)
             active.append(on)
         for device, on_device in finite.items():
             split = [stack for stack in self.stacks if stack.shape.device == device and splits_gradient(stack)]
             if split and device in sizes:
                 largest |= bounds(split, sizes[device], on_device, scale, places.setdefault(device, {}))
-        return Gathered(finite, grads, active, [largest.get(id(stack)) for stack in self.stacks])
+        return Gathered(finite, grads, active, [largest.get(id(stack)) for stack in self.stacks], scale)
 
-    def _gradient(self, stack: Stack, scale: float, finite: Tensor) -> tuple[Tensor, list[bool]]:
+    def _gradient(self, stack: Stack, scale: float, finite: Tensor, whole: bool = False) -> tuple[Tensor, list[bool]]:
         """All gradients times a number, and which layers have one; zero where there is none or the step is left out."""
         tables = self.tables[stack.shape.device]
         own = tables.reads(stack)
+        if own is not None and not whole and adamw.takes(self, own):
+            return adamw.not_gathered(own), [True] * len(stack.specs)
         if own is not None:
             return tables.gather(own, scale, finite), [True] * len(stack.specs)
         grad, active = stack.gradient(scale)
@@ -160,7 +167,7 @@ class AsynchronousExecutor(Executor):
             replay = partial(self._replay, stack.shape.device) if self._repeats(stack) else None
             own = grad if splits_gradient(stack) else None
             finite = gathered.all_finite[stack.shape.device]
-            context.device_step = DeviceStep(finite, own, largest, replay)
+            context.device_step = DeviceStep(finite, own, largest, replay, gathered.scale)
             found.append(Part(stack, context, grad, active, grad, rates=self.tables[stack.shape.device].rate_of(stack)))
         return found
 
@@ -236,7 +243,10 @@ class AsynchronousExecutor(Executor):
         """Directions, and what is made of them; one stack after the other where none has to wait for all others."""
         if self.clip.kind is None and not self.damping.adaptive:
             for part in parts:
-                self._finish(part, self._direction(part), 1.0)
+                if adamw.is_gathered(part.grad):
+                    self._finish(part, self._direction(part), 1.0)
+                else:
+                    adamw.step_(part, self.tables[part.stack.shape.device])
             return
         directions = [self._direction(part) for part in parts]
         # Before momentum: an average of former directions may have any sign beside the present gradient.
@@ -258,7 +268,6 @@ class AsynchronousExecutor(Executor):
         stack, context = part.stack, part.context
         as_tensor = self.damping.adaptive or self.graft.method or self.clip.kind == "norm"
         context.gradient = part.handed
-        context.device_step.asks_along = self.clip.kind == "kl" and not as_tensor
         if part.examples is not None:
             stack.rule.observe(stack.state, part.examples, context)
         if self.size.sets(stack):
@@ -277,12 +286,8 @@ class AsynchronousExecutor(Executor):
         stack = part.stack
         D, wanted = self.size.unsized(stack, part.handed, part.context)
         C, scales = elementwise.parts(D)
-        size = norms(C)
-        C = self.size.capped(stack, C, size)
-        for scale in scales:
-            size = size / scale
-        least = torch.finfo(torch.float32).tiny
-        by = self.size.ratio(stack, wanted, size, part.lr).reciprocal().clamp(min=least)
+        C, size = spectral_cap.capped(part, C)
+        by = divisor(self.size, stack, wanted, size, scales, part.lr)
         return Scaled(C.contiguous(), (*scales, by.to(C.device)))
 
     def _clip_factor(self, parts: Sequence[Part], directions: Sequence[Tensor | Scaled]) -> float | Tensor:
@@ -293,7 +298,7 @@ class AsynchronousExecutor(Executor):
             terms, bound = [(1.0, dot(D, D)) for D in map(unscaled, directions)], self.clip.bound**2
         else:
             terms = [
-                (part.lr**2, _along(D, part.grad))
+                (part.lr**2, dot(D, part.grad))
                 for part, D in zip(parts, directions, strict=True)
                 if part.stack.requires.matrices_only
             ]
@@ -373,11 +378,6 @@ def splits_gradient(stack: Stack) -> bool:
         entries = kept(stack.state)
         stack.memory["splits gradient"] = any(getattr(entry, "splits_gradient", False) for entry in entries)
     return stack.memory["splits gradient"]
-
-
-def _along(D: Tensor | Scaled, grad: Tensor) -> Tensor:
-    """``⟨D, ∇L⟩``, unless it was found when D was made."""
-    return D.along if isinstance(D, Scaled) and D.along is not None else dot(D, grad)
 
 
 def dot(X: Tensor | Scaled, Y: Tensor) -> Tensor:

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from layerwise.optim.cuda import elementwise
 from layerwise.optim.cuda.checks import check_alike, check_whole
-from layerwise.optim.cuda.eigenbasis_elementwise import averaged_quotient_, damped_quotient, scaled
+from layerwise.optim.cuda.eigenbasis_elementwise import damped_quotient, scaled
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import ROOM, with_room
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton import elementwise as triton_elementwise
-from layerwise.optim.cuda.triton.arguments import add_up, bits, listed, room_for_sums
+from layerwise.optim.cuda.triton.arguments import bits, listed
 from layerwise.optim.cuda.triton.device import kernels, on
 from layerwise.optim.cuda.triton.splits import HEADROOM
 
@@ -31,19 +31,12 @@ Numbers = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tens
 
 @torch.no_grad()
 def damped_half(
-    R: Float[Tensor, "K O I"] | Scaled,
-    s: Float[Tensor, "K O I"],
-    added: Numbers,
-    before: Float[Tensor, "K"],
-    *,
-    weight: Float[Tensor, "K"] | None = None,
-    factor: int | float = 1.0,
-    along: Float[Tensor, ""] | None = None,
+    R: Float[Tensor, "K O I"] | Scaled, s: Float[Tensor, "K O I"], added: Numbers, before: Float[Tensor, "K"]
 ) -> Half:
-    """`damped_quotient`, or with a `weight` `averaged_quotient_` (`eigenbasis_elementwise`), in fp16 with room.
+    """`eigenbasis_elementwise.damped_quotient` in fp16 with room.
 
-    `added` are s_P, s_Q, left, right and the constant of those. `before`, the largest magnitudes of the last step or
-    zeros, becomes those of this one. R may be written over.
+    `added` are its s_P, s_Q, left, right and constant. `before`, the largest magnitudes of the last step or zeros,
+    becomes those of this one. R may be written over.
 
     >>> before, none = torch.zeros(1), (None, None, None, None, torch.ones(1))
     >>> half = damped_half(torch.full((1, 1, 1), 6.0), torch.full((1, 1, 1), 2.0), none, before)
@@ -53,27 +46,20 @@ def damped_half(
     X, scales = elementwise.parts(R)
     check_alike(s, {"R": X})
     if elementwise.way_of(s, others=(X,), half=True) is not triton_elementwise:
-        rest = {"out": X, "largest": before, "along": along}
-        if weight is None:
-            return with_room(damped_quotient(R, s, *added, **rest), before)
-        return with_room(averaged_quotient_(s, R, weight, factor, *added, **rest), before)
+        return with_room(damped_quotient(R, s, *added, out=X, largest=before), before)
     K, O, I = s.shape
     numbers = [None if x is None or added[2] is None else x.contiguous() for x in added[:4]] + [added[4].contiguous()]
     hi, scale, largest = _room(X)
-    partial = room_for_sums(along, K, triton_elementwise.tiles(O, I))
-    weight = None if weight is None else weight.contiguous()
     shape = (torch.finfo(s.dtype).tiny, O, I, X.stride(0), s.stride(0), hi.stride(0))
     kinds = _kinds(scales, HAS_FACTORS=added[2] is not None)
     with on(s.device):
         grid, factors = (triton_elementwise.tiles(O, I), K), listed(scales, 0)
         kernels("eigenbasis_kernels").damped_quotient_kernel[grid](
-            X, factors, s, hi, *numbers, bits(largest), partial, weight, bits(before), float(factor), *shape,
-            HAS_LARGEST=True, HAS_PARTIAL=partial is not None, HAS_WEIGHT=weight is not None, **kinds,
-        )  # fmt: skip
+            X, factors, s, hi, *numbers, bits(largest), bits(before), *shape, HAS_LARGEST=True, **kinds
+        )
         kernels("eigenbasis_kernels").quotient_again_kernel[grid](
             X, factors, s, hi, *numbers, bits(largest), bits(before), scale, *shape, **kinds
         )
-    add_up(partial, along)
     before.copy_(largest)
     return Half(hi, scale)
 
@@ -84,8 +70,6 @@ def scaled_half(
     a: Float[Tensor, "K O"] | None,
     b: Float[Tensor, "K I"] | None,
     before: Float[Tensor, "K"],
-    *,
-    along: Float[Tensor, ""] | None = None,
 ) -> Half:
     """`eigenbasis_elementwise.scaled` as a half with room; otherwise as `damped_half`.
 
@@ -98,25 +82,21 @@ def scaled_half(
     check_whole(X, "R")
     others = tuple(x for x in (a, b) if x is not None)
     if elementwise.way_of(X, others=others, half=True) is not triton_elementwise:
-        return with_room(scaled(R, a, b, out=X, largest=before, along=along), before)
+        return with_room(scaled(R, a, b, out=X, largest=before), before)
     K, O, I = X.shape
     hi, scale, largest = _room(X)
-    sides, partial = (
-        [None if x is None else x.contiguous() for x in (a, b)],
-        room_for_sums(along, K, triton_elementwise.tiles(O, I)),
-    )
+    sides = [None if x is None else x.contiguous() for x in (a, b)]
     shape = (O, I, X.stride(0), hi.stride(0))
     kinds = _kinds(scales, HAS_ROWS=a is not None, HAS_COLUMNS=b is not None)
     with on(X.device):
         grid, factors = (triton_elementwise.tiles(O, I), K), listed(scales, 0)
         kernels("eigenbasis_kernels").scaled_kernel[grid](
-            X, factors, hi, *sides, bits(largest), partial, bits(before), *shape,
-            HAS_LARGEST=True, HAS_PARTIAL=partial is not None, **kinds,
+            X, factors, hi, *sides, bits(largest), bits(before), *shape,
+            HAS_LARGEST=True, **kinds,
         )  # fmt: skip
         kernels("eigenbasis_kernels").scaled_again_kernel[grid](
             X, factors, hi, *sides, bits(largest), bits(before), scale, *shape, **kinds
         )
-    add_up(partial, along)
     before.copy_(largest)
     return Half(hi, scale)
 

@@ -16,7 +16,7 @@ from layerwise.optim.backend import ALL, Factor, InverseRoots, Shifts, Side
 from layerwise.optim.channels import times_inputs
 from layerwise.optim.cuda import factor as factors
 from layerwise.optim.cuda.basis import TrackedSide, largest_before, rotated, unrotated
-from layerwise.optim.cuda.device_step import largest_of, room_for_along, run, with_along
+from layerwise.optim.cuda.device_step import largest_of, run
 from layerwise.optim.cuda.eigenbasis_elementwise import scaled
 from layerwise.optim.cuda.factor import DeviceFactor
 from layerwise.optim.cuda.fp16_steps import scaled_half
@@ -154,11 +154,6 @@ class DeviceRoots(InverseRoots):
     def direction(self, X: Float[Tensor, "K O I"], context: Context, shifts: Shifts) -> Tensor | Scaled:
         """``P⁻ᵖ X Q⁻ᑫ``, perhaps not yet divided by the scales of fp16."""
         P, Q, largest = self.sides.get("P"), self.sides.get("Q"), largest_of(X, context)
-        if isinstance(P, DeviceInverse) and isinstance(Q, DeviceInverse) and X.dtype == torch.float32:
-            (A, a), (B, b) = ((side.matrix.data, side.matrix.scale) for side in (P, Q))
-            if P.matrix.packed_pair and Q.matrix.packed_pair and two_sided_product.takes(A, X, B):
-                before = largest_before(self.before, X)
-                return two_sided_product.long_between(A, a, X, B, b, largest, before)  # type: ignore[arg-type]
         left, right = (side.matrix.matrix() if isinstance(side, DeviceInverse) else side for side in (P, Q))
         left, right = (None if isinstance(side, TrackedSide) else side for side in (left, right))
         if X.dtype == torch.float32 and all(side is None or isinstance(side, Half) for side in (left, right)):
@@ -182,12 +177,11 @@ class DeviceRoots(InverseRoots):
         U_P, U_Q = (None if side is None else side.matrix.matrix() for side in (P, Q))
         rough = all(isinstance(matrix.matrix(), Half) for matrix in kept)
         R = rotated(U_P, X, U_Q, largest_of(X, context), rough=rough)
-        along = room_for_along(X, context)  # ⟨U_P Y U_Qᵀ, ∇L⟩ is ⟨Y, R⟩
         if all(matrix.halved for matrix in kept):
-            Y = scaled_half(R, a, b, largest_before(self.before, X), along=along)
+            Y = scaled_half(R, a, b, largest_before(self.before, X))
         else:
-            Y = scaled(R, a, b, out=R.C if isinstance(R, Scaled) else R, along=along)
-        return with_along(unrotated(U_P, Y, U_Q), context)
+            Y = scaled(R, a, b, out=R.C if isinstance(R, Scaled) else R)
+        return unrotated(U_P, Y, U_Q)
 
 
 def means(factors: tuple[Factor | None, Factor | None], groups: slice = ALL) -> list[Tensor | None]:

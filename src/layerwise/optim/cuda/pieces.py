@@ -353,3 +353,20 @@ class Tables:
         )  # fmt: skip
         # Autograd sees changes that torch makes; those of a kernel it must be told of.
         torch.autograd.graph.increment_version([*own.stack.params.values()])
+
+    def adamw_(
+        self,
+        own: StackPieces,
+        moments: tuple[Float[Tensor, "K O I"], Float[Tensor, "K O I"]],
+        corrections: tuple[Float[Tensor, "K"], Float[Tensor, "K"]],
+        scale: float,
+        betas: tuple[float, float],
+        eps: float,
+        all_finite: Bool[Tensor, ""],
+    ) -> None:
+        """AdamW's whole step, of gradients that were not gathered."""
+        passes.adamw_(
+            own.tiles, own.table, (self.gradients, self.parameters), own.like, moments, corrections, self.rates, scale,
+            betas, eps, all_finite, own.aligned and self.aligned,
+        )  # fmt: skip
+        torch.autograd.graph.increment_version([*own.stack.params.values()])

@@ -20,5 +20,3 @@ class Scaled:
 
     C: Float[Tensor, "K O I"]
     scales: tuple[Float[Tensor, "K"], ...]
-    along: Float[Tensor, ""] | None = None
-    """Of a direction: its scalar product with the gradient that it was made of, where a pass has found that."""

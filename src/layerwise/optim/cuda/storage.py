@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layerwise.optim.cuda.linalg import moments_in_new_basis, packed_fp16, two_sided_product
 from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
-from layerwise.optim.cuda.linalg.orthogonal import basis_pair
+from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE, basis_pair
 from layerwise.optim.cuda.linalg.products import HALF_PAIRS, TORCH, Products
 from layerwise.optim.cuda.linalg.split_fp16 import halved, power_of_two_scale, scaled_product, split
 from layerwise.optim.cuda.scaled import Scaled
@@ -45,8 +45,12 @@ class StoredMatrix:
         if triangle:
             found = cls(packed_fp16.zeros(len(X), halves, X.shape[-1], X.device), _ones(X), orthogonal)
         else:
-            pair = basis_pair(X) if orthogonal else split(X)
-            found = cls(torch.stack([pair.hi, pair.lo][:halves], dim=1), pair.scale, orthogonal)
+            data = torch.zeros(len(X), halves, *X.shape[1:], dtype=torch.float16, device=X.device)
+            found = cls(data, torch.full_like(_ones(X), BASIS_SCALE) if orthogonal else _ones(X), orthogonal)
+            if orthogonal:  # once: no kernel is compiled for it
+                scaled = BASIS_SCALE * X
+                data[:, 0] = scaled
+                data[:, 1:] = (scaled - data[:, 0]).unsqueeze(1)
         if not orthogonal:
             found.write(ALL, X)
         return found
@@ -55,11 +59,6 @@ class StoredMatrix:
     def halved(self) -> bool:
         """Whether it is kept in fp16."""
         return self.scale is not None
-
-    @property
-    def packed_pair(self) -> bool:
-        """Whether it is kept as triangles of split fp16."""
-        return self.halved and packed_fp16.is_packed(self.data) and self.data.shape[1] == 2
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """As they are stored."""
@@ -188,14 +187,17 @@ def scaled_between(
 def _operand(M: Kept, rough: bool, largest: Tensor | None = None) -> HalfPair | Half:
     if not rough:
         return operand_of(M, largest) if isinstance(M, Tensor) else M  # type: ignore[return-value]
-    if isinstance(M, Tensor) and _known(M, largest):
-        return splits.halved(M, amax=largest)
-    return halved(M)
+    return half_of(M, largest) if isinstance(M, Tensor) else halved(M)
 
 
 def operand_of(X: Float[Tensor, "K m n"], largest: Float[Tensor, "K"] | None = None) -> HalfPair:
     """The pair; where the kernels run and a bound on its entries is known, without a search for the largest."""
     return splits.split(X, amax=largest) if _known(X, largest) else split(X)
+
+
+def half_of(X: Float[Tensor, "K m n"], largest: Float[Tensor, "K"] | None = None) -> Half:
+    """The same in one half."""
+    return splits.halved(X, amax=largest) if _known(X, largest) else halved(X)
 
 
 def _known(X: Tensor, largest: Tensor | None) -> bool:

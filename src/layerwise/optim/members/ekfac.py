@@ -111,16 +111,13 @@ class CorrectedEigenvalues(UpdateRule):
 
     def direction(self, state: State, grad: Float[Tensor, "K O I"], context: Context) -> Any:
         """Into the basis, divided by the damped scalings, and back."""
-        basis, s, backend, average = state["basis"], state["s"], context.backend, None
+        basis, s, backend = state["basis"], state["s"], context.backend
         R = basis.rotate(grad, context)
         if self.scaling == "running":
             own = context.gradient is None or grad is context.gradient
-            if own and not (self.split == "exact" and context.relative):  # nothing that is added depends on s
-                average = self.scaling_decay
-            else:
-                of_gradient = R if own else basis.rotate(context.gradient, context)
-                backend.average_squares_(s, of_gradient, self.scaling_decay, context)
-        Y = backend.damped_quotient(R, s, basis, self._added(state, context), grad, context, average)
+            of_gradient = R if own else basis.rotate(context.gradient, context)
+            backend.average_squares_(s, of_gradient, self.scaling_decay, context)
+        Y = backend.damped_quotient(R, s, basis, self._added(state, context), grad)
         return basis.unrotate(Y, context)
 
     def _added(self, state: State, context: Context) -> tuple[Tensor | None, Tensor | None, Tensor]:

@@ -74,7 +74,7 @@ class RotatedAdam(UpdateRule):
         if begins and context.is_taken():
             self._begin(state, grad, context)
         if begins and (self.skip_first or not context.memory["begun"]):
-            D = torch.zeros_like(grad)
+            D = context.backend.no_step(state["basis"], grad)
         else:
             betas, eps = context.options.get("betas", self.betas), self.eps * context.unit
             rotated = state["basis"].rotate(grad, context)

@@ -30,6 +30,7 @@ from layerwise.layers.table import LayerSpec
 from layerwise.optim.backend import Factor
 from layerwise.optim.reference import Reference
 from layerwise.optim.rule import Shape, UpdateRule, kept, tensors
+from layerwise.optim.step.update import moment_rows
 
 Blocks = tuple[list[tuple[int, int]] | None, list[tuple[int, int]] | None]
 """First and last entries of the diagonal blocks of A and of G; None: not divided."""
@@ -45,7 +46,7 @@ class Bucket:
     fallback: bool
     dtype: torch.dtype
     sized: bool = False
-    """Whether updates have AdamW's size, for which there are two more moments."""
+    """Whether updates have AdamW's size, for which there are two more moments, perhaps of some rows."""
     momentum: bool = False
     """Whether there is a momentum of the direction."""
 
@@ -263,7 +264,9 @@ def _cost(spec: LayerSpec, bucket: Bucket) -> tuple[float, int]:
     sizes = [M.dense().shape[-1] for M in kept(state) if isinstance(M, Factor) and M.dense().ndim == 3]
     work = float(K) * sum(d**3 + O * I * d for d in sizes or [min(O, I)])
     entries = sum(t.numel() for t in tensors(state).values())
-    return work, entries + K * O * I * (2 * bucket.sized + bucket.momentum)
+    if bucket.sized:
+        entries += K * I * sum(moment_rows(O, I, bucket.rule.requirements().own_momentum is not None))
+    return work, entries + K * O * I * bucket.momentum
 
 
 def owners_by_cost(

@@ -31,6 +31,12 @@ class Labels:
     recognised: str | None = None
     """Where `likelihood` is "auto": one of `LAWS`, or "empirical" where it is neither; None: not seen yet."""
 
+    @property
+    def may_draw(self) -> bool:
+        """Whether labels are drawn, as far as it is known: before the first batch they may be."""
+        unknown = self.likelihood == "auto" and self.recognised is None
+        return unknown or self.estimator not in (None, "empirical")
+
     def law(self) -> Likelihood | None:
         """The likelihood, as far as it is known."""
         name = self.likelihood

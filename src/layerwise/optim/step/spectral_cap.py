@@ -19,7 +19,7 @@ from layerwise.foundations.linalg.probes import probe_columns
 
 TIMES = 3.0
 """Of the root mean square of all singular values that the largest may be."""
-PROBES = 8
+PROBES = 16
 """Columns from which the power iteration starts; the one that has come farthest is taken."""
 
 
@@ -30,8 +30,8 @@ def capped(D: Float[Tensor, "K O I"], norms: Float[Tensor, "K"], sides: tuple[in
     >>> capped(peaked, peaked.flatten(1).norm(dim=1), (64, 64))[0, 0, 0].round(decimals=2)  # 3 · 8/√64
     tensor(3.)
     """
-    share = TIMES / min(sides) ** 0.5
-    if share >= 1:  # no singular value is larger than the norm
+    share = most_of_norm(sides)
+    if share >= 1:
         return D
     v = right_singular_vectors(D)
     u = cross_product(D.mT, v.to(D.dtype))
@@ -40,6 +40,15 @@ def capped(D: Float[Tensor, "K O I"], norms: Float[Tensor, "K"], sides: tuple[in
     root = excess.sqrt()  # on both sides: either alone may exceed half precision
     u, v = u / sigma.clamp_min(torch.finfo(u.dtype).tiny) * root, v * root
     return torch.addcmul(D, u.to(D.dtype), v.mT.to(D.dtype), value=-1)  # one pass, where baddbmm copies D first
+
+
+def most_of_norm(sides: tuple[int, int]) -> float:
+    """What part of a matrix's norm its largest singular value may be; from 1 on any may.
+
+    >>> most_of_norm((64, 1000))
+    0.375
+    """
+    return TIMES / min(sides) ** 0.5
 
 
 def right_singular_vectors(D: Float[Tensor, "K O I"]) -> Float[Tensor, "K I 1"]:

@@ -196,14 +196,16 @@ class Stack:
             return
         shape = self.shape
         if name not in self.state:
-            own = value.shape[1:] == (shape.own_outputs, shape.own_inputs)
-            self.state[name] = shape.zeros(*((shape.outputs, shape.inputs) if own else value.shape[1:]))
+            size, padded = list(value.shape[1:]), {shape.own_outputs: shape.outputs}
+            if len(size) == 2 and size[1] == shape.own_inputs:
+                size = [padded.get(size[0], size[0]), shape.inputs]
+            self.state[name] = shape.zeros(*size)
         self.state[name][(groups, *(slice(size) for size in value.shape[1:]))] = value.to(self.state[name])
 
     def own(self, X: Tensor) -> Tensor:
         """Some groups of a tensor of the rule's, without padding; perhaps a view."""
         shape = self.shape
-        if shape.padding != (0, 0) and X.shape[1:] == (shape.outputs, shape.inputs):
+        if shape.padding != (0, 0) and X.ndim == 3 and X.shape[2] == shape.inputs:  # of all rows, or of some
             X = X[:, : shape.own_outputs, : shape.own_inputs]
         return X if X.dtype.itemsize >= 4 else X.float()  # scalings that are kept in half precision
 

@@ -12,7 +12,8 @@ of the gradient, and the result takes the norm of AdamW's own update:
 
 matrix by matrix, and cut along its largest singular value where that is too large (`spectral_cap`). So η, its schedule
 and the decay mean what they mean for AdamW, whatever the scale of the loss: D is linear in m, relative damping makes P
-and Q free of units, and ε is relative to the first gradient (`unit_of`).
+and Q free of units, and ε is relative to the first gradient (`unit_of`). Of large matrices the norm of AdamW's update
+is measured on some rows, and v is kept for these alone (`rows_apart`).
 """
 
 import math
@@ -32,7 +33,7 @@ from layerwise.optim.rule import Context, Health, Observation, UpdateRule
 from layerwise.optim.statistics.accumulate import Accumulator, Sums
 from layerwise.optim.step.clip import Clip
 from layerwise.optim.step.damping import Damping
-from layerwise.optim.step.graft import Graft
+from layerwise.optim.step.graft import Graft, begin_adam
 from layerwise.optim.step.refresh_schedule import RefreshSchedule, freshness, give_turns
 from layerwise.optim.step.spectral_cap import capped
 from layerwise.optim.step.stack import Stack, gradients
@@ -42,6 +43,8 @@ BETAS = (0.9, 0.999)
 EPS = 1e-8
 MOST_CHANGE = 0.2
 """Of its norm that a step may change a matrix by, weight decay aside; see `UpdateSize.bounded`."""
+SEEN, LEAST_SEEN, LEAST_ENTRIES = 128, 512, 2**18
+"""Rows of a matrix, about, by which the norm of AdamW's update is measured, and the size from which not all are."""
 USUAL_GRADIENT = 1e-3
 """The root mean square of a gradient beside which AdamW's ε = 1e-8 is usual."""
 
@@ -98,18 +101,14 @@ class UpdateSize:
         D = (D if isinstance(D, Tensor) else stack.backend.tensor(D)).to(stack.shape.dtype)
         size = norms(D)
         ratio = self.ratio(stack, wanted, size, lr).to(D.dtype).view(-1, 1, 1)
-        return self.capped(stack, D, size) * ratio  # zeros stay so
+        shape = stack.shape
+        D = D if stack.requires.flat_spectrum else capped(D, size, (shape.own_outputs, shape.own_inputs))
+        return D * ratio  # zeros stay so
 
     def unsized(self, stack: Stack, grad: Float[Tensor, "K O I"], context: Context) -> tuple[Any, Float[Tensor, "K"]]:
         """The same direction as the rule leaves it, and the norm of AdamW's update; for `ratio`."""
         averaged, wanted = self._averaged(stack, grad, context)
         return stack.rule.direction(stack.state, averaged, context), wanted
-
-    @staticmethod
-    def capped(stack: Stack, D: Float[Tensor, "K O I"], size: Float[Tensor, "K"]) -> Float[Tensor, "K O I"]:
-        """Directions of those norms, their largest singular values within bounds."""
-        shape = stack.shape
-        return D if stack.requires.flat_spectrum else capped(D, size, (shape.own_outputs, shape.own_inputs))
 
     def ratio(self, stack: Stack, wanted: Tensor, size: Tensor, lr: float | Tensor) -> Float[Tensor, "K"]:
         """What a direction of some norm is multiplied by, group by group."""
@@ -119,11 +118,12 @@ class UpdateSize:
     def _averaged(self, stack: Stack, grad: Tensor, context: Context) -> tuple[Tensor, Float[Tensor, "K"]]:
         """What the rule gets in the gradient's place, and the norm of AdamW's update."""
         mu, (b1, b2) = 0.0 if stack.requires.own_momentum else stack.group["momentum"], self.betas or BETAS
-        state = stack.state
-        if "graft_m" not in state:
-            _begin_adam(stack)
+        state, apart = stack.state, _rows_apart(stack)
+        _begin_moments(stack)
         moments = {"m": state["graft_m"], "v": state["graft_v"], "steps": state["graft_steps"]}
-        wanted = context.backend.adam_norms_(moments, grad, (mu or b1, b2), EPS * context.unit, context)
+        wanted = context.backend.adam_norms_(moments, grad, (mu or b1, b2), EPS * context.unit, context, apart)
+        if apart > 1:
+            wanted = wanted * math.sqrt(stack.shape.own_outputs / moments["v"].shape[1])
         state["graft_m"], state["graft_v"] = m, _ = moments["m"], moments["v"]  # a backend may lay them out anew
         if not mu:  # none is wanted, or the rule has its own
             return grad, wanted
@@ -136,17 +136,59 @@ class UpdateSize:
         A matrix that begins at zero would never move: its norm counts as no less than that of one which torch
         initialises, entries uniform within ``±1/√I``.
         """
-        shape = stack.shape
-        least = math.sqrt((shape.outputs - shape.padding[0]) / 3)
-        most = MOST_CHANGE * weight_norms(stack).to(wanted).clamp_min(least)
+        most = MOST_CHANGE * weight_norms(stack).to(wanted).clamp_min(least_norm(stack))
         step = (lr * wanted).clamp_min(torch.finfo(wanted.dtype).tiny)
         return wanted * (most / step).clamp(max=1.0)
 
 
-def _begin_adam(stack: Stack) -> None:
-    shape = stack.shape
-    stack.state |= {f"graft_{name}": shape.zeros(shape.outputs, shape.inputs) for name in ("m", "v")}
-    stack.state["graft_steps"] = shape.zeros()
+def rows_apart(outputs: int, inputs: int) -> int:
+    """1, or every how many rows of a large matrix one is enough to know the norm of AdamW's update, within 2 % or so.
+
+    An odd number, which divides no width of a head, so that rows of all parts of it are seen.
+
+    >>> [rows_apart(*shape) for shape in ((512, 64), (512, 512), (768, 768), (2304, 768), (3072, 768))]
+    [1, 3, 5, 17, 23]
+    """
+    if outputs < LEAST_SEEN or outputs * inputs < LEAST_ENTRIES:
+        return 1
+    return (outputs // SEEN - 1) // 2 * 2 + 1
+
+
+def moment_rows(outputs: int, inputs: int, own_momentum: bool) -> tuple[int, int]:
+    """How many rows AdamW's m and v have, of which only the norm of the update is wanted; m is all there, unless the
+    rule has a momentum of its own.
+
+    >>> moment_rows(768, 768, own_momentum=False), moment_rows(768, 768, own_momentum=True)
+    ((768, 154), (154, 154))
+    """
+    seen = len(range(0, outputs, rows_apart(outputs, inputs)))
+    return (seen if own_momentum else outputs), seen
+
+
+def _rows_apart(stack: Stack) -> int:
+    return rows_apart(stack.shape.own_outputs, stack.shape.own_inputs)
+
+
+def _begin_moments(stack: Stack) -> None:
+    """AdamW's moments, unless they are there. Of a checkpoint with more rows those are taken that are still kept."""
+    shape, state, apart = stack.shape, stack.state, _rows_apart(stack)
+    of_m, of_v = moment_rows(shape.own_outputs, shape.own_inputs, stack.requires.own_momentum is not None)
+    rows = {"m": shape.outputs if of_m == shape.own_outputs else of_m, "v": shape.outputs if apart == 1 else of_v}
+    known = {name: state[f"graft_{name}"].shape[1] for name in rows if f"graft_{name}" in state}
+    if known == rows:
+        return
+    if all(known.get(name) in (rows[name], shape.outputs) for name in rows):
+        for name in rows:
+            if known[name] != rows[name]:
+                state[f"graft_{name}"] = state[f"graft_{name}"][:, ::apart][:, : rows[name]].clone()
+        return
+    state |= {f"graft_{name}": shape.zeros(count, shape.inputs) for name, count in rows.items()}
+    state["graft_steps"] = shape.zeros()
+
+
+def least_norm(stack: Stack) -> float:
+    """What the norm of a matrix counts as at least: that of one which torch initialises."""
+    return math.sqrt(stack.shape.own_outputs / 3)
 
 
 def weight_norms(stack: Stack) -> Float[Tensor, "K"]:
@@ -254,8 +296,10 @@ class Executor(ABC):
         """What a first step would add to the state of each stack, as zeros; for who looks at it before."""
         for stack in self.stacks:
             shape, matrices = stack.shape, stack.requires.matrices_only
-            if self.size.sets(stack) or (matrices and self.graft.method == "adam"):
-                _begin_adam(stack)
+            if self.size.sets(stack):
+                _begin_moments(stack)
+            elif matrices and self.graft.method == "adam":
+                begin_adam(stack)
             if self.momentum_of(stack):
                 stack.state["momentum"] = shape.zeros(shape.outputs, shape.inputs)
             if stack.requires.refreshes:

@@ -20,7 +20,7 @@ from layerwise.optim.cuda.triton.device import MOST_MATRICES
 FUSED_SIZE = 64
 """Smaller matrices are not worth kernels of their own."""
 
-APPLICATIONS, MARGIN = 6, 1.15
+APPLICATIONS, MARGIN = 4, 1.15
 """Of E to a few columns, for its norm, and what is added to that: where many vectors turn at once its singular values
 lie close together, and two applications found two thirds of the largest. Beyond a norm of 1.7 the basis would not be
 made orthogonal again, but blow up."""

@@ -9,6 +9,7 @@ by much more.
 """
 
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float16, Float32
@@ -23,7 +24,7 @@ from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton.products import pair_product
 
 UNIT = 2.0**14
-"""Scale of E, of ``E + E²/2`` and of ``I − Vᵀ V``."""
+"""Scale of E, of ``I + E + E²/2`` and of ``I − Vᵀ V``."""
 LARGE = 1536
 """From this size on products with a result in float16 are cuBLAS's, if it writes that (`writes_halves`)."""
 
@@ -54,7 +55,7 @@ def tracked_half(
         # A turn makes columns longer by up to a tenth. Of two sweeps only the second makes them orthogonal again.
         V, values, left = _sweep(M_, U, damping, still, orthogonal=sweeps != 2 or sweep == 1)
         if sweeps == 2 and sweep == 1:
-            values = values / (torch.linalg.vector_norm(U.hi, dim=-2, dtype=torch.float32) / BASIS_SCALE).square()
+            values = values / (_column_dots(U.hi, U.hi)[1] / BASIS_SCALE**2)
         U = V
         couplings.append(left)
     # S was computed of 2¹⁴ U and of M times its scale. Both reciprocals are exact, where the product may overflow.
@@ -62,7 +63,7 @@ def tracked_half(
 
 
 def rayleigh_quotients(
-    M: Float[Tensor, "*batch n n"] | HalfPair, U: Float[Tensor, "*batch n n"] | Half, products: Products
+    M: Float[Tensor, "*batch n n"] | HalfPair | Half, U: Float[Tensor, "*batch n n"] | Half, products: Products
 ) -> Float[Tensor, "*batch n"]:
     """``uᵀ M u / uᵀ u`` of the columns of a basis, which is not rounded further: eigenvalues as this basis has them.
 
@@ -70,14 +71,18 @@ def rayleigh_quotients(
     >>> rayleigh_quotients(torch.tensor([[2.0, 1.0], [1.0, 4.0]]), torch.eye(2), TORCH).tolist()
     [2.0, 4.0]
     """
-    if isinstance(U, Half):
-        pair = HALF_PAIRS.prepared(M, definite=True)
-        C, _ = split_fp16.whole_product(pair, U)
-        V, unit = U.hi, pair.scale.reciprocal()[..., None]
+    if isinstance(U, Tensor):
+        dots, squares = _column_dots(products.precise(M, U), U)
+        return dots / squares
+    U = Half(U.hi.contiguous(), U.scale)
+    if isinstance(M, Half):
+        C = _image(M, U)
+        C, unit = C.hi, (M.scale * C.scale).reciprocal()
     else:
-        C, V, unit = products.precise(M, U), U, 1.0
-    squares = torch.linalg.vector_norm(V, dim=-2, dtype=C.dtype).square()
-    return C.mul_(V).sum(-2) / squares * unit
+        pair = HALF_PAIRS.prepared(M, definite=True)
+        C, unit = split_fp16.whole_product(pair, U)[0], pair.scale.reciprocal()
+    dots, squares = _column_dots(C, U.hi)
+    return dots / squares * unit[..., None]
 
 
 def _sweep(
@@ -89,15 +94,26 @@ def _sweep(
 
         found = triton_sweeps.rotation(pair_product(U.mT, C, symmetric=True, whole=True), damping, still)
         F, E = torch.empty_like(found.E.hi), found.E
-        pair_product(E, E, symmetric=True, skew=True, add=E.hi, alpha=found.alpha, beta=found.beta, out=F)
+        how: dict[str, Any] = {"alpha": found.alpha, "beta": found.beta, "identity": UNIT}
+        pair_product(E, E, symmetric=True, skew=True, add=E.hi, out=F, **how)
         values, left = found.values, found.left
     else:
         F, values, left = _rotation(U, C, damping, still)
-    V = _turned(U, F, 1.0)
-    V = _turned(V, _defect(V, F), 0.5) if orthogonal else V
+    V = _turned(U, F)
+    V = _corrected(V, _defect(V, F)) if orthogonal else V
     # What is not finite in V, or in I − VᵀV, is in every row by now.
     left = left + 0 * V.hi[..., 0, :].float().sum(-1)
     return V, values, left.nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def _column_dots(C: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the columns of V with those of C, and their squares."""
+    if V.dtype == torch.float16 and V.ndim == 3 and triton_products.available(V.device):
+        from layerwise.optim.cuda.triton import jacobi as triton_sweeps
+
+        return triton_sweeps.column_dots(C, V)
+    single = torch.promote_types(C.dtype, torch.float32)
+    return (C.to(single) * V).sum(-2), torch.linalg.vector_norm(V, dim=-2, dtype=single).square()
 
 
 def _image(M: HalfPair | Half, U: Half) -> HalfPair | Half:
@@ -117,7 +133,7 @@ def _image(M: HalfPair | Half, U: Half) -> HalfPair | Half:
 
 
 def _rotation(U: Half, C: HalfPair | Half, damping: int | float, still: int | float) -> tuple[Tensor, Tensor, Tensor]:
-    """``E + E²/2`` in float16, eigenvalues and coupling, by torch."""
+    """``I + E + E²/2`` in float16, eigenvalues and coupling, by torch."""
     S, scale = split_fp16.whole_product(U.mT, C)
     S = S / scale[..., None, None]
     S = (S + S.mT) / 2
@@ -125,20 +141,29 @@ def _rotation(U: Half, C: HalfPair | Half, damping: int | float, still: int | fl
     S = S / mean[..., None]
     E = rotation(S, damping, still)
     E_ = Half((UNIT * E).half(), torch.full_like(mean[..., 0], UNIT))
-    F = UNIT * HALF_PAIRS.rough(E_, E_, add=E, alpha=0.5)
+    F = UNIT * (HALF_PAIRS.rough(E_, E_, add=E, alpha=0.5) + torch.eye(U.shape[-1], device=E.device))
     return F.half(), mean * second_order(S, E), coupling(S, damping)
 
 
-def _turned(U: Half, F: Float16[Tensor, "*batch n n"], share: float) -> Half:
-    """``U + share·U F`` in float16."""
+def _turned(U: Half, F: Float16[Tensor, "*batch n n"]) -> Half:
+    """``U F`` in float16. That F has the identity spares a copy of U, and rounds lengths of columns by up to 2⁻¹¹: the
+    next step makes them 1 again."""
     out = torch.empty_like(U.hi, memory_format=torch.contiguous_format)
     if by_cublas(U):
-        return Half(torch.baddbmm(U.hi, U.hi, F, alpha=share / UNIT, out=out), U.scale)
+        return Half(torch.baddbmm(out, U.hi, F, beta=0, alpha=1 / UNIT, out=out), U.scale)
     if _takes(U):
-        F_ = Half(F, torch.full_like(U.scale, UNIT))
-        return Half(pair_product(U, F_, add=U.hi, alpha=share * BASIS_SCALE, out=out), U.scale)
-    C = U.hi.float() @ F.float()
-    return Half(torch.add(U.hi.float(), C, alpha=share / UNIT).half(), U.scale)
+        return Half(pair_product(U, Half(F, torch.full_like(U.scale, UNIT)), alpha=BASIS_SCALE, out=out), U.scale)
+    return Half(((U.hi.float() @ F.float()) / UNIT).half(), U.scale)
+
+
+def _corrected(V: Half, N: Float16[Tensor, "*batch n n"]) -> Half:
+    """``V + V N/2`` in float16."""
+    if by_cublas(V):
+        return Half(torch.baddbmm(V.hi, V.hi, N, alpha=0.5 / UNIT), V.scale)
+    if _takes(V):
+        N_, out = Half(N, torch.full_like(V.scale, UNIT)), torch.empty_like(V.hi)
+        return Half(pair_product(V, N_, add=V.hi, alpha=0.5 * BASIS_SCALE, out=out), V.scale)
+    return Half(torch.add(V.hi.float(), V.hi.float() @ N.float(), alpha=0.5 / UNIT).half(), V.scale)
 
 
 def _defect(V: Half, out: Float16[Tensor, "*batch n n"]) -> Float16[Tensor, "*batch n n"]:

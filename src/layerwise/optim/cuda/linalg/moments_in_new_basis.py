@@ -54,7 +54,7 @@ def turn_moments_(
     largest = V.amax((-2, -1))
     C, inverse = _product(squared_rows(turn), _halved(V, largest), side)
     torch.maximum(C.mul_(inverse), (largest * SMALLEST_PART)[:, None, None], out=V)
-    C, inverse = _product(turn, split_fp16.halved(M), side)
+    C, inverse = _product(turn, _halved(M, torch.linalg.vector_norm(M, torch.inf, dim=(-2, -1))), side)
     torch.mul(C, inverse, out=M)
 
 
@@ -87,7 +87,12 @@ def put_(out: Float16[Tensor, "K n n"], V: Float16[Tensor, "K n n"], where: Bool
     >>> out.flatten().tolist()
     [1.0, 0.0]
     """
-    out.copy_(V if where is None else torch.where(where[:, None, None], V, out))
+    if where is None:
+        out.copy_(V)
+        return
+    if out.shape[-1] % 4 == 0:  # by words of four: the pass is bound by the number of entries
+        out, V = out.view(torch.int64), V.view(torch.int64)
+    torch.where(where[:, None, None], V, out, out=out)
 
 
 def _halved(V: Tensor, largest: Tensor) -> Half:

@@ -6,7 +6,7 @@ with the scale of Y, up to n = 2¹⁶. That costs nothing: the largest scaled en
 among its subnormal numbers is 2⁻²⁵ an entry, ``2⁻³¹ √(O I)`` of the norm: 2⁻¹⁸ if both are 8192.
 
 Should a matrix not be orthogonal at all, finite entries are cut off at float16's largest; NaN and infinity stay. Not by
-cuBLAS (`narrow`), whose results then may be infinite.
+cuBLAS (`writes_halves`), whose results then may be infinite.
 """
 
 import math
@@ -73,12 +73,11 @@ def with_room(Y: Float[Tensor, "K m n"], largest: Float32[Tensor, "K"] | None = 
     return Half((Y * scale[..., None, None]).half(), scale)
 
 
-def rough_between(P: HalfPair | Half | None, Y: Half, Q: HalfPair | Half | None, *, narrow: bool = False) -> Scaled:
+def rough_between(P: HalfPair | Half | None, Y: Half, Q: HalfPair | Half | None) -> Scaled:
     """``P Y Q`` of orthogonal matrices with the fixed scale (one may be missing) and a Y with room, in 11 bits.
 
-    The product with the smaller matrix comes first, and is in float16; on a GPU it is Triton's. The other is cuBLAS's:
-    by Triton, in float16 too, the way back took a fifth longer. With `narrow` cuBLAS may write float16: half the bytes,
-    for whoever reads the result once and needs no more bits.
+    The product with the smaller matrix comes first, and is in float16. Large ones are cuBLAS's, which needs little more
+    than half of Triton's time for them, and their result is in float16, too: half the bytes for who reads it next.
 
     >>> U = basis_pair(torch.eye(2)[None].flip(-1))
     >>> found = rough_between(U, with_room(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])), None)
@@ -90,7 +89,7 @@ def rough_between(P: HalfPair | Half | None, Y: Half, Q: HalfPair | Half | None,
     for smaller, before in first:
         Y = Half(_turned(smaller, Y.hi, before), Y.scale)
     A, B = (U, Y) if left else (Y, U)
-    if narrow and writes_halves(Y):
+    if writes_halves(Y):
         return _narrow(A, B, U, Y.scale)
     C, scale = split_fp16.scaled_product(A, B)
     return Scaled(C, (scale,))
@@ -146,6 +145,9 @@ def _turned(U: Half, Y: Tensor, left: bool) -> Tensor:
     """``U Y`` or ``Y U`` in float16."""
     other = Half(Y, U.scale)  # its own scale is that of the result, too: one for both cancels
     A, B = (U, other) if left else (other, U)
+    if writes_halves(other):
+        out = torch.empty(*A.shape[:-1], B.shape[-1], dtype=torch.float16, device=Y.device)
+        return torch.baddbmm(out, A.hi, B.hi, beta=0, alpha=1 / BASIS_SCALE, out=out)
     if triton_products.takes(A, B):
         out = torch.empty(*A.shape[:-1], B.shape[-1], dtype=torch.float16, device=Y.device)
         return triton_products.pair_product(A, B, alpha=BASIS_SCALE, out=out, cut=True)

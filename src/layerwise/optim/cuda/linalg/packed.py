@@ -9,7 +9,7 @@ takes) a few calls of torch, which the kernels are checked against. Nothing here
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import isqrt
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.linalg.symmetric_product import gram
 from layerwise.optim.cuda.linalg import split_fp16
-from layerwise.optim.cuda.linalg.fp16 import HalfPair
+from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
 from layerwise.optim.cuda.triton import packed as triton_packed
 from layerwise.optim.cuda.triton.device import MOST_MATRICES, available
 
@@ -102,8 +102,15 @@ def diagonal(P: Float32[Tensor, "K T 16 16"]) -> Float32[Tensor, "K n"]:
     >>> diagonal(pack(torch.diag(torch.arange(16.0))[None]))[0, -2:].tolist()
     [14.0, 15.0]
     """
-    i = torch.arange(size(P) // TILE, device=P.device)
-    return P[:, i * (i + 3) // 2].diagonal(dim1=-2, dim2=-1).flatten(1)
+    return P[:, _on_diagonal(size(P) // TILE, P.device)].diagonal(dim1=-2, dim2=-1).flatten(1)
+
+
+@cache  # for ever: captured graphs read it
+def _on_diagonal(tiles: int, device: torch.device) -> Int64[Tensor, "T"]:
+    """Places of the tiles on the diagonal."""
+    with torch.inference_mode(False):
+        i = torch.arange(tiles, device=device)
+        return i * (i + 3) // 2
 
 
 def ema_(
@@ -149,21 +156,19 @@ def gram_update_(
     return P.copy_(tiles(old, size(P)))
 
 
-def split(
-    P: Float32[Tensor, "K T 16 16"], shift: Numbers | None = None, own: int | None = None, fill: Numbers | None = None
-) -> HalfPair:
-    """Positive semidefinite matrices as pairs, straight from the tiles; `shift`, `own` and `fill` as of `unpack`.
+def split(P: Float32[Tensor, "K T 16 16"], halves: int = 2) -> HalfPair | Half:
+    """Positive semidefinite matrices as pairs or as one half, straight from the tiles.
 
-    No entry of such a matrix exceeds the largest of its diagonal, and `fill` must not either.
+    No entry of such a matrix exceeds the largest of its diagonal.
 
     >>> split(pack(torch.eye(16)[None])).value()[0, 0, :2].tolist()
     [1.0, 0.0]
     """
     largest = diagonal(P).amax(-1)
-    largest = largest if shift is None else largest + shift
     if _by_kernels(P):
-        return triton_packed.split(P, size(P), largest, shift, own, fill)
-    return split_fp16.split(unpack(P, shift, own, fill), split_fp16.power_of_two_scale(largest))
+        return triton_packed.split(P, size(P), largest, halves)
+    pair = split_fp16.split(unpack(P), split_fp16.power_of_two_scale(largest))
+    return pair if halves == 2 else pair.half
 
 
 @lru_cache(maxsize=64)

@@ -19,17 +19,6 @@ def bits(largest: Tensor | None) -> Tensor | None:
     return None if largest is None else largest.view(torch.int32)
 
 
-def room_for_sums(along: Tensor | None, groups: int, parts: int) -> Tensor | None:
-    """A number for each part of each group, where their sum is asked for."""
-    return None if along is None else torch.empty(groups, parts, dtype=torch.float32, device=along.device)
-
-
-def add_up(partial: Tensor | None, along: Tensor | None) -> None:
-    """The sum of all parts, in an order that does not change."""
-    if partial is not None and along is not None:
-        torch.sum(partial, (0, 1), out=along)
-
-
 def listed(scales: Sequence[Tensor], start: int) -> tuple[Tensor, ...] | None:
     """Numbers of the groups from some group on, as a kernel takes them."""
     return tuple(s.contiguous()[start:] for s in scales) or None

@@ -20,10 +20,8 @@ from layerwise.optim.cuda.linalg.packed import is_packed
 from layerwise.optim.cuda.triton import packed as triton_packed
 from layerwise.optim.cuda.triton.arguments import one, power_of_two
 from layerwise.optim.cuda.triton.device import ceil, kernels, on
-from layerwise.optim.cuda.triton.products import filled_up, gram_update_
+from layerwise.optim.cuda.triton.products import LISTED, filled_up, gram_update_
 
-LISTED = 32
-"""Matrices that one launch takes."""
 COLUMNS, ROWS = 128, 32
 PROGRAMS = 2112
 """Enough to keep 132 processors busy, sixteen each."""
@@ -69,7 +67,7 @@ def average_grams_(
     with on(device):
         launch = kernels("column_kernels")
         for start in range(0, K, LISTED):
-            few = tuple(X[start : start + LISTED])
+            few = X[start : start + LISTED]
             listed = filled_up(few)
             launch.column_kernel[(blocks, parts, len(few))](
                 listed, rounded, sums, squares, m, n, rows_each, first.stride(0), start,

@@ -11,13 +11,6 @@ from layerwise.optim.cuda.triton.split_kernels import final_scale, foreseen_scal
 
 @_jit
 @no_type_check
-def keep_product(partial, k, product):
-    """The part of a scalar product that this program has found."""
-    tl.store(partial + k * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.sum(product, 1), 0))
-
-
-@_jit
-@no_type_check
 def squares_ema_kernel(s, R, scales, weight, factor, entries, s_k, R_k, SCALES: tl.constexpr, BLOCK: tl.constexpr):
     """One block of s + weight·(factor·R² − s); an entry whose square is not finite is left."""
     k = tl.program_id(1).to(tl.int64)
@@ -48,12 +41,12 @@ def divisor(s_P, s_Q, left, right, constant, k, rows, columns, rows_total, width
 @_jit_varying(by_group=("largest",))
 @no_type_check
 def damped_quotient_kernel(
-    R, scales, s, out, s_P, s_Q, left, right, constant, largest, partial, weight, before, factor, tiny,
+    R, scales, s, out, s_P, s_Q, left, right, constant, largest, before, tiny,
     rows_total, width, R_k, s_k, out_k,
-    SCALES: tl.constexpr, HAS_FACTORS: tl.constexpr, HAS_LARGEST: tl.constexpr, HAS_PARTIAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, ROOM: tl.constexpr, HEADROOM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SCALES: tl.constexpr, HAS_FACTORS: tl.constexpr, HAS_LARGEST: tl.constexpr,
+    ROOM: tl.constexpr, HEADROOM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of R/(s + max(s_P·right + left·s_Q + constant, tiny)), with HAS_WEIGHT by means moved before.
+    """One tile of R/(s + max(s_P·right + left·s_Q + constant, tiny)).
 
     With ROOM it is multiplied by the scale that was foreseen.
     """
@@ -63,23 +56,13 @@ def damped_quotient_kernel(
     at = rows * width + columns
     added = divisor(s_P, s_Q, left, right, constant, k, rows, columns, rows_total, width, tiny, HAS_FACTORS)
     r = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
-    mean = tl.load(s + k * s_k + at, mask=inside, other=1.0).to(tl.float32)
-    if HAS_WEIGHT:  # as `squares_ema_kernel` does
-        w = tl.load(weight + k)
-        x = tl.where(w != 0.0, factor * (r * r), float("inf"))
-        mean = tl.where(x < float("inf"), tl.where(w == 1.0, x, mean + w * (x - mean)), mean)
-        kept = stored(mean, s.dtype.element_ty)
-        tl.store(s + k * s_k + at, kept, mask=inside)
-        mean = kept.to(tl.float32)  # a quotient that is computed again has no other
-    y = tl.div_rn(r, mean + added)
+    y = tl.div_rn(r, tl.load(s + k * s_k + at, mask=inside, other=1.0).to(tl.float32) + added)
     written = y
     if ROOM > 0:
         written = y * foreseen_scale(before, k, ROOM, HEADROOM)
     tl.store(out + k * out_k + at, stored(written, out.dtype.element_ty), mask=inside)
     if HAS_LARGEST:
         keep_largest(largest, k, tl.where(inside, y, 0.0))
-    if HAS_PARTIAL:
-        keep_product(partial, k, tl.where(inside, y * r, 0.0))
 
 
 @_jit_varying(by_group=("largest",))
@@ -90,7 +73,7 @@ def quotient_again_kernel(
     SCALES: tl.constexpr, HAS_FACTORS: tl.constexpr, ROOM: tl.constexpr, HEADROOM: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The same quotient by means that have been moved, where the scale that was foreseen does not fit."""
+    """The same quotient, where the scale that was foreseen does not fit."""
     k = tl.program_id(1).to(tl.int64)
     by, fits = final_scale(largest, before, k, ROOM, HEADROOM)
     if tl.program_id(0) == 0:
@@ -119,9 +102,9 @@ def sides_scaled(y, a, b, k, rows, columns, rows_total, width, HAS_ROWS: tl.cons
 @_jit_varying(by_group=("largest",))
 @no_type_check
 def scaled_kernel(
-    R, scales, out, a, b, largest, partial, before, rows_total, width, R_k, out_k,
+    R, scales, out, a, b, largest, before, rows_total, width, R_k, out_k,
     SCALES: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_COLUMNS: tl.constexpr, HAS_LARGEST: tl.constexpr,
-    HAS_PARTIAL: tl.constexpr, ROOM: tl.constexpr, HEADROOM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROOM: tl.constexpr, HEADROOM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One tile of R·a·b; with ROOM it is multiplied by the scale that was foreseen."""
     k = tl.program_id(1).to(tl.int64)
@@ -136,8 +119,6 @@ def scaled_kernel(
     tl.store(out + k * out_k + at, stored(written, out.dtype.element_ty), mask=inside)
     if HAS_LARGEST:
         keep_largest(largest, k, tl.where(inside, y, 0.0))
-    if HAS_PARTIAL:
-        keep_product(partial, k, tl.where(inside, y * r, 0.0))
 
 
 @_jit_varying(by_group=("largest",))

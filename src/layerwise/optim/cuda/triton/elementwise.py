@@ -8,13 +8,12 @@ from torch import Tensor
 
 from layerwise.optim.cuda.triton.arguments import (
     AllFinite,
-    add_up,
     bits,
     byte,
     listed,
-    room_for_sums,
 )
 from layerwise.optim.cuda.triton.device import kernels, on
+from layerwise.optim.step.update import MOST_CHANGE
 
 TILE = {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
 BLOCK = {"BLOCK": 2048, "num_warps": 4}
@@ -77,15 +76,17 @@ def adam_norms_(
     correction1: Tensor,
     correction2: Tensor,
     all_finite: AllFinite,
+    apart: int,
 ) -> tuple[Tensor, Tensor]:
     """`elementwise.adam_norms_`."""
-    entries, groups = M[0].numel(), len(M)
-    partial = torch.empty(groups, blocks(entries), 2, dtype=torch.float32, device=M.device)
+    (groups, rows, width), seen = M.shape, V.shape[1]
+    m_apart, v_apart = (1, apart) if rows == G.shape[1] else (apart, 1)
+    partial = torch.empty(groups, tiles(rows, width), 2, dtype=torch.float32, device=M.device)
     with on(M.device):
-        kernels("elementwise_kernels").adam_norm_kernel[(blocks(entries), groups)](
+        kernels("elementwise_kernels").adam_norm_kernel[(tiles(rows, width), groups)](
             M, V, G, partial, byte(all_finite), correction1.contiguous(), correction2.contiguous(), float(1 - beta1),
-            float(beta2), float(1 - beta2), float(eps), entries, M.stride(0), V.stride(0), G.stride(0),
-            MASKED=all_finite is not None, **BLOCK,
+            float(beta2), float(1 - beta2), float(eps), rows, width, seen, m_apart, v_apart,
+            M.stride(0), V.stride(0), G.stride(0), MASKED=all_finite is not None, **TILE,
         )  # fmt: skip
     return partial[..., 0].sum(1).sqrt_(), partial[..., 1].amax(1)
 
@@ -121,6 +122,19 @@ def corrections_(
         )  # fmt: skip
 
 
+def divisor(
+    wanted: Tensor, norms: Tensor, weights: Tensor, least: float, scales: Sequence[Tensor], lr: Tensor
+) -> Tensor:
+    """`update_ratio.divisor`."""
+    out = torch.empty_like(wanted)
+    with on(wanted.device):
+        kernels("elementwise_kernels").divisor_kernel[(blocks(len(out)),)](
+            out, wanted.contiguous(), norms.contiguous(), weights.contiguous(), listed(scales, 0), lr,
+            MOST_CHANGE, float(least), torch.finfo(torch.float32).tiny, len(out), SCALES=len(scales), **BLOCK,
+        )  # fmt: skip
+    return out
+
+
 # --- in an eigenbasis ----------------------------------------------------------------------------------------
 
 
@@ -145,22 +159,17 @@ def damped_quotient(
     constant: Tensor,
     out: Tensor,
     largest: Tensor | None,
-    along: Tensor | None,
-    weight: Tensor | None,
-    factor: int | float,
 ) -> None:
-    """`eigenbasis_elementwise.damped_quotient`, and with a weight `eigenbasis_elementwise.averaged_quotient_`."""
+    """`eigenbasis_elementwise.damped_quotient`."""
     K, O, I = s.shape
     factors = [None if X is None or left is None else X.contiguous() for X in (s_P, s_Q, left, right)]
-    partial, weight = room_for_sums(along, K, tiles(O, I)), None if weight is None else weight.contiguous()
     with on(s.device):
         kernels("eigenbasis_kernels").damped_quotient_kernel[(tiles(O, I), K)](
-            R, listed(scales, 0), s, out, *factors, constant.contiguous(), bits(largest), partial, weight, None,
-            float(factor), torch.finfo(s.dtype).tiny, O, I, R.stride(0), s.stride(0), out.stride(0),
+            R, listed(scales, 0), s, out, *factors, constant.contiguous(), bits(largest), None,
+            torch.finfo(s.dtype).tiny, O, I, R.stride(0), s.stride(0), out.stride(0),
             SCALES=len(scales), HAS_FACTORS=left is not None, HAS_LARGEST=largest is not None,
-            HAS_PARTIAL=partial is not None, HAS_WEIGHT=weight is not None, ROOM=0, HEADROOM=0, **TILE,
+            ROOM=0, HEADROOM=0, **TILE,
         )  # fmt: skip
-    add_up(partial, along)
 
 
 def scaled(
@@ -170,19 +179,16 @@ def scaled(
     b: Tensor | None,
     out: Tensor,
     largest: Tensor | None,
-    along: Tensor | None,
 ) -> None:
     """`eigenbasis_elementwise.scaled`."""
     K, O, I = R.shape
     sides = [None if x is None else x.contiguous() for x in (a, b)]
-    partial = room_for_sums(along, K, tiles(O, I))
     with on(R.device):
         kernels("eigenbasis_kernels").scaled_kernel[(tiles(O, I), K)](
-            R, listed(scales, 0), out, *sides, bits(largest), partial, None, O, I, R.stride(0), out.stride(0),
+            R, listed(scales, 0), out, *sides, bits(largest), None, O, I, R.stride(0), out.stride(0),
             SCALES=len(scales), HAS_ROWS=a is not None, HAS_COLUMNS=b is not None, HAS_LARGEST=largest is not None,
-            HAS_PARTIAL=partial is not None, ROOM=0, HEADROOM=0, **TILE,
+            ROOM=0, HEADROOM=0, **TILE,
         )  # fmt: skip
-    add_up(partial, along)
 
 
 # --- how many --------------------------------------------------------------------------------------------------

@@ -147,27 +147,35 @@ def adam_kernel(
     tl.store(step + k * step_k + at, stored(tl.where(taken, d * factor, 0.0), step.dtype.element_ty), mask=inside)
 
 
-@_jit
+@_jit_varying("rows_total", "seen_rows", "m_apart", "v_apart")
 @no_type_check
 def adam_norm_kernel(
-    M, V, G, partial, all_finite, correction1, correction2, weight1, beta2, weight2, eps, entries, M_k, V_k, G_k,
-    MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    M, V, G, partial, all_finite, correction1, correction2, weight1, beta2, weight2, eps,
+    rows_total, width, seen_rows, m_apart, v_apart, M_k, V_k, G_k,
+    MASKED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Both moments on one block, the sum of squares of Adam's step there, and the largest magnitude of m."""
+    """Both moments on one tile, the sum of squares of Adam's step there, and the largest magnitude of m.
+
+    A row of V is that of every `v_apart`-th row of M, and a row of M that of every `m_apart`-th of G.
+    """
     k = tl.program_id(1).to(tl.int64)
-    at, inside = block(entries, BLOCK)
+    rows, columns = tile(width, ROWS, COLUMNS)
+    inside = (rows < rows_total) & (columns < width)
     if MASKED:
         inside = inside & (tl.load(all_finite) != 0)
-    g = tl.load(G + k * G_k + at, mask=inside, other=0.0).to(tl.float32)
-    m = lerp(tl.load(M + k * M_k + at, mask=inside, other=0.0), g, weight1)
-    v = beta2 * tl.load(V + k * V_k + at, mask=inside, other=0.0) + weight2 * g * g
-    tl.store(M + k * M_k + at, m, mask=inside)
-    tl.store(V + k * V_k + at, v, mask=inside)
+    g = tl.load(G + k * G_k + rows * (m_apart * width) + columns, mask=inside, other=0.0).to(tl.float32)
+    m_at = M + k * M_k + rows * width + columns
+    m = lerp(tl.load(m_at, mask=inside, other=0.0), g, weight1)
+    tl.store(m_at, m, mask=inside)
+    seen = inside & (rows % v_apart == 0) & (rows // v_apart < seen_rows)
+    v_at = V + k * V_k + (rows // v_apart) * width + columns
+    v = beta2 * tl.load(v_at, mask=seen, other=0.0) + weight2 * g * g
+    tl.store(v_at, v, mask=seen)
     d = tl.div_rn(m / tl.load(correction1 + k), tl.sqrt_rn(v) / tl.sqrt_rn(tl.load(correction2 + k)) + eps)
-    d = tl.where(inside, d, 0.0)  # without ε nothing over nothing
+    d = tl.where(seen, d, 0.0)  # without ε nothing over nothing
     here = partial + 2 * (k * tl.num_programs(0) + tl.program_id(0))
-    tl.store(here, tl.sum(d * d, 0))
-    tl.store(here + 1, tl.max(tl.abs(m), 0))
+    tl.store(here, tl.sum(tl.sum(d * d, 1), 0))
+    tl.store(here + 1, tl.max(tl.max(tl.abs(m), 1), 0))
 
 
 @_jit
@@ -207,3 +215,20 @@ def corrections_kernel(
     t = tl.maximum(t, 1.0).to(tl.float64)  # in float32 a first 1 − β of 1e-3 would have four digits
     tl.store(correction1 + at, (1.0 - tl.exp(t * log1)).to(tl.float32), mask=inside)
     tl.store(correction2 + at, (1.0 - tl.exp(t * log2)).to(tl.float32), mask=inside)
+
+
+@_jit_varying("groups", by_group=("lr",))
+@no_type_check
+def divisor_kernel(
+    out, wanted, norms, weights, scales, lr, share, least, tiny, groups, SCALES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One over ``wanted/‖D‖``, so that a step is no more than a share of a weight's norm; what is NaN stays so."""
+    at, inside = block(groups, BLOCK)
+    size = unscaled(tl.load(norms + at, mask=inside, other=1.0), scales, tl.minimum(at, groups - 1), SCALES)
+    want = tl.load(wanted + at, mask=inside, other=1.0)
+    weight = tl.load(weights + at, mask=inside, other=1.0)
+    step = tl.load(lr) * want
+    room = share * tl.where(weight < least, least, weight) / tl.where(step < tiny, tiny, step)
+    ratio = want * tl.where(room > 1.0, 1.0, room) / tl.where(size < tiny, tiny, size)
+    by = 1.0 / tl.where(ratio > 3.4028234663852886e38, 3.4028234663852886e38, ratio)
+    tl.store(out + at, tl.where(by < tiny, tiny, by), mask=inside)

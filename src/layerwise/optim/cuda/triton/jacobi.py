@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from jaxtyping import Float16, Float32
+from jaxtyping import Float, Float16, Float32
 from torch import Tensor
 
 from layerwise.foundations.linalg.probes import signs
@@ -19,8 +19,8 @@ from layerwise.optim.cuda.triton.products import Tiles, pair_product, split
 ENTRY_BOUND = 2.0  # of a basis; pairs hold four times as much
 UNIT = 2.0**14  # scale of E, of E + E²/2 and of I − VᵀV
 PROBES = 16  # columns, the least that tensor cores take
-APPLICATIONS, MARGIN = 6, 1.15  # as in `jacobi`, which says why
-ROWS, COLUMNS, FINISH_ROWS, DIAGONAL = 32, 64, 128, 1024
+APPLICATIONS, MARGIN = 4, 1.15  # as in `jacobi`, which says why
+ROWS, COLUMNS, FINISH_ROWS, DIAGONAL, DOT_ROWS = 16, 128, 512, 1024, 256
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ def rotation(S: Float32[Tensor, "K n n"], damping: int | float, still: int | flo
         )  # fmt: skip
         found.row_sums_kernel[grid](
             S, scale, diagonal, width, weight, squares, couplings, n, S.stride(0),
-            ROWS=ROWS, COLUMNS=COLUMNS, num_warps=8,
+            ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
         )  # fmt: skip
         found.rotation_kernel[grid](
             E, S, scale, diagonal, width, squares, first, second, _probes(n, S.device), images, UNIT, n, S.stride(0),
-            PROBES=PROBES, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=8,
+            PROBES=PROBES, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
         )  # fmt: skip
         for _ in range(more):  # a quarter each, so that what E magnifies stays below fp16's last number
             images = (_applied(E, images) * (0.25 / UNIT)).half()
@@ -90,6 +90,22 @@ def rotation(S: Float32[Tensor, "K n n"], damping: int | float, still: int | flo
             PROBES=PROBES, BLOCK=FINISH_ROWS, num_warps=8,
         )  # fmt: skip
     return Rotation(Half(E, unit), alpha, beta, values, left)
+
+
+def column_dots(
+    C: Float[Tensor, "K n m"], V: Float16[Tensor, "K n m"]
+) -> tuple[Float32[Tensor, "K m"], Float32[Tensor, "K m"]]:
+    """``Σᵢ C_ij V_ij`` and ``Σᵢ V_ij²``, added in an order that does not change."""
+    K, n, m = V.shape
+    parts = ceil(n, DOT_ROWS)
+    found = torch.empty(2, K, parts, m, dtype=torch.float32, device=V.device)
+    with on(V.device):
+        kernels("jacobi_kernels").column_dots_kernel[(ceil(m, COLUMNS), parts, K)](
+            found[0], found[1], C, V, n, m, C.stride(0), V.stride(0),
+            EACH=DOT_ROWS, ROWS=32, COLUMNS=COLUMNS, num_warps=4,
+        )  # fmt: skip
+    dots, squares = found.sum(2)
+    return dots, squares
 
 
 def _applied(E: Tensor, images: Tensor) -> Float32[Tensor, "K n k"]:

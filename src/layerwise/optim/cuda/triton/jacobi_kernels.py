@@ -177,3 +177,26 @@ def squared_rows_kernel(out, T, unit_number, n, ROWS: tl.constexpr, COLUMNS: tl.
         inside = (rows[:, None] < n) & (columns[None, :] < n)
         t = tl.load(T + row_at + columns[None, :], mask=inside, other=0.0).to(tl.float32) / unit_number
         tl.store(out + row_at + columns[None, :], (t * t * factor[:, None]).to(tl.float16), mask=inside)
+
+
+@_jit
+@no_type_check
+def column_dots_kernel(
+    dots, squares, C, V, n, m, C_k, V_k, EACH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Of some columns, the part of some rows."""
+    part, k = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    product = tl.zeros((COLUMNS,), dtype=tl.float32)
+    square = tl.zeros((COLUMNS,), dtype=tl.float32)
+    for start in range(0, EACH, ROWS):
+        rows = part * EACH + start + tl.arange(0, ROWS)
+        inside = (rows[:, None] < n) & (columns[None, :] < m)
+        at = rows[:, None] * m + columns[None, :]
+        v = tl.load(V + k * V_k + at, mask=inside, other=0.0).to(tl.float32)
+        c = tl.load(C + k * C_k + at, mask=inside, other=0.0).to(tl.float32)
+        product += tl.sum(c * v, 0)
+        square += tl.sum(v * v, 0)
+    place = (k * tl.num_programs(1) + part) * m + columns
+    tl.store(dots + place, product, mask=columns < m)
+    tl.store(squares + place, square, mask=columns < m)

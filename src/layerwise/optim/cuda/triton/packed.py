@@ -1,13 +1,14 @@
 """`packed` and `packed_fp16` on a GPU: each function one launch. Nothing here asks the device for a value."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Float16, Float32
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
-from layerwise.optim.cuda.linalg.fp16 import HalfPair
+from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
 from layerwise.optim.cuda.triton.device import ceil, kernels, on
 from layerwise.optim.cuda.triton.products import GRAM_TILES, Tiles, launch_gram
 from layerwise.optim.cuda.triton.splits import largest_parts
@@ -25,43 +26,27 @@ def unpack(
 ) -> Float32[Tensor, "K n n"]:
     """`packed.unpack`."""
     M = torch.empty(len(P), n, n, dtype=torch.float32, device=P.device)
-    _square(P, n, M, None, None, None, shift, own, fill)
+    shift, fill = (None if x is None else x.contiguous() for x in (shift, fill))
+    _square(P, n, M, (None, None, None), (shift, fill, n if own is None else own))
     return M
 
 
-def split(
-    P: Float32[Tensor, "K T 16 16"],
-    n: int,
-    largest: Numbers,
-    shift: Numbers | None,
-    own: int | None,
-    fill: Numbers | None,
-) -> HalfPair:
+def split(P: Float32[Tensor, "K T 16 16"], n: int, largest: Numbers, halves: int) -> HalfPair | Half:
     """`packed.split`; `largest` is what no entry exceeds."""
-    hi, lo = (torch.empty(len(P), n, n, dtype=torch.float16, device=P.device) for _ in range(2))
+    hi, *rest = (torch.empty(len(P), n, n, dtype=torch.float16, device=P.device) for _ in range(halves))
     scale = torch.empty(len(P), dtype=torch.float32, device=P.device)
-    _square(P, n, hi, lo, scale, largest, shift, own, fill)
-    return HalfPair(hi, lo, scale)
+    _square(P, n, hi, (rest[0] if rest else None, scale, largest.contiguous().view(torch.int32)), (None, None, n))
+    return HalfPair(hi, rest[0], scale) if rest else Half(hi, scale)
 
 
-def _square(
-    P: Tensor,
-    n: int,
-    out: Tensor,
-    lo: Tensor | None,
-    scale: Tensor | None,
-    largest: Tensor | None,
-    shift: Tensor | None,
-    own: int | None,
-    fill: Tensor | None,
-) -> None:
-    numbers = [None if x is None else x.contiguous() for x in (largest, shift, fill)]
-    bits = None if numbers[0] is None else numbers[0].view(torch.int32)
+def _square(P: Tensor, n: int, out: Tensor, of_halves: tuple[Any, ...], added: tuple[Any, ...]) -> None:
+    (lo, scale, bits), (shift, fill, own) = of_halves, added
+    halves = 0 if scale is None else 1 if lo is None else 2
     if P.numel():
         with on(P.device):
             kernels("packed_kernels").square_kernel[(_blocks(n), len(P))](
-                out, lo, scale, _whole(P), bits, *numbers[1:], n if own is None else own, n, P.stride(0), n * n,
-                PAIR=lo is not None, SHIFTED=shift is not None, FILLED=fill is not None, BLOCK=BLOCK, num_warps=4,
+                out, lo, scale, _whole(P), bits, shift, fill, own, n, P.stride(0), n * n,
+                HALVES=halves, SHIFTED=shift is not None, FILLED=fill is not None, BLOCK=BLOCK, num_warps=4,
             )  # fmt: skip
 
 
@@ -107,21 +92,15 @@ def gram_update_(
     return P
 
 
-def mirrored(
-    H: Float16[Tensor, "K h T t t"], n: int, out: Float16[Tensor, "K h_out n n"] | None = None
-) -> Float16[Tensor, "K h_out n n"]:
-    """`packed_fp16.unpack`; tiles may have any size t, a power of two, and reach beyond n.
-
-    `out` may have any strides but in its rows; with three places, for a pair, the last gets the first half once more.
-    """
+def mirrored(H: Float16[Tensor, "K h T t t"], n: int) -> Float16[Tensor, "K h n n"]:
+    """`packed_fp16.unpack`; tiles may have any size t, a power of two, and reach beyond n."""
     K, halves = H.shape[:2]
-    out = torch.empty(K, halves, n, n, dtype=H.dtype, device=H.device) if out is None else out
+    out = torch.empty(K, halves, n, n, dtype=H.dtype, device=H.device)
     if out.numel():
         with on(H.device):
             kernels("packed_kernels").mirror_kernel[(_blocks(n, MIRROR_BLOCK), K * halves)](
-                out, _whole(H), n, H.stride(0), H.stride(1), *out.stride()[:3],
-                HALVES=halves, TRIPLED=out.shape[1] > halves, TILE=H.shape[-1], BLOCK=MIRROR_BLOCK,
-                num_warps=MIRROR_WARPS,
+                out, _whole(H), n, H.stride(0), H.stride(1),
+                HALVES=halves, TILE=H.shape[-1], BLOCK=MIRROR_BLOCK, num_warps=MIRROR_WARPS,
             )  # fmt: skip
     return out
 

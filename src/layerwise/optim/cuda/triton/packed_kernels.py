@@ -44,9 +44,9 @@ def ema_kernel(P, new, weight, m, n, P_k, new_k, new_row, PACKED: tl.constexpr, 
 @no_type_check
 def square_kernel(
     out, lo, scale, P, largest, shift, fill, own, n, P_k, out_k,
-    PAIR: tl.constexpr, SHIFTED: tl.constexpr, FILLED: tl.constexpr, BLOCK: tl.constexpr,
+    HALVES: tl.constexpr, SHIFTED: tl.constexpr, FILLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block on or below the diagonal, and its mirror image, of the square: in float32, or with PAIR in halves.
+    """One block on or below the diagonal, and its mirror image, of the square: in float32 (0), one half or two.
 
     The power of two comes from the bits of the `largest` entry, and is left in `scale`.
     """
@@ -64,58 +64,41 @@ def square_kernel(
         x = tl.where(on & (rows[:, None] >= own), tl.load(fill + k), x)
     here = k * out_k + rows[:, None] * n + columns[None, :]
     there = k * out_k + columns[None, :] * n + rows[:, None]
-    if PAIR:
+    if HALVES > 0:
         factor = power_of_two(tl.load(largest + k))
         if index == 0:
             tl.store(scale + k, factor)
         x *= factor
-        upper = x.to(tl.float16)
+    upper = x.to(out.dtype.element_ty)
+    tl.store(out + here, upper, mask=kept)
+    tl.store(out + there, upper, mask=mirrored)
+    if HALVES == 2:
         lower = (x - upper.to(tl.float32)).to(tl.float16)
-        tl.store(out + here, upper, mask=kept)
-        tl.store(out + there, upper, mask=mirrored)
         tl.store(lo + here, lower, mask=kept)
         tl.store(lo + there, lower, mask=mirrored)
-    else:
-        tl.store(out + here, x, mask=kept)
-        tl.store(out + there, x, mask=mirrored)
 
 
 @_jit
 @no_type_check
-def mirror_kernel(
-    out, P, n, P_k, P_half, out_k, out_half, out_row,
-    HALVES: tl.constexpr, TRIPLED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One block on or below the diagonal, and its mirror image, of the square: as it is, each half by itself.
-
-    With TRIPLED the first half is written once more, behind the second.
-    """
+def mirror_kernel(out, P, n, P_k, P_half, HALVES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """One block on or below the diagonal, and its mirror image, of the square: as it is, each half by itself."""
     index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    half = k % HALVES
     i, j = lower_tile(index)
     rows = i * BLOCK + tl.arange(0, BLOCK)
     columns = j * BLOCK + tl.arange(0, BLOCK)
-    source = P + (k // HALVES) * P_k + half * P_half + packed_at(rows[:, None], columns[None, :], TILE)
-    out += (k // HALVES) * out_k + half * out_half
-    here, there = rows[:, None] * out_row + columns[None, :], columns[:, None] * out_row + rows[None, :]
+    source = P + (k // HALVES) * P_k + (k % HALVES) * P_half + packed_at(rows[:, None], columns[None, :], TILE)
+    out += k * n * n
+    here, there = rows[:, None] * n + columns[None, :], columns[:, None] * n + rows[None, :]
     if i != j:
         x = tl.load(source, mask=rows[:, None] < n, other=0.0)
-        turned = tl.trans(x)
         tl.store(out + here, x, mask=rows[:, None] < n)
-        tl.store(out + there, turned, mask=rows[None, :] < n)
-        if TRIPLED:  # noqa: SIM102 (decided when compiled, the next when run)
-            if half == 0:
-                tl.store(out + 2 * out_half + here, x, mask=rows[:, None] < n)
-                tl.store(out + 2 * out_half + there, turned, mask=rows[None, :] < n)
+        tl.store(out + there, tl.trans(x), mask=rows[None, :] < n)
     else:  # made whole first, so that every row is stored at once
         kept = columns[None, :] // TILE <= rows[:, None] // TILE
         inside = (rows[:, None] < n) & (columns[None, :] < n)
         x = tl.load(source, mask=kept & (rows[:, None] < n), other=0.0)
         x = tl.where(kept, x, tl.trans(x))
         tl.store(out + here, x, mask=inside)
-        if TRIPLED:  # noqa: SIM102
-            if half == 0:
-                tl.store(out + 2 * out_half + here, x, mask=inside)
 
 
 @_jit_varying("parts", by_group=("scale", "largest", "where"))

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-from layerwise.optim.cuda.triton.elementwise_kernels import _jit, tl, triton, unscaled
+from layerwise.optim.cuda.triton.elementwise_kernels import _jit, lerp, tl, triton, unscaled
 
-__all__ = ["finish_kernel", "gather_kernel", "magnitude_kernel", "triton"]
+__all__ = ["adamw_kernel", "finish_kernel", "gather_kernel", "magnitude_kernel", "triton"]
 
 
 @_jit
 @no_type_check
 def located(tiles, pieces, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FIELDS: tl.constexpr, ALIGNED: tl.constexpr):
-    """This program's piece, and of each entry of its tile: where it lies in parameter and stack, and if it exists."""
+    """This program's piece, and of each entry of its tile: where it lies in parameter and stack, and if it exists.
+
+    Programs of the second axis share a tile, ROWS of its rows each.
+    """
     tile = tiles + 3 * tl.program_id(0).to(tl.int64)
     piece = pieces + tl.load(tile).to(tl.int64) * FIELDS
-    row = (tl.load(tile + 1) + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    row = (tl.load(tile + 1) + tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
     column = (tl.load(tile + 2) + tl.arange(0, COLUMNS)[None, :]).to(tl.int64)
     there = row * tl.load(piece + 4) + column
     inside = (row < tl.load(piece + 2)) & (column < tl.load(piece + 3)) & (there < tl.load(piece + 5))
@@ -88,4 +91,28 @@ def finish_kernel(
     rate = rates + 2 * tl.load(piece + 10)
     W = pointer(addresses, piece, like, ALIGNED) + there
     new = tl.load(rate) * tl.load(W, mask=taken, other=0.0).to(tl.float32) - tl.load(rate + 1) * update
+    tl.store(W, new.to(like.dtype.element_ty), mask=taken)
+
+
+@_jit
+@no_type_check
+def adamw_kernel(
+    tiles, pieces, gradients, parameters, like, M, V, correction1, correction2, rates, all_finite, scale, weight1,
+    beta2, weight2, eps,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FIELDS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """A whole step of AdamW on part of a tile: the gradient is read where it lies, and never gathered."""
+    piece, there, here, inside = located(tiles, pieces, ROWS, COLUMNS, FIELDS, ALIGNED)
+    taken = inside & (tl.load(all_finite) != 0)
+    g = scale * tl.load(pointer(gradients, piece, like, ALIGNED) + there, mask=taken, other=0.0).to(tl.float32)
+    m = lerp(tl.load(M + here, mask=taken, other=0.0), g, weight1)
+    v = beta2 * tl.load(V + here, mask=taken, other=0.0) + weight2 * g * g
+    tl.store(M + here, m, mask=taken)
+    tl.store(V + here, v, mask=taken)
+    group = tl.load(piece + 9)
+    root = tl.sqrt_rn(v) / tl.sqrt_rn(tl.load(correction2 + group))
+    d = tl.div_rn(m / tl.load(correction1 + group), root + eps)
+    rate = rates + 2 * tl.load(piece + 10)
+    W = pointer(parameters, piece, like, ALIGNED) + there
+    new = tl.load(rate) * tl.load(W, mask=taken, other=0.0).to(tl.float32) - tl.load(rate + 1) * d
     tl.store(W, new.to(like.dtype.element_ty), mask=taken)

@@ -12,6 +12,9 @@ from layerwise.optim.cuda.triton.device import kernels, on
 
 ROWS, COLUMNS = 32, 128
 """Of the tile that a program takes."""
+ADAMW_ROWS, ADAMW_WARPS = 4, 4
+"""Of the part of it that a program of AdamW's step takes: whole tiles, too many numbers at once, take 1.5 times as
+long."""
 VECTOR = 8
 """Entries that are read at once where everything is aligned."""
 FIELDS = 11
@@ -81,6 +84,35 @@ def finish_(
             tiles, pieces, addresses, like, D, listed(scales, 0), momentum, factor, rates, byte(all_finite), float(mu),
             SCALES=len(scales), HAS_MOMENTUM=momentum is not None, NESTEROV=nesterov and momentum is not None,
             HAS_FACTOR=factor is not None, **_how(aligned),
+        )  # fmt: skip
+
+
+def adamw_(
+    tiles: Int32[Tensor, "T 3"],
+    pieces: Int64[Tensor, "p f"],
+    addresses: tuple[Int64[Tensor, "n"], Int64[Tensor, "n"]],
+    like: Tensor,
+    moments: tuple[Float[Tensor, "K O I"], Float[Tensor, "K O I"]],
+    corrections: tuple[Float[Tensor, "K"], Float[Tensor, "K"]],
+    rates: Float[Tensor, "r 2"],
+    scale: float,
+    betas: tuple[float, float],
+    eps: float,
+    all_finite: Bool[Tensor, ""],
+    aligned: bool,
+) -> None:
+    """A whole step of AdamW, from gradients (the first addresses) times `scale` to parameters.
+
+        m ← β₁ m + (1 − β₁) ∇L,    v ← β₂ v + (1 − β₂) ∇L²,    W ← (1 − lr·decay) W − lr (m/c₁) / (√(v/c₂) + ε)
+
+    The corrections c are ``1 − βᵗ``, those of its first group for all of a piece.
+    """
+    (b1, b2), (M, V) = betas, moments
+    how = _how(aligned) | {"ROWS": ADAMW_ROWS, "num_warps": ADAMW_WARPS}
+    with on(M.device):
+        kernels("piece_kernels").adamw_kernel[(len(tiles), ROWS // ADAMW_ROWS)](
+            tiles, pieces, *addresses, like, M, V, *corrections, rates, byte(all_finite), float(scale), float(1 - b1),
+            float(b2), float(1 - b2), float(eps), **how,
         )  # fmt: skip
 
 

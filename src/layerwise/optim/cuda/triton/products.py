@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.optim.cuda.linalg.split_fp16 import Half, HalfPair
-from layerwise.optim.cuda.triton.arguments import one, power_of_two
+from layerwise.optim.cuda.triton.arguments import one
 from layerwise.optim.cuda.triton.device import MOST_MATRICES, available, ceil, kernels, on
 from layerwise.optim.cuda.triton.splits import halved, split
 
@@ -22,6 +22,8 @@ __all__ = ["Tiles", "available", "gram_update_", "halved", "pair_product", "spli
 
 ALIGNED = 8  # halves in 16 bytes, what a thread loads at once
 FINISH_LINES = 32
+LISTED = 8
+"""Matrices that one launch takes as a list: each is some 5 µs of the host's, whether it is needed or not."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ def gram_update_(
 
     Only tiles on and below the diagonal are read and computed; the result is symmetric. A weight of 0 leaves its
     total unchanged whatever X is, a weight of 1 replaces it. `X` is one matrix, a stack, or a sequence of matrices
-    of one shape, type and row stride, one for each total (a kernel for every length is compiled); its last stride
-    is 1. `parts` splits the rows of X among more programs (chosen from the shape when None).
+    of one shape, type and row stride, one for each total (`LISTED` in a launch); its last stride is 1. `parts` splits
+    the rows of X among more programs (chosen from the shape when None).
     """
     total_, matrices = _stack(total, "total"), (_stack(X, "X"),) if isinstance(X, Tensor) else tuple(X)
     K, n = total_.shape[:2]
@@ -69,14 +71,13 @@ def gram_update_(
     return total
 
 
-def filled_up(matrices: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Matrices that a kernel takes as a list, the first one repeated: few lengths, for each of which one is compiled.
+def filled_up(matrices: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """`LISTED` matrices, or as many as there are, as a kernel takes them, the first one repeated.
 
-    >>> [len(filled_up((torch.empty(2, 2),) * n)) for n in (1, 2, 32, 33)]
-    [32, 32, 32, 64]
+    >>> [len(filled_up((torch.empty(2, 2),) * n)) for n in (1, 2, 8)]
+    [8, 8, 8]
     """
-    wanted = 1 if len(matrices) == 1 and matrices[0].ndim == 3 else max(32, power_of_two(len(matrices)))
-    return (*matrices, *[matrices[0]] * (wanted - len(matrices)))
+    return (*matrices, *[matrices[0]] * (LISTED - len(matrices)))
 
 
 def launch_gram(
@@ -91,6 +92,10 @@ def launch_gram(
 ) -> None:
     """The kernels of `gram_update_`, for totals ``[K, n, n]`` or `packed` ones."""
     first, weight, K = matrices[0], weight.reshape(-1).contiguous(), len(total)
+    if first.ndim == 2 and K > LISTED:
+        for few in (slice(start, start + LISTED) for start in range(0, K, LISTED)):
+            launch_gram(total[few], matrices[few], weight[few], alpha, tiles, parts, packed, by)
+        return
     m, n = first.shape[-2:]
     X_k = first.stride(0) if first.ndim == 3 else 0
     across = ceil(n, tiles.n)
@@ -99,7 +104,8 @@ def launch_gram(
     rows_each = ceil(ceil(m, parts), tiles.depth) * tiles.depth
     shape = (parts, K, count, tiles.n, tiles.n) if parts > 1 else (1,)
     partial = torch.empty(shape, dtype=torch.float32, device=total.device)
-    strides, listed, by = total.stride()[:2], filled_up(matrices), one(total.device) if by is None else by
+    strides, by = total.stride()[:2], one(total.device) if by is None else by
+    listed = matrices if first.ndim == 3 else filled_up(matrices)
     with on(total.device):
         kernels().gram_kernel[(count, parts, K)](
             total, listed, weight, by, float(alpha), partial, m, n, rows_each, *strides, X_k, first.stride(-2),

@@ -6,7 +6,7 @@ from typing import no_type_check
 
 from layerwise.optim.cuda.triton.product_kernels import _jit, _jit_varying, tl, triton
 
-__all__ = ["largest_kernel", "split_kernel", "triple_kernel", "triton"]
+__all__ = ["largest_kernel", "split_kernel", "triton"]
 
 
 @_jit
@@ -118,42 +118,3 @@ def split_kernel(
         tl.store(hi + k * out_k + at, upper, mask=inside)
         if PAIR:
             tl.store(lo + k * out_k + at, (scaled - upper.to(tl.float32)).to(tl.float16), mask=inside)
-
-
-@_jit_varying("parts", by_group=("largest",))
-@no_type_check
-def triple_kernel(
-    out, scale, X, largest, before, parts, rows_total, width, X_k, X_row, out_k, out_half, out_row,
-    FORESEEN: tl.constexpr, HEADROOM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """lo, hi and hi once more of scale·X, one tile.
-
-    The scale is from the bits of the largest magnitudes of parts (FORESEEN 0), or with headroom from those of the last
-    time, while the largest are searched (1); or where that did not fit from what was found (2).
-    """
-    index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    wanted = True
-    if FORESEEN == 0:
-        factor = power_of_two(largest_of(largest + k * parts, parts))
-    elif FORESEEN == 1:
-        factor = foreseen_scale(before, k, 1.0, HEADROOM)
-    else:
-        factor, fits = final_scale(largest, before, k, 1.0, HEADROOM)
-        wanted = not fits
-    if FORESEEN != 1:  # noqa: SIM102 (decided when compiled, the next when run)
-        if index == 0:
-            tl.store(scale + k, factor)
-    if wanted:
-        across = tl.cdiv(width, COLUMNS)
-        rows = ((index // across) * ROWS + tl.arange(0, ROWS))[:, None]
-        columns = ((index % across) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-        inside = (rows < rows_total) & (columns < width)
-        x = tl.load(X + k * X_k + rows * X_row + columns, mask=inside, other=0.0).to(tl.float32)
-        scaled = x * factor
-        upper = scaled.to(tl.float16)
-        here = out + k * out_k + rows * out_row + columns
-        tl.store(here, (scaled - upper.to(tl.float32)).to(tl.float16), mask=inside)
-        tl.store(here + out_half, upper, mask=inside)
-        tl.store(here + 2 * out_half, upper, mask=inside)
-        if FORESEEN == 1:
-            keep_largest(largest, k, x)

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from jaxtyping import Bool, Float, Float16, Float32, Int32
+from jaxtyping import Bool, Float, Float32, Int32
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
@@ -16,7 +16,6 @@ MOST_PARTS, MOST_REPEATS = 128, 16
 """Parts of a matrix, each with a largest entry of its own; blocks of a part."""
 HEADROOM = 8.0
 """How much larger than at the last time entries may be, for a scale that is foreseen to fit; and how much smaller."""
-TILE = {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
 GIVEN, FROM_LARGEST, FROM_BOUND = range(3)
 
 
@@ -68,33 +67,6 @@ def halved(
         out = Half(hi, torch.empty(X.shape[:-2], dtype=torch.float32, device=X.device))
     _launch(X, out.hi, None, out.scale, False, amax, bound, where, cut, room)
     return out
-
-
-def tripled(
-    X: Float[Tensor, "K m n"],
-    out: Float16[Tensor, "K 3 m n"],
-    amax: Float[Tensor, "K"] | None = None,
-    before: Float32[Tensor, "K"] | None = None,
-) -> Float32[Tensor, "K"]:
-    """`two_sided_product.tripled` into `out`, of any strides but in its rows; the scales."""
-    X = _stacked(X)
-    K, m, n = X.shape
-    scale, largest = torch.zeros(2, K, dtype=torch.float32, device=X.device)
-    if X.numel() == 0:
-        return scale.fill_(1.0)
-    parts, passes = largest.view(torch.int32)[:, None], (1, 2)
-    if before is None:
-        parts, passes = largest_parts(X) if amax is None else _bits(amax), (0,)
-    with on(X.device):
-        for foreseen in passes:
-            kernels("split_kernels").triple_kernel[(ceil(m, TILE["ROWS"]) * ceil(n, TILE["COLUMNS"]), K)](
-                out, scale, X, parts, None if before is None else before.view(torch.int32), parts.shape[1],
-                m, n, X.stride(0), X.stride(1), *out.stride()[:3],
-                FORESEEN=foreseen, HEADROOM=HEADROOM, **TILE,
-            )  # fmt: skip
-    if before is not None:
-        before.copy_(largest)
-    return scale
 
 
 def _launch(
