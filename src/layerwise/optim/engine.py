@@ -93,7 +93,7 @@ class Layerwise(Checkpointed):
             `step_result`).
         damping_scale: "relative" to each factor's mean eigenvalue, or "absolute".
         damping_split: how absolute damping is divided between two factors: "trace", "equal" (or "exact", EKFAC).
-        factor_every: steps between statistics; the first ten steps each take some, but for the bare formula.
+        factor_every: steps between statistics, from the first step on.
         refresh_every: steps between decompositions; layers take turns, so that no step is slow.
         factor_decay: ρ of the statistics' running mean.
         estimator: "empirical" (the loss's own gradients), "sampled" or "exact" (labels of the model; need

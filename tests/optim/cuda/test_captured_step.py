@@ -230,3 +230,9 @@ def test_nothing_is_collected_while_a_call_is_captured():
         found.run("key", call, torch.device("cpu"))
     assert collecting == [True, False]
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(("name", "expected"), [("KFAC", 1), ("EKFAC running", 1), ("Shampoo", 2), ("SOAP", 2)])
+def test_statistics_beside_the_graphs_need_no_graphs_of_their_own(name: str, expected: int):
+    """Those of inputs and output gradients; Shampoo's and SOAP's are of the gradient, in the graph of such steps."""
+    assert replays(assert_same(name, factor_every=2, steps=STEPS + 8)) == (expected, expected)

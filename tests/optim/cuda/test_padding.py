@@ -1,6 +1,7 @@
 """Factors padded to multiples of 16, and packed: training, what is saved and what is reported do not change by it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.optim.cuda import backend, factor
+from layerwise.optim.engine import Layerwise
+from layerwise.optim.step import update
 
 pytestmark = pytest.mark.usefixtures("untyped")
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -176,3 +179,33 @@ def test_a_checkpoint_goes_from_one_to_the_other_and_back(name: str, order: str,
             saved = opt.state_dict()
         ends.append(flat(model))
     assert_close(ends[1], ends[0], flat(made("words")), tolerance(name))
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("name", ["KFAC", "SOAP"])
+def test_norms_by_some_rows_are_the_same(
+    name: str, sync: bool, keep: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+):
+    """Of AdamW's updates (`step.update`), here by rows 0, 3 and 6 of 7: padding shifts neither them nor checkpoints."""
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda _: sync))
+    for bound, value in (("SEEN", 2), ("LEAST_SEEN", 6), ("LEAST_ENTRIES", 0)):
+        monkeypatch.setattr(update, bound, value)
+    assert update.moment_rows(7, 6, own_momentum=False) == (7, 3)
+    options: dict[str, Any] = {"refresh_every": 2, "solver": "products"}
+    options |= {"estimator": "empirical"} if name == "KFAC" else {}
+    ends, shapes = [], []
+    for kinds in (("plain", "plain"), ("packed", "packed"), ("plain", "packed"), ("packed", "plain")):
+        model, saved = made("words"), None
+        for kind, (start, stop) in zip(kinds, ((0, 5), (5, 7)), strict=True):
+            keep(kind)
+            opt = getattr(lw.optim, name)(model, lr=0.02, **options)
+            if saved is not None:
+                opt.load_state_dict(saved)
+            train("words", opt, model, start, stop)
+            saved = opt.state_dict()
+        ends.append(flat(model))
+        shapes.append({key: X.shape for key, X in tensors(opt).items()})
+    assert shapes[0]["body.0.graft_v"] == (1, 3, 6)
+    assert all(other == shapes[0] for other in shapes)
+    for end in ends[1:]:
+        assert_close(end, ends[0], flat(made("words")), 5e-2 if name == "SOAP" else 1e-3)

@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 import layerwise as lw
+from gpt_block import Block
 from layerwise.optim.cuda.deferred_statistics import PendingRows
 from layerwise.optim.cuda.rehearsal import kind_of, rehearse
 from layerwise.optim.cuda.rows import StackRows
 from layerwise.optim.cuda.triton import ahead, device
 from layerwise.optim.engine import Layerwise
-from layerwise.optim.rule import Context, Observation, State, UpdateRule
+from layerwise.optim.rule import Context, Observation, State, UpdateRule, tensors
 from layerwise.optim.step.refresh_schedule import Turn
 
 META = torch.device("meta")
@@ -198,6 +199,27 @@ def test_precision_decides_what_is_listed(listed: list[str]):
     assert "largest_kernel" not in listed
     rehearsed(opt, "high")  # what the first product leaves is split
     assert "largest_kernel" in listed
+
+
+STATE = {"Muon": 0.80, "KFAC": 1.53, "EKFAC": 1.91, "Shampoo": 1.78, "SOAP": 2.07}
+"""At most, over AdamW's two moments of all parameters: docs/performance.md."""
+
+
+@pytest.mark.usefixtures("listed")
+@pytest.mark.parametrize("name", STATE)
+def test_state_of_a_gpt(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Twelve blocks of width 768, by one of them; half of the parameters are in embedding and head, AdamW's."""
+    monkeypatch.setattr("layerwise.optim.cuda.rehearsal.kind_of", id)  # every stack
+    block = Block(768, 12)
+    with ahead.listing(META):
+        executor = MEMBERS[name](block)._builder.stand_in("half")
+        for stack in executor.stacks:
+            stack.memory["fresh"] = [False] * stack.groups  # of which there is no data
+        executor.begin_moments()
+    of_block = sum(X.nbytes for stack in executor.stacks for X in tensors(stack.state).values())
+    blocks, rest = (8 * n for n in (sum(p.numel() for p in block.parameters()), (2 * 50304 + 1024) * 768))
+    ratio = (12 * of_block + rest) / (12 * blocks + rest)
+    assert STATE[name] - 0.02 < ratio <= STATE[name]
 
 
 def test_stacks_of_one_kind():

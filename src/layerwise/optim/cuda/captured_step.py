@@ -130,7 +130,7 @@ class CapturedStep:
             tables.aligned,
             *(
                 (
-                    c.observes and _looks_at_gradients(stack.requires),
+                    c.observes and _observes_in_graphs(stack.requires),
                     c.damping,
                     c.examples,
                     c.unit,
@@ -167,10 +167,10 @@ class CapturedStep:
             torch.autograd.graph.increment_version(self._params)
 
 
-def _looks_at_gradients(requires: Requirements) -> bool:
-    """Whether a step with statistics is another one for the graphs: those of inputs and output gradients are not in
-    them."""
-    return requires.gradient or not (requires.inputs or requires.outgrads)
+def _observes_in_graphs(requires: Requirements) -> bool:
+    """Whether graphs of a step with statistics differ from those of others: moments of inputs and output gradients are
+    taken outside of them, and a rule that treats entries one by one (AdamW, under every member) takes none."""
+    return requires.gradient or not (requires.inputs or requires.outgrads or requires.elementwise)
 
 
 def settings(rule: UpdateRule) -> list[Hashable]:

@@ -205,8 +205,9 @@ class Stack:
     def own(self, X: Tensor) -> Tensor:
         """Some groups of a tensor of the rule's, without padding; perhaps a view."""
         shape = self.shape
-        if shape.padding != (0, 0) and X.ndim == 3 and X.shape[2] == shape.inputs:  # of all rows, or of some
-            X = X[:, : shape.own_outputs, : shape.own_inputs]
+        if shape.padding != (0, 0) and X.ndim == 3 and X.shape[2] == shape.inputs:
+            rows = shape.own_outputs if X.shape[1] == shape.outputs else X.shape[1]  # of all rows, or of some
+            X = X[:, :rows, : shape.own_inputs]
         return X if X.dtype.itemsize >= 4 else X.float()  # scalings that are kept in half precision
 
     def _portable(self, groups: slice) -> dict[str, Tensor]:
