@@ -142,7 +142,8 @@ class UpdateSize:
 
 
 def rows_apart(outputs: int, inputs: int) -> int:
-    """1, or every how many rows of a large matrix one is enough to know the norm of AdamW's update, within 2 % or so.
+    """1, or every how many rows of a large matrix one is enough to know the norm of AdamW's update, mostly within 2 %
+    (decision 31).
 
     An odd number, which divides no width of a head, so that rows of all parts of it are seen.
 
