@@ -41,6 +41,8 @@ from gpu.startup import startup
 from gpu.tasks import MODELS, Task, task
 from gpu.training import measure
 
+from layerwise.optim.cuda.triton import compile_processes
+
 SLOWEST_AIM, HOST_AIM, STATE_AIM, COLD_AIM, WARM_AIM = 1.5, 2.0, 2.0, 5.0, 1.5
 COLUMNS = (
     ("adds", "adds", 2),
@@ -137,6 +139,7 @@ def start_ups(args: argparse.Namespace, name: str) -> dict:
     )
     print_head(STARTUP_COLUMNS)
     options = ["--device", args.device, "--data", args.data, *(["--tiny"] if args.tiny else [])]
+    options += ["--threads"] if args.threads else []
     found = []
     for row in rows(args.members, not args.no_peers):
         found.append(startup(options, name, row.name, args.steps))
@@ -158,6 +161,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--data", choices=("markov", "text"), default="markov", help="of GPTs")
     parser.add_argument("--startup", action="store_true", help="first ten steps only, cold and warm cache")
+    parser.add_argument("--threads", action="store_true", help="compile kernels ahead without processes of their own")
     parser.add_argument("--no-peers", action="store_true", help="without other packages")
     parser.add_argument("--best-case", action="store_true", help="one batch that is hardly learnt; and limits")
     parser.add_argument("--no-limits", action="store_true", help="of --best-case")
@@ -173,6 +177,8 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args, start = arguments(), time.perf_counter()
     warnings.simplefilter("ignore")  # the peers' own deprecations; a row records what was said while it ran
+    if args.threads:
+        compile_processes.may_begin = lambda: False
     where = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
     print(f"{where}, torch {torch.__version__}")
     if args.best_case:

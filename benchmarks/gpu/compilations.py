@@ -13,7 +13,7 @@ class Compilations:
     step: int = 0
     compiled: list[tuple[int, str]] = field(default_factory=list)
     loaded: list[tuple[int, str]] = field(default_factory=list)
-    """Compiled by an earlier process, or another one."""
+    """Compiled by an earlier process, or by one of those that compile for this one (`compile_processes`)."""
 
     def take(self, name: str, from_cache: bool) -> None:
         (self.loaded if from_cache else self.compiled).append((self.step, name))

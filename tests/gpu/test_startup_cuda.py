@@ -1,8 +1,12 @@
 """Start-up on a GPU: what is compiled, when, and by which thread."""
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,6 +78,29 @@ def test_kernels_are_compiled_ahead_and_none_late(name: str, autocast: bool):
     assert found[late:] == []
     assert [kernel for kernel, waited in found if waited] == []
     assert not ahead._THREADS or not any(t.is_alive() for threads in ahead._THREADS.values() for t in threads)
+
+
+COLD = """
+import torch, triton
+import layerwise as lw
+found = []
+triton.knobs.compilation.listener = lambda **event: found.append(bool(event["cache_hit"]))
+net = torch.nn.Linear(512, 512).cuda()
+opt = lw.optim.SOAP(net)
+for _ in range(3):
+    net(torch.randn(64, 512, device="cuda")).square().mean().backward()
+    opt.step()
+print(sum(found), len(found))
+"""
+
+
+def test_processes_compile_where_the_cache_is_empty(tmp_path: Path):
+    """So that this one finds nearly all kernels in the cache; not those of a precision that was not expected."""
+    pytest.importorskip("triton")
+    env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    said = subprocess.run([sys.executable, "-c", COLD], env=env, capture_output=True, text=True, check=True).stdout
+    hits, all_of_them = map(int, said.split())
+    assert hits >= 0.8 * all_of_them > 10
 
 
 @pytest.mark.parametrize("n", [768, 2304])

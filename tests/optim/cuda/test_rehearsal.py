@@ -22,7 +22,7 @@ from gpt_block import Block
 from layerwise.optim.cuda.deferred_statistics import PendingRows
 from layerwise.optim.cuda.rehearsal import kind_of, rehearse
 from layerwise.optim.cuda.rows import StackRows
-from layerwise.optim.cuda.triton import ahead, device
+from layerwise.optim.cuda.triton import ahead, compile_processes, device
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.rule import Context, Observation, State, UpdateRule, tensors
 from layerwise.optim.step.refresh_schedule import Turn
@@ -265,6 +265,21 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def launch(kernel: Any, *args: Any, **options: Any) -> None:
     ahead.launched(kernel.module).a_kernel[(1,)](*args, **options)
+
+
+def test_what_is_listed_is_compiled_by_processes(kernel: Any, monkeypatch: pytest.MonkeyPatch):
+    """What a launch compiles, because it was not listed, is not; and processes end with the last compilation."""
+    notes = list[tuple[str, bool]]()
+    listed = kernel.module.a_kernel
+    listed.compile = lambda *_, **__: notes.append(("compiled", getattr(compile_processes._STATE, "asked", False)))
+    monkeypatch.setattr(type(listed), "warmup", lambda self, *args, **options: self.compile(None) or self)
+    monkeypatch.setattr(compile_processes, "may_begin", lambda: notes.append(("asked", True)))
+    monkeypatch.setattr(compile_processes, "end", lambda: notes.append(("ended", True)))
+    with ahead.listing(META):
+        launch(kernel, torch.empty(4, device="meta"), BLOCK=1)
+    ahead.wait()
+    listed.compile(None)
+    assert notes == [("asked", True), ("compiled", True), ("ended", True), ("compiled", False)]
 
 
 def test_a_launch_waits_for_its_kernel_and_compiles_nothing(kernel: Any):

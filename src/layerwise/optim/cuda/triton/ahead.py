@@ -2,10 +2,10 @@
 
 Triton compiles a kernel when it is first launched: for every combination of types, flags and divisible numbers, half a
 second of compiler and C compiler, one after the other. Under `listing` launches are not made, but handed to threads
-that compile what they would run (most of that does not need the interpreter's lock); their tensors are on the device
-"meta" and have no data. Whoever then launches such a kernel waits for it (`Awaited`). A kernel that was not listed, or
-could not be compiled here, is compiled at its launch, as ever. What Triton does once a process, before it compiles
-anything, takes a second and can begin sooner (`prepare`).
+that have compiled what they would run, by processes (`compile_processes`); their tensors are on the device "meta" and
+have no data. Whoever then launches such a kernel waits for it (`Awaited`). A kernel that was not listed, or could not
+be compiled here, is compiled at its launch, as ever. What Triton does once a process, before it compiles anything,
+takes a second and can begin sooner (`prepare`).
 """
 
 import os
@@ -19,10 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerwise.optim.cuda.triton import compile_processes
+
 ALIGNED = 16
 """What addresses and integers are a multiple of, or not: Triton compiles a kernel for each case."""
 _STATE = threading.local()
-_SLOTS = threading.BoundedSemaphore(max(os.cpu_count() or 1, 1))
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_SLOTS = threading.BoundedSemaphore(max(_CORES // max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1), 1))
+"""Compilations at a time: this process' share of the cores, where others of one training are on this machine."""
 _PREPARING: dict[torch.device, list[threading.Thread]] = {}
 _LOCK = threading.RLock()
 """Of this module's tables, and of what a kernel keeps for each device, which two threads would make twice."""
@@ -59,6 +63,8 @@ def wait(name: str | None = None) -> None:
     with _LOCK:
         for key in [key for key, threads in _THREADS.items() if not any(thread.is_alive() for thread in threads)]:
             del _THREADS[key]
+    if not _THREADS:
+        compile_processes.end()
 
 
 class Awaited:
@@ -118,8 +124,12 @@ def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], device
                 thread.join()
             with torch.cuda.device(device):
                 with _LOCK:
-                    _ = kernel.device_caches[torch.cuda.current_device()]
-                compiled = kernel.warmup(*args, grid=(1,), **options)
+                    # The key parses a kernel's text, which fails now and then in two threads of one interpreter.
+                    _ = kernel.device_caches[torch.cuda.current_device()], getattr(kernel, "cache_key", None)
+                    if hasattr(kernel, "compile") and not hasattr(kernel.compile, "of"):
+                        kernel.compile = compile_processes.in_processes(kernel.compile)
+                with compile_processes.asked():
+                    compiled = kernel.warmup(*args, grid=(1,), **options)
                 _ = compiled.run  # what launches it, which the C compiler makes, and the code on the device
         except Exception:  # the launch will say what is wrong
             return

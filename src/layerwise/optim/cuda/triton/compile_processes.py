@@ -1,0 +1,189 @@
+"""Compilation of Triton's kernels in processes of their own, which leave what they make in Triton's cache.
+
+In threads, compilers hold the interpreter's lock for about a seventh of their time: thirty of them slow each other
+down, and all that the program does meanwhile. A process that needs neither torch nor this library's modules, but only
+Triton and the files of kernels, begins in a third of a second. Whatever fails there, or takes too long, is compiled by
+whoever asked for it; and so is everything where this file cannot tell if a kernel is in the cache.
+
+Run as a script, this file is such a process: nothing is imported here that is not Python's.
+"""
+
+import hashlib
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+LONGEST = 60.0
+"""Seconds after which a process is given up."""
+DONE = b"1"
+_IDLE: list["Process"] = []
+_LOCK = threading.Lock()
+_STATE = threading.local()
+
+
+class Process:
+    """One that compiles, a kernel at a time."""
+
+    def __init__(self, packages: Mapping[str, list[str]], key: str | None) -> None:
+        command = [sys.executable, "-P", "-S", __file__]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._send((sys.path, dict(packages), key))
+
+    def compile(self, job: tuple[Any, ...]) -> bool:
+        """Whether a job could be done; if not, the process may have ended."""
+        try:
+            self._send(job)
+            answers = self._process.stdout
+            assert answers is not None
+            return bool(wait([answers.fileno()], LONGEST)) and os.read(answers.fileno(), 1) == DONE
+        except (OSError, pickle.PicklingError, TypeError):
+            return False
+
+    def end(self) -> None:
+        """Now, whatever it does."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):
+                assert pipe is not None
+                pipe.close()
+
+    def _send(self, what: tuple[Any, ...]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(pickle.dumps(what))
+        self._process.stdin.flush()
+
+
+def in_processes(compile: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton's `compile`, in a process first where a thread asks for that (`asked`) and the result is not cached."""
+
+    def compiled(src: Any, target: Any = None, options: Any = None, **others: Any) -> Any:
+        if getattr(_STATE, "asked", False) and may_begin() and not _is_cached(src, target, options):
+            kernel = (src.fn.__module__, src.fn.__name__)
+            _first((*kernel, src.signature, src.constants, src.attrs, target, options))
+        return compile(src, target=target, options=options, **others)
+
+    compiled.of = compile  # type: ignore[attr-defined]
+    return compiled
+
+
+@contextmanager
+def asked():
+    """What this thread compiles, a process compiles first."""
+    _STATE.asked = True
+    try:
+        yield
+    finally:
+        _STATE.asked = False
+
+
+def may_begin() -> bool:
+    """Whether Python can be begun anew: not where a program has it built in."""
+    return Path(sys.executable or "").name.startswith("python") and not getattr(sys, "frozen", False)
+
+
+def end() -> None:
+    """All processes that have nothing to do."""
+    with _LOCK:
+        ended = [*_IDLE]
+        _IDLE.clear()
+    for process in ended:
+        process.end()
+
+
+def _first(job: tuple[Any, ...]) -> None:
+    """Hand a job to an idle process, or a new one; one that fails is ended."""
+    with _LOCK:
+        process = _IDLE.pop() if _IDLE else None
+    try:
+        process = process or Process(_packages(job[0]), _key_of_triton())
+    except OSError:  # no more processes
+        return
+    if process.compile(job):
+        with _LOCK:
+            _IDLE.append(process)
+    else:
+        process.end()
+
+
+def _packages(module: str) -> dict[str, list[str]]:
+    """The packages that a module of kernels is in, and where their files are."""
+    parts = module.split(".")[:-1]
+    names = [".".join(parts[: n + 1]) for n in range(len(parts))]
+    return {name: [*sys.modules[name].__path__] for name in names}
+
+
+def _key_of_triton() -> str | None:
+    """A hash over all its files, which takes each process a third of a second."""
+    with suppress(Exception):
+        from triton.runtime.cache import triton_key  # pyright: ignore[reportMissingImports]
+
+        return triton_key()
+    return None
+
+
+def _is_cached(src: Any, target: Any, options: Any) -> bool:
+    """Whether `compile` would find it; where Triton has changed, and looks otherwise, nothing is gained."""
+    try:
+        from triton._C.libtriton import get_cache_invalidating_env_vars  # pyright: ignore[reportMissingImports]
+        from triton.compiler import make_backend  # pyright: ignore[reportMissingImports]
+        from triton.runtime.cache import get_cache_key, get_cache_manager  # pyright: ignore[reportMissingImports]
+
+        backend = make_backend(target)
+        chosen = backend.parse_options(dict(options or {}, **src.parse_options()))
+        key = get_cache_key(src, backend, chosen, env_vars=get_cache_invalidating_env_vars())
+        name = f"{src.name[:150]}.json"
+        return name in (get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(name) or {})
+    except Exception:
+        return True
+
+
+# --- the process ---------------------------------------------------------------------------------------------
+
+
+def _serve() -> None:
+    """Read jobs until there are no more, and answer each; what compilers print goes to the errors."""
+    jobs, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    path, packages, key = pickle.load(jobs)
+    sys.path[:] = path
+    for name, folders in packages.items():  # only their files: what they import themselves is not needed
+        package = types.ModuleType(name)
+        package.__path__ = folders
+        sys.modules[name] = package
+    if key is not None:
+        with suppress(ImportError):
+            vars(importlib.import_module("triton.runtime.cache"))["triton_key"] = lambda: key
+    while True:
+        try:
+            job = pickle.load(jobs)
+        except EOFError:
+            return
+        answers.write(DONE if _done(*job) else b"0")
+
+
+def _done(module: str, name: str, signature: Any, constants: Any, attrs: Any, target: Any, options: Any) -> bool:
+    try:
+        compiler = importlib.import_module("triton.compiler")
+        kernel = getattr(importlib.import_module(module), name)
+        found = compiler.compile(
+            compiler.ASTSource(kernel, signature, constants, attrs), target=target, options=options
+        )
+    except Exception:  # whoever asked will see it
+        return False
+    with suppress(Exception):  # what launches it, which the C compiler makes; of Triton's for NVIDIA
+        importlib.import_module("triton.backends.nvidia.driver").CudaLauncher(found.src, found.metadata)
+    return True
+
+
+if __name__ == "__main__":
+    _serve()

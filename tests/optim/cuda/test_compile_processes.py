@@ -1,0 +1,158 @@
+"""Kernels are compiled by processes first, and by whoever asked if those fail: with a stand-in for Triton, whose
+compiler notes which process it runs in."""
+
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from layerwise.optim.cuda.triton import compile_processes
+from layerwise.optim.cuda.triton.compile_processes import asked, in_processes
+
+TRITON = {
+    "__init__": "",
+    "compiler": """
+        import os, sys, time
+        from pathlib import Path
+        class ASTSource:
+            def __init__(self, fn, signature, constexprs, attrs):
+                self.fn, self.name, self.signature = fn, fn.__name__, signature
+                self.constants, self.attrs = constexprs, attrs
+            def parse_options(self):
+                return {}
+        def make_backend(target):
+            from types import SimpleNamespace
+            return SimpleNamespace(parse_options=lambda options: options)
+        def compile(src, target=None, options=None):
+            print("compilers print")
+            from triton.runtime import cache
+            here = Path(__file__).parent
+            with open(here / "log", "a") as log:
+                log.write(f"{os.getpid()} {src.name} {src.signature} {target} {options} {cache.triton_key()}\\n")
+            if options.get("process") and "torch" not in sys.modules:
+                faults = {"raises": lambda: 1 / 0, "dies": lambda: os._exit(3), "hangs": lambda: time.sleep(60)}
+                faults[options["process"]]()
+            (here / src.name).touch()
+        """,
+    "runtime/__init__": "",
+    "runtime/cache": """
+        from pathlib import Path
+        from types import SimpleNamespace
+        def triton_key():
+            return "computed" if "torch" not in __import__("sys").modules else "the caller's"
+        def get_cache_key(src, backend, options, env_vars):
+            return src.name
+        def get_cache_manager(key):
+            here = Path(__file__).parents[1]
+            return SimpleNamespace(get_group=lambda name: {name: ""} if (here / name[:-5]).exists() else None)
+        """,
+    "_C/__init__": "",
+    "_C/libtriton": """
+        def get_cache_invalidating_env_vars():
+            return {}
+        """,
+}
+KERNELS = """
+def a_kernel(): ...
+def b_kernel(): ...
+"""
+
+
+def written(folder: Path, name: str, text: str) -> None:
+    path = folder / f"{name}.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(line.removeprefix("        ") for line in text.splitlines()), encoding="utf-8")
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Compiles a kernel by name; notes are lines of who compiled what."""
+    for name, text in TRITON.items():
+        written(tmp_path / "triton", name, text)
+    written(tmp_path / "of_kernels", "__init__", "raise ImportError('only files of kernels are for processes')")
+    written(tmp_path / "of_kernels", "some_kernels", KERNELS)
+    for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package = types.ModuleType("of_kernels")
+    package.__path__ = [str(tmp_path / "of_kernels")]
+    monkeypatch.setitem(sys.modules, "of_kernels", package)
+    monkeypatch.setattr(compile_processes, "_IDLE", [])
+    import of_kernels.some_kernels as kernels  # pyright: ignore[reportMissingImports]
+    import triton.compiler as stand_in  # pyright: ignore[reportMissingImports]
+
+    compile = in_processes(stand_in.compile)
+
+    def compiled(name: str, **options: Any) -> None:
+        compile(stand_in.ASTSource(getattr(kernels, name), {"x": "*fp32"}, {(1,): 4}, {}), target=90, options=options)
+
+    log = tmp_path / "triton" / "log"
+    notes: Callable[[], list[str]] = lambda: log.read_text().splitlines() if log.exists() else []  # noqa: E731
+    yield SimpleNamespace(compile=compiled, notes=notes, folder=tmp_path / "triton")
+    compile_processes.end()
+    for name in [name for name in sys.modules if name.split(".")[0] in ("triton", "of_kernels")]:
+        del sys.modules[name]
+
+
+def processes(notes: list[str]) -> list[int]:
+    return [int(line.split()[0]) for line in notes]
+
+
+def test_a_process_compiles_first_and_is_kept(compiler: Any):
+    with asked():
+        compiler.compile("a_kernel", num_warps=4)
+        (process,) = compile_processes._IDLE
+        compiler.compile("b_kernel")
+        compiler.compile("a_kernel", num_warps=4)
+    mine, notes = os.getpid(), compiler.notes()
+    others = process._process.pid
+    assert processes(notes) == [others, mine, others, mine, mine]  # the last is in the cache
+    assert notes[0].split(maxsplit=1)[1] == "a_kernel {'x': '*fp32'} 90 {'num_warps': 4} the caller's"
+    assert [process] == compile_processes._IDLE
+    compile_processes.end()
+    assert process._process.returncode is not None
+    assert compile_processes._IDLE == []
+
+
+def test_only_what_is_asked_for(compiler: Any, monkeypatch: pytest.MonkeyPatch):
+    compiler.compile("a_kernel")
+    monkeypatch.setattr(sys, "executable", "/usr/bin/a_program_with_python_in_it")
+    with asked():
+        compiler.compile("b_kernel")
+    (compiler.folder / "a_kernel").unlink()
+    monkeypatch.setattr(sys, "executable", "/nowhere/python3")
+    with asked():
+        compiler.compile("a_kernel")
+    assert processes(compiler.notes()) == 3 * [os.getpid()]
+
+
+@pytest.mark.parametrize("how", ["raises", "dies", "hangs"])
+def test_what_a_process_cannot_do_is_done_here(how: str, compiler: Any, monkeypatch: pytest.MonkeyPatch):
+    with asked():
+        compiler.compile("b_kernel")
+        (first,) = compile_processes._IDLE
+        monkeypatch.setattr(compile_processes, "LONGEST", 0.5)
+        compiler.compile("a_kernel", process=how)
+        assert compile_processes._IDLE == []
+        assert first._process.returncode is not None
+        monkeypatch.setattr(compile_processes, "LONGEST", 60.0)
+        (compiler.folder / "a_kernel").unlink()
+        compiler.compile("a_kernel")
+    (second,) = compile_processes._IDLE
+    mine = os.getpid()
+    expected = [first._process.pid, mine, first._process.pid, mine, second._process.pid, mine]
+    assert processes(compiler.notes()) == expected
+
+
+def test_where_triton_is_another_nothing_is_gained_or_lost(compiler: Any):
+    import triton.runtime.cache as cache  # pyright: ignore[reportMissingImports]
+
+    del cache.get_cache_key
+    with asked():
+        compiler.compile("a_kernel")
+    assert processes(compiler.notes()) == [os.getpid()]
