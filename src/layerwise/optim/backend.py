@@ -235,7 +235,7 @@ class Backend(ABC):
 
         It is that of rows 0, `apart`, 2·`apart`, …, which are all that v has; m has all rows, or these.
         """
-        seen = grad[:, ::apart][:, : state["v"].shape[1]].contiguous()
+        seen = grad if apart == 1 else grad[:, ::apart][:, : state["v"].shape[1]].contiguous()
         if state["m"].shape == state["v"].shape:
             return norms(self.adam_(state, seen, betas, eps, context))
         part = state | {"m": state["m"][:, ::apart][:, : seen.shape[1]].contiguous()}

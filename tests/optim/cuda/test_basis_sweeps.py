@@ -82,7 +82,7 @@ def test_how_many_sweeps(monkeypatch: pytest.MonkeyPatch):
 def test_half_precision_rounds_large_factors(
     precision: str, size: int, form: type, rule: UpdateRule, monkeypatch: pytest.MonkeyPatch
 ):
-    """Sweeps alone do: eigenvalues that steps are made of are measured with all bits."""
+    """In sweeps, and where eigenvalues are measured that steps are made of."""
     swept, measured, sweep, measure = set[type](), set[type](), bases.tracked_half, bases.rayleigh_quotients
     monkeypatch.setattr(bases, "tracked_half", lambda M, *given: swept.add(type(M)) or sweep(M, *given))
     monkeypatch.setattr(bases, "rayleigh_quotients", lambda M, *given: measured.add(type(M)) or measure(M, *given))
@@ -94,7 +94,7 @@ def test_half_precision_rounds_large_factors(
     for turn in range(2):
         refresh(rule, state, shape, turn, Health(), [turn > 0])
     assert swept == {form}
-    assert measured == ({HalfPair} if rule is ROOTS else set())
+    assert measured == ({form} if rule is ROOTS else set())
 
 
 def test_refreshes_follow_a_factor_that_moves(monkeypatch: pytest.MonkeyPatch):

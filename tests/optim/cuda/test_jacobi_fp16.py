@@ -122,9 +122,13 @@ def test_zero_moments_stay_zero():
     assert not V.any()
 
 
-def test_matrices_are_replaced_where_wanted():
-    out, V = torch.zeros(3, 4, 4).half(), torch.ones(3, 4, 4).half()
+@pytest.mark.parametrize("n", [4, 6])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_matrices_are_replaced_where_wanted(transposed: bool, n: int):
+    """Part of a larger tensor, by matrices in either order in memory."""
+    out, V = torch.zeros(3, 2, n, n).half()[:, 0], torch.arange(3.0 * n * n).view(3, n, n).half() + 1
+    V = V.mT if transposed else V
     put_(out, V, torch.tensor([True, False, True]))
-    assert out[:, 0, 0].tolist() == [1, 0, 1]
+    assert torch.equal(out, V * torch.tensor([1, 0, 1]).half()[:, None, None])
     put_(out, V, None)
     assert out.all()

@@ -51,8 +51,8 @@ class StoredMatrix:
                 scaled = BASIS_SCALE * X
                 data[:, 0] = scaled
                 data[:, 1:] = (scaled - data[:, 0]).unsqueeze(1)
-        if not orthogonal:
-            found.write(ALL, X)
+        if not orthogonal:  # as refreshes write, whose kernels look at a mask
+            found.write(ALL, X, torch.ones(len(X), dtype=torch.bool, device=X.device))
         return found
 
     @property

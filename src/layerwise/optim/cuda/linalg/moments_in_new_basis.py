@@ -90,7 +90,8 @@ def put_(out: Float16[Tensor, "K n n"], V: Float16[Tensor, "K n n"], where: Bool
     if where is None:
         out.copy_(V)
         return
-    if out.shape[-1] % 4 == 0:  # by words of four: the pass is bound by the number of entries
+    by_rows = all(X.stride(-1) == 1 and X.stride(-2) % 4 == 0 for X in (out, V))
+    if out.shape[-1] % 4 == 0 and by_rows:  # by words of four: the pass is bound by the number of entries
         out, V = out.view(torch.int64), V.view(torch.int64)
     torch.where(where[:, None, None], V, out, out=out)
 

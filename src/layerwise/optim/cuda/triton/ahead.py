@@ -91,8 +91,9 @@ class Listed:
 
 def _begin(name: str, kernel: Any, device: torch.device, *args: Any, **options: Any) -> None:
     """Compile what a launch with these arguments would run, unless it is known."""
-    fixed = [getattr(param, "do_not_specialize", False) for param in kernel.params]
-    kinds = [_kind(arg, varies) for arg, varies in zip(args, fixed, strict=False)]
+    told = ("do_not_specialize", "do_not_specialize_on_alignment")
+    fixed = [[getattr(param, name, False) for name in told] for param in kernel.params]
+    kinds = [_kind(arg, *how) for arg, how in zip(args, fixed, strict=False)]
     key = (name, kernel.fn.__module__, device, *kinds, *sorted((k, str(v)) for k, v in options.items()))
     with _LOCK:
         if key in _KNOWN:
@@ -104,12 +105,13 @@ def _begin(name: str, kernel: Any, device: torch.device, *args: Any, **options: 
         _THREADS.setdefault(name, []).append(thread)
 
 
-def _kind(arg: Any, varies: bool) -> Hashable:
-    """What Triton tells arguments apart by."""
+def _kind(arg: Any, varies: bool, anywhere: bool) -> Hashable:
+    """What Triton tells arguments apart by: not all numbers where they vary, nor where tensors begin that may begin
+    anywhere."""
     if isinstance(arg, tuple):
-        return tuple(_kind(x, varies) for x in arg)
+        return tuple(_kind(x, varies, anywhere) for x in arg)
     if isinstance(arg, Tensor):
-        return arg.dtype, arg.data_ptr() % ALIGNED == 0
+        return arg.dtype, anywhere or arg.data_ptr() % ALIGNED == 0
     if isinstance(arg, int) and not isinstance(arg, bool):
         return -(2**31) <= arg < 2**31, not varies and arg == 1, not varies and arg % ALIGNED == 0
     return type(arg)
