@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import layerwise as lw
 from layerwise.optim.backend import norms
 from layerwise.optim.engine import Layerwise
+from layerwise.optim.step import update
 from layerwise.optim.step.update import moment_rows, rows_apart
 from random_tensors import randn
 
@@ -42,6 +43,12 @@ def train(opt: Layerwise, model: nn.Module, steps: range) -> None:
 def large(opt: Layerwise) -> dict[str, Tensor]:
     """The state of the large layer."""
     return opt.state_dict()["state"][0]["0"]
+
+
+def by_layer(state: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Those of weights, by the layer's name."""
+    found = {name: own for of_param in state["state"].values() for name, own in of_param.items()}
+    return {name.removesuffix(".weight"): own for name, own in found.items() if "graft_v" in own}
 
 
 def as_before(state: dict[str, Any]) -> dict[str, Any]:
@@ -138,3 +145,66 @@ def test_a_plan_counts_these_rows(name: str):
     (duty,) = [duty for duty in opt.plan_for(1).duties if duty.layer == "0"]
     counted = sum(x.numel() for k, x in large(opt).items() if k not in ("fresh", "graft_steps"))
     assert duty.state == counted
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("before", ["a checkpoint with all rows", "another member"])
+def test_a_layer_without_a_gradient_keeps_the_rows_that_are_wanted(
+    before: str, sync: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """At the first step after loading, of two layers of one shape."""
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda _: sync))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = nn.ModuleList([nn.Linear(I, O), nn.Linear(I, O)])
+    old = lw.optim.Shampoo(model, refresh_every=100)
+    for layer in model:
+        layer(randn(8, I)).square().mean().backward()
+    old.step()
+    state = old.state_dict()
+    new = lw.optim.Shampoo if before != "another member" else lw.optim.SOAP
+    rows = moment_rows(O, I, own_momentum=new is lw.optim.SOAP)
+    kept = by_layer(state)["1"]["graft_v"].clone()
+    for moments in by_layer(state).values() if before != "another member" else ():
+        if moments["graft_v"].shape[1] < O:
+            moments["graft_v"] = torch.zeros(1, O, I).index_copy_(1, torch.arange(0, O, 5), moments["graft_v"])
+    opt = new(model, refresh_every=100)
+    opt.load_state_dict(state)
+    opt.zero_grad()
+    model[0](randn(8, I, seed=2)).square().mean().backward()
+    idle = model[1].weight.clone()
+    opt.step()
+    after = by_layer(opt.state_dict())["1"]
+    assert torch.equal(model[1].weight, idle)
+    assert (after["graft_m"].shape[1], after["graft_v"].shape[1]) == rows
+    if before != "another member":
+        assert torch.equal(after["graft_v"], kept)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("classes", [slice(0, O, 2), slice(1, 3), slice(0, 1)], ids=["half", "none seen", "one"])
+@pytest.mark.parametrize("name", ["Muon", "SOAP", "FOOF"])
+def test_rows_without_a_gradient_do_not_count(name: str, classes: slice, sync: bool, monkeypatch: pytest.MonkeyPatch):
+    """As of classes that are masked: the update is about as long as one whose norm is of all rows, and never zero."""
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda _: sync))
+    masked = torch.full((O,), -torch.inf)
+    masked[classes] = 0.0
+    ways = []
+    for least in (update.LEAST_ENTRIES, 10**9):
+        monkeypatch.setattr(update, "LEAST_ENTRIES", least)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            model = nn.Linear(I, O, bias=False)
+        opt = getattr(lw.optim, name)(model, lr=1e-3, **MEMBERS[name])
+        for step in range(3):
+            opt.zero_grad()
+            before = model.weight.detach().clone()
+            y = torch.arange(O)[classes].repeat(64)[:64]
+            nn.functional.cross_entropy(model(randn(64, I, seed=step)) + masked, y).backward()
+            assert int((model.weight.grad.abs().amax(1) > 0).sum()) <= len(range(O)[classes])
+            opt.step()
+        ways.append(float((model.weight.detach() - before).norm()))
+    some, whole = ways
+    assert (whole == 0) == (some == 0)  # of one class alone there is no gradient
+    if whole:
+        assert 0.3 < some / whole < 3 if classes.stop == 3 else some == pytest.approx(whole, rel=0.1)

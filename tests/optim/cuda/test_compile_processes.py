@@ -2,7 +2,9 @@
 compiler notes which process it runs in."""
 
 import os
+import signal
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,6 +85,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     package.__path__ = [str(tmp_path / "of_kernels")]
     monkeypatch.setitem(sys.modules, "of_kernels", package)
     monkeypatch.setattr(compile_processes, "_IDLE", [])
+    monkeypatch.setattr(compile_processes, "_LOST", threading.Event())
     import of_kernels.some_kernels as kernels  # pyright: ignore[reportMissingImports]
     import triton.compiler as stand_in  # pyright: ignore[reportMissingImports]
 
@@ -131,22 +134,41 @@ def test_only_what_is_asked_for(compiler: Any, monkeypatch: pytest.MonkeyPatch):
     assert processes(compiler.notes()) == 3 * [os.getpid()]
 
 
-@pytest.mark.parametrize("how", ["raises", "dies", "hangs"])
-def test_what_a_process_cannot_do_is_done_here(how: str, compiler: Any, monkeypatch: pytest.MonkeyPatch):
+def test_what_a_process_cannot_do_is_done_here(compiler: Any):
+    with asked():
+        compiler.compile("a_kernel", process="raises")
+        compiler.compile("b_kernel")
+    (process,) = compile_processes._IDLE
+    others, mine = process._process.pid, os.getpid()
+    assert processes(compiler.notes()) == [others, mine, others, mine]
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs", "cannot be sent"])
+def test_after_one_that_does_not_answer_there_are_no_others(how: str, compiler: Any, monkeypatch: pytest.MonkeyPatch):
     with asked():
         compiler.compile("b_kernel")
-        (first,) = compile_processes._IDLE
+        (process,) = compile_processes._IDLE
         monkeypatch.setattr(compile_processes, "LONGEST", 0.5)
-        compiler.compile("a_kernel", process=how)
+        compiler.compile("a_kernel", process=(lambda: None) if how == "cannot be sent" else how)
         assert compile_processes._IDLE == []
-        assert first._process.returncode is not None
-        monkeypatch.setattr(compile_processes, "LONGEST", 60.0)
+        assert process._process.returncode is not None
         (compiler.folder / "a_kernel").unlink()
         compiler.compile("a_kernel")
-    (second,) = compile_processes._IDLE
-    mine = os.getpid()
-    expected = [first._process.pid, mine, first._process.pid, mine, second._process.pid, mine]
-    assert processes(compiler.notes()) == expected
+    others, mine = process._process.pid, os.getpid()
+    said = [] if how == "cannot be sent" else [others]
+    assert processes(compiler.notes()) == [others, mine, *said, mine, mine]
+
+
+def test_an_interrupt_is_for_the_program(compiler: Any, capfd: pytest.CaptureFixture[str]):
+    with asked():
+        compiler.compile("a_kernel")
+        (process,) = compile_processes._IDLE
+        process._process.send_signal(signal.SIGINT)
+        compiler.compile("b_kernel")
+    assert [process] == compile_processes._IDLE
+    process._process.communicate()  # its requests are closed, as when the program ends
+    assert process._process.returncode == 0
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_where_triton_is_another_nothing_is_gained_or_lost(compiler: Any):

@@ -185,7 +185,7 @@ class AsynchronousExecutor(Executor):
                 deferred_statistics.take_all(stack)
             else:
                 deferred_statistics.take_due(stack, context.step, self.every)
-            part.before = None if all(part.active) else stack.copied()
+            part.before = self.former_state(part)
             if observed is not None:
                 self.statistics.take(stack, observed, context, whole=part.before is None)
                 deferred_statistics.take_due(stack, context.step, self.every)

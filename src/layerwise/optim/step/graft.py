@@ -36,8 +36,7 @@ class Graft:
     @staticmethod
     def _adam(stack: Stack, grad: Tensor, context: Context) -> Tensor:
         adam, state = AdamRule(), stack.state
-        if any(name not in state or state[name].shape != grad.shape for name in ("graft_m", "graft_v")):
-            begin_adam(stack)  # a state of `scale="adam"` has some rows of them alone
+        begin_adam(stack)
         own = {name: state[f"graft_{name}"] for name in ("m", "v", "steps")}
         D = context.backend.adam_(own, grad, adam.betas, adam.eps, context)
         state |= {f"graft_{name}": X for name, X in own.items()}  # a backend may lay them out anew
@@ -45,8 +44,12 @@ class Graft:
 
 
 def begin_adam(stack: Stack) -> None:
-    """Moments of Adam's whole direction."""
-    stack.state |= {f"graft_{k}": v for k, v in AdamRule().init(stack.shape, stack.backend).items()}
+    """Moments of Adam's whole direction, unless they are there: a state of `scale="adam"` may have some rows alone."""
+    shape, state = stack.shape, stack.state
+    whole = (shape.groups, shape.outputs, shape.inputs)
+    if all(name in state and state[name].shape == whole for name in ("graft_m", "graft_v")):
+        return
+    state |= {f"graft_{k}": v for k, v in AdamRule().init(shape, stack.backend).items()}
 
 
 def _layer_norms(stack: Stack, X: Float[Tensor, "K O I"]) -> Float[Tensor, "K"]:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,14 +25,28 @@ from layerwise.optim.cuda.triton import compile_processes
 ALIGNED = 16
 """What addresses and integers are a multiple of, or not: Triton compiles a kernel for each case."""
 _STATE = threading.local()
-_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-_SLOTS = threading.BoundedSemaphore(max(_CORES // max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1), 1))
-"""Compilations at a time: this process' share of the cores, where others of one training are on this machine."""
+MOST_AT_A_TIME = 16
+"""Compilations; at most as many as this process' share of the cores, where others of a training are on this machine."""
+
+
+def _at_a_time() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # a container's share: microseconds of each period, or "max"
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        cores = min(cores, int(quota) // int(period))
+    with suppress(ValueError):
+        cores //= int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return min(max(cores, 1), MOST_AT_A_TIME)
+
+
+_SLOTS = threading.BoundedSemaphore(_at_a_time())
 _PREPARING: dict[torch.device, list[threading.Thread]] = {}
 _LOCK = threading.RLock()
 """Of this module's tables, and of what a kernel keeps for each device, which two threads would make twice."""
 _KNOWN: set[Hashable] = set()
 """What has been compiled, or is being."""
+_UNDONE: list[None] = []
+"""One for each thread that has not compiled its kernel yet."""
 _THREADS: dict[str, list[threading.Thread]] = {}
 """Those that compile, by the kernel's name, until a launch finds that they have ended."""
 
@@ -63,8 +78,6 @@ def wait(name: str | None = None) -> None:
     with _LOCK:
         for key in [key for key, threads in _THREADS.items() if not any(thread.is_alive() for thread in threads)]:
             del _THREADS[key]
-    if not _THREADS:
-        compile_processes.end()
 
 
 class Awaited:
@@ -92,7 +105,7 @@ class Listed:
 def _begin(name: str, kernel: Any, device: torch.device, *args: Any, **options: Any) -> None:
     """Compile what a launch with these arguments would run, unless it is known."""
     told = ("do_not_specialize", "do_not_specialize_on_alignment")
-    fixed = [[getattr(param, name, False) for name in told] for param in kernel.params]
+    fixed = [[getattr(param, what, False) for what in told] for param in kernel.params]
     kinds = [_kind(arg, *how) for arg, how in zip(args, fixed, strict=False)]
     key = (name, kernel.fn.__module__, device, *kinds, *sorted((k, str(v)) for k, v in options.items()))
     with _LOCK:
@@ -100,8 +113,9 @@ def _begin(name: str, kernel: Any, device: torch.device, *args: Any, **options: 
             return
         _KNOWN.add(key)
         # No daemon: a compiler that runs while the interpreter is taken down may crash.
-        thread = threading.Thread(target=_compile, args=(kernel, args, options, device), name=f"compile {name}")
+        thread = threading.Thread(target=_in_turn, args=(kernel, args, options, device), name=f"compile {name}")
         thread.start()  # raises where there may be no more threads: the launch then compiles
+        _UNDONE.append(None)
         _THREADS.setdefault(name, []).append(thread)
 
 
@@ -117,24 +131,36 @@ def _kind(arg: Any, varies: bool, anywhere: bool) -> Hashable:
     return type(arg)
 
 
+def _in_turn(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], device: torch.device) -> None:
+    """What a thread does; the last one ends the processes."""
+    try:
+        with _SLOTS:
+            _compile(kernel, args, options, device)
+    finally:
+        with _LOCK:
+            _UNDONE.pop()
+            last = not _UNDONE
+        if last:
+            compile_processes.end()
+
+
 def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], device: torch.device) -> None:
-    with _SLOTS:
-        if not threading.main_thread().is_alive():  # the program has ended
-            return
-        try:
-            for thread in _PREPARING.get(device, ()):
-                thread.join()
-            with torch.cuda.device(device):
-                with _LOCK:
-                    # The key parses a kernel's text, which fails now and then in two threads of one interpreter.
-                    _ = kernel.device_caches[torch.cuda.current_device()], getattr(kernel, "cache_key", None)
-                    if hasattr(kernel, "compile") and not hasattr(kernel.compile, "of"):
-                        kernel.compile = compile_processes.in_processes(kernel.compile)
-                with compile_processes.asked():
-                    compiled = kernel.warmup(*args, grid=(1,), **options)
-                _ = compiled.run  # what launches it, which the C compiler makes, and the code on the device
-        except Exception:  # the launch will say what is wrong
-            return
+    if not threading.main_thread().is_alive():  # the program has ended
+        return
+    try:
+        for thread in _PREPARING.get(device, ()):
+            thread.join()
+        with torch.cuda.device(device):
+            with _LOCK:
+                # The key parses a kernel's text, which fails now and then in two threads of one interpreter.
+                _ = kernel.device_caches[torch.cuda.current_device()], getattr(kernel, "cache_key", None)
+                if hasattr(kernel, "compile") and not hasattr(kernel.compile, "of"):
+                    kernel.compile = compile_processes.in_processes(kernel.compile)
+            with compile_processes.asked():
+                compiled = kernel.warmup(*args, grid=(1,), **options)
+            _ = compiled.run  # what launches it, which the C compiler makes, and the code on the device
+    except Exception:  # the launch will say what is wrong
+        return
 
 
 def prepare(device: torch.device) -> None:

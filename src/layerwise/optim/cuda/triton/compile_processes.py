@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -24,8 +25,10 @@ from typing import Any
 
 LONGEST = 60.0
 """Seconds after which a process is given up."""
-DONE = b"1"
+DONE, FAILED = b"1", b"0"
 _IDLE: list["Process"] = []
+_LOST = threading.Event()
+"""That a process has not answered: there are no others after it."""
 _LOCK = threading.Lock()
 _STATE = threading.local()
 
@@ -36,17 +39,17 @@ class Process:
     def __init__(self, packages: Mapping[str, list[str]], key: str | None) -> None:
         command = [sys.executable, "-P", "-S", __file__]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._send((sys.path, dict(packages), key))
+        self._said = pickle.dumps((sys.path, dict(packages), key))
 
     def compile(self, job: tuple[Any, ...]) -> bool:
-        """Whether a job could be done; if not, the process may have ended."""
-        try:
-            self._send(job)
-            answers = self._process.stdout
-            assert answers is not None
-            return bool(wait([answers.fileno()], LONGEST)) and os.read(answers.fileno(), 1) == DONE
-        except (OSError, pickle.PicklingError, TypeError):
-            return False
+        """Whether there was an answer: that the job is done, or that it cannot be."""
+        answers, requests = self._process.stdout, self._process.stdin
+        assert answers is not None
+        assert requests is not None
+        requests.write(self._said + pickle.dumps(job))
+        requests.flush()
+        self._said = b""
+        return bool(wait([answers.fileno()], LONGEST)) and os.read(answers.fileno(), 1) in (DONE, FAILED)
 
     def end(self) -> None:
         """Now, whatever it does."""
@@ -56,11 +59,6 @@ class Process:
             with suppress(OSError):
                 assert pipe is not None
                 pipe.close()
-
-    def _send(self, what: tuple[Any, ...]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(pickle.dumps(what))
-        self._process.stdin.flush()
 
 
 def in_processes(compile: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,8 +85,12 @@ def asked():
 
 
 def may_begin() -> bool:
-    """Whether Python can be begun anew: not where a program has it built in."""
-    return Path(sys.executable or "").name.startswith("python") and not getattr(sys, "frozen", False)
+    """Whether Python can be begun anew: not where a program has it built in, nor where that has failed."""
+    return (
+        not _LOST.is_set()
+        and Path(sys.executable or "").name.startswith("python")
+        and not getattr(sys, "frozen", False)
+    )
 
 
 def end() -> None:
@@ -101,17 +103,19 @@ def end() -> None:
 
 
 def _first(job: tuple[Any, ...]) -> None:
-    """Hand a job to an idle process, or a new one; one that fails is ended."""
+    """Hand a job to an idle process, or a new one; one that does not answer is ended."""
     with _LOCK:
         process = _IDLE.pop() if _IDLE else None
-    try:
+    answered = False
+    with suppress(Exception):  # no more processes, or a job that cannot be sent
         process = process or Process(_packages(job[0]), _key_of_triton())
-    except OSError:  # no more processes
-        return
-    if process.compile(job):
+        answered = process.compile(job)
+    if process is not None and answered:
         with _LOCK:
             _IDLE.append(process)
-    else:
+        return
+    _LOST.set()
+    if process is not None:
         process.end()
 
 
@@ -152,6 +156,7 @@ def _is_cached(src: Any, target: Any, options: Any) -> bool:
 
 def _serve() -> None:
     """Read jobs until there are no more, and answer each; what compilers print goes to the errors."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the program, which ends this
     jobs, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     path, packages, key = pickle.load(jobs)
@@ -168,7 +173,10 @@ def _serve() -> None:
             job = pickle.load(jobs)
         except EOFError:
             return
-        answers.write(DONE if _done(*job) else b"0")
+        try:
+            answers.write(DONE if _done(*job) else FAILED)
+        except BrokenPipeError:  # the program is gone
+            return
 
 
 def _done(module: str, name: str, signature: Any, constants: Any, attrs: Any, target: Any, options: Any) -> bool:
