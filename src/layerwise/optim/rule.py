@@ -121,7 +121,8 @@ class Requirements:
     """Over how many steps it lets examples be looked at; None: on a GPU, as many as there are between statistics."""
     capturable: bool = False
     """Whether steps may be captured as CUDA graphs: `direction` changes state in place, asks the device for nothing,
-    and does the same whenever state has the same form."""
+    and does the same whenever state has the same form. Where it takes statistics itself (`Context.observes`), neither
+    `inputs` nor `outgrads` may be asked for: steps with and without those are one graph."""
     deferrable: bool = False
     """Whether `observe` of second moments may come later for some layers, just before their refresh: nothing but a
     refresh reads what it changes."""

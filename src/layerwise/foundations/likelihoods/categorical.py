@@ -237,7 +237,8 @@ class Categorical(Likelihood):
     def sample(self, terms: Terms, generator: torch.Generator) -> Float[Tensor, "N S C"]:
         """``√(m w) (p − e_ŷ)`` with ŷ drawn from the model, in the output's type, to which p is rounded once."""
         p = terms.f.detach().softmax(-1)
-        # Inverse-CDF: two draws from one generator give the same label whatever the batch's device or chunking.
+        # Inverse-CDF: two draws from one generator give the same label whatever the batch's chunking, and but for
+        # rounding whatever its device.
         like = p[..., :1].to(statistics_dtype(p.dtype))
         labels, total = _drawn_from(p, drawn(torch.rand, like, generator, terms.part))
         if p.dtype.itemsize >= 4:

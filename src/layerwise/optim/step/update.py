@@ -175,7 +175,7 @@ def of_all_rows(norms: Float[Tensor, "K"], grad: Float[Tensor, "K O I"], apart: 
     norm is that of an update with root mean square `USUAL_UPDATE` in the others; where for all rows, all count.
 
     >>> grad = torch.tensor([1.0, 0, 2, 3, 0, 1]).view(1, 6, 1)
-    >>> of_all_rows(torch.tensor([1.0]), grad, apart=3, count=2).square().round()  # 4 rows count, and both that are seen
+    >>> of_all_rows(torch.tensor([1.0]), grad, apart=3, count=2).square().round()  # 4 rows count, 2 of them seen
     tensor([2.])
     """
     counts = torch.linalg.vector_norm(grad, torch.inf, dim=-1) > 0

@@ -86,11 +86,8 @@ def asked():
 
 def may_begin() -> bool:
     """Whether Python can be begun anew: not where a program has it built in, nor where that has failed."""
-    return (
-        not _LOST.is_set()
-        and Path(sys.executable or "").name.startswith("python")
-        and not getattr(sys, "frozen", False)
-    )
+    is_python = Path(sys.executable or "").name.startswith("python") and not getattr(sys, "frozen", False)
+    return is_python and not _LOST.is_set()
 
 
 def end() -> None:
