@@ -282,6 +282,18 @@ def test_what_is_listed_is_compiled_by_processes(kernel: Any, monkeypatch: pytes
     assert notes == [("asked", True), ("compiled", True), ("ended", True), ("compiled", False)]
 
 
+def test_where_a_tensor_begins_may_be_of_no_account(kernel: Any, monkeypatch: pytest.MonkeyPatch):
+    """Alone or in a list: then there is one kernel, which two threads would compile at once if it were listed twice."""
+    param = SimpleNamespace(do_not_specialize=False, do_not_specialize_on_alignment=True)
+    monkeypatch.setattr(type(kernel.module.a_kernel), "params", (param, param))
+    x = torch.empty(8, device="meta")
+    with ahead.listing(META):
+        for a, b in ((x, (x, x)), (x[1:], (x, x)), (x, (x, x[1:])), (x[1:], (x[1:], x))):
+            launch(kernel, a, b, BLOCK=1)
+    ahead.wait()
+    assert len(kernel.notes) == 1
+
+
 def test_a_launch_waits_for_its_kernel_and_compiles_nothing(kernel: Any):
     x = torch.empty(4, device="meta")
     with ahead.listing(META):
