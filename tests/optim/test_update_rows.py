@@ -182,7 +182,9 @@ def test_a_layer_without_a_gradient_keeps_the_rows_that_are_wanted(
 
 
 @pytest.mark.parametrize("sync", [True, False])
-@pytest.mark.parametrize("classes", [slice(0, O, 2), slice(1, 3), slice(0, 1)], ids=["half", "none seen", "one"])
+@pytest.mark.parametrize(
+    "classes", [slice(0, O, 2), slice(0, O, 5), slice(1, 3)], ids=["half", "those seen", "none seen"]
+)
 @pytest.mark.parametrize("name", ["Muon", "SOAP", "FOOF"])
 def test_rows_without_a_gradient_do_not_count(name: str, classes: slice, sync: bool, monkeypatch: pytest.MonkeyPatch):
     """As of classes that are masked: the update is about as long as one whose norm is of all rows, and never zero."""
@@ -205,6 +207,4 @@ def test_rows_without_a_gradient_do_not_count(name: str, classes: slice, sync: b
             opt.step()
         ways.append(float((model.weight.detach() - before).norm()))
     some, whole = ways
-    assert (whole == 0) == (some == 0)  # of one class alone there is no gradient
-    if whole:
-        assert 0.3 < some / whole < 3 if classes.stop == 3 else some == pytest.approx(whole, rel=0.1)
+    assert 0.3 < some / whole < 3 if classes.stop == 3 else some == pytest.approx(whole, rel=0.1)
