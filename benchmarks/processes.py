@@ -4,13 +4,17 @@ Processes that take turns on a device are all begun at once, and wait (`Waiting`
 imported what they need: that takes longer than many runs, and would be on nobody's clock.
 """
 
+import compileall
 import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
+
+import layerwise
 
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_KERNEL_CACHE_PATH", "CUDA_CACHE_PATH")
 
@@ -25,6 +29,12 @@ def cold_caches() -> Iterator[dict[str, str]]:
         yield caches
 
 
+@cache
+def as_installed() -> None:
+    """Sources as pip leaves them: compiled to bytecode, also where processes of this machine are told to write none."""
+    compileall.compile_dir(Path(layerwise.__file__).parent, quiet=2)
+
+
 class ProcessError(RuntimeError):
     """A process that failed, in its own last words."""
 
@@ -34,6 +44,7 @@ class Waiting:
 
     def __init__(self, script: Path, arguments: Sequence[str], environment: dict[str, str]) -> None:
         command, piped = [sys.executable, str(script), *arguments], subprocess.PIPE
+        as_installed()
         env = os.environ | environment
         self._process = subprocess.Popen(command, env=env, stdin=piped, stdout=piped, stderr=piped, text=True)
 

@@ -148,5 +148,6 @@ def test_patches_of_half_precision(half: torch.dtype, stride: int, groups: int) 
         assert exact is not None
         for one, expected in zip(found[:2], exact[:2], strict=True):
             assert one.dtype == torch.float32
-            torch.testing.assert_close(one.double(), expected, rtol=1e-5, atol=1e-3)
+            # Tensor cores cut off what they add in float32, 2⁻²³ at each of some hundred additions.
+            torch.testing.assert_close(one.double(), expected, rtol=5e-5, atol=1e-3)
         assert found[2] == exact[2]

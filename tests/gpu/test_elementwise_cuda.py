@@ -1,6 +1,7 @@
 """Fused passes on a GPU: Triton's kernels agree with torch's calls, at the sizes of a model and at odd ones."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 from layerwise.optim.cuda import elementwise, elementwise_torch
 from layerwise.optim.cuda.triton import elementwise as triton_elementwise
 from layerwise.optim.cuda.triton.products import available
+from layerwise.optim.step.update import rows_apart
 from random_tensors import cuda_randn as randn
 from waiting import nothing_waits
 
@@ -122,6 +124,38 @@ def test_norms_of_adam(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], 
     assert torch.equal(call()[2], found[2])  # added in an order that does not change
 
 
+@pytest.mark.parametrize("all_finite", ["open", "shut"])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("shape", [(3, 768, 768), (2, 2304, 768), (2, 600, 513), (3, 768, 3072)])
+def test_norms_of_adam_by_some_rows(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], whole: bool, all_finite: str
+):
+    """Rows without a gradient: none, some, of those that are seen some or all, all."""
+    K, O, I = shape
+    apart, t = rows_apart(O, I), torch.arange(1.0, K + 1, device="cuda")
+    of_v = len(range(0, O, apart))
+    assert apart > 1
+    numbers = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "correction1": 1 - 0.9**t, "correction2": 1 - 0.95**t}
+    kinds = [[], [*range(1, O, 2)], [*range(0, 100 * apart, apart)], [*range(0, O, apart)], [*range(O)]]
+
+    def call(zeros: list[int]) -> list[Tensor]:
+        m, v = randn(2 * K, O if whole else of_v, I)[::2], randn(K, of_v, I, seed=1).square()
+        g = randn(*shape, seed=2)
+        g[0, zeros] = 0.0
+        g = g * torch.nan if all_finite == "shut" else g
+        return [m, v, *elementwise.adam_norms_(m, v, g, **numbers, all_finite=mask_of(all_finite), apart=apart)]
+
+    norms = []
+    for zeros in kinds:
+        found, expected = both(monkeypatch, partial(call, zeros))
+        known = 3 if all_finite == "shut" else 4
+        close(found[:known], expected[:known], 1e-5)
+        assert bool((found[2] > 0).all()) == (all_finite != "shut")
+        assert torch.equal(call(zeros)[2], found[2])  # added in an order that does not change
+        norms.append(float(found[2][0]))
+    assert len({*norms}) == (len(kinds) if all_finite == "open" else 1)
+
+
 @pytest.mark.parametrize(("shape", "nesterov", "all_finite"), STACKED)
 def test_momentum_update(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], nesterov: bool, all_finite: str):
     def call() -> list[Tensor]:
@@ -146,7 +180,8 @@ def test_dot():
 def compiled() -> int:
     """How many variants of the kernels exist."""
     kernels = triton_elementwise.kernels("elementwise_kernels")
-    jitted = [getattr(kernels, name) for name in ("adam_kernel", "adam_norm_kernel", "ema_kernel")]
+    names = ("adam_kernel", "adam_norm_kernel", "norm_of_all_kernel", "ema_kernel")
+    jitted = [getattr(kernels, name) for name in names]
     return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in jitted)
 
 

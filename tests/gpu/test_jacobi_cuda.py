@@ -144,6 +144,18 @@ def test_tracked_basis_of_bad_matrices():
     assert values[1:3].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("n", [*SIZES, 769])
+def test_products_of_columns(n: int, dtype: torch.dtype):
+    C, V = randn(2, n, n).to(dtype), randn(2, n, n, seed=1).half()
+    dots, squares = triton_sweeps.column_dots(C, V)
+    product = C.double() * V.double()
+    assert bool(((dots - product.sum(-2)).abs() < 1e-5 * product.abs().sum(-2)).all())
+    assert relative(squares, V.double().square().sum(-2)) < 1e-6
+    for found, again in zip((dots, squares), triton_sweeps.column_dots(C, V), strict=True):
+        assert torch.equal(found, again)
+
+
 @pytest.mark.usefixtures("no_synchronisation")
 def test_nothing_waits():
     M, U = torch.eye(128, device="cuda").expand(2, 128, 128), torch.eye(128, device="cuda").repeat(2, 1, 1)

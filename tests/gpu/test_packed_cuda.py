@@ -71,14 +71,19 @@ def test_means_of_listed_matrices(n: int, border: bool):
 @pytest.mark.parametrize("half", [True, False])
 @pytest.mark.parametrize("name", MEMBERS)
 def test_steps_are_the_same(name: str, half: bool, monkeypatch: pytest.MonkeyPatch):
-    """Bases may come to rest elsewhere where eigenvalues are nearly equal, and inverses are refined to 3e-3."""
+    """Bases may come to rest elsewhere where eigenvalues are nearly equal. Under autocast K-FAC magnifies a last bit
+    that differs to more than that: by how much is seen from weights that begin 1e-6 beside the others."""
     ends, kept = [], []
-    for on in (True, False):
+    for on, beside in ((True, 0.0), (False, 0.0), (False, 1e-6)):
         if not on:
             monkeypatch.setattr(factor, "packs", lambda shape, size: False)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(256, 304), nn.Tanh(), nn.Linear(304, 256)).cuda()
-        start, opt = torch.cat([p.detach().flatten() for p in model.parameters()]), MEMBERS[name](model)
+        start = torch.cat([p.detach().flatten() for p in model.parameters()])
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + beside * torch.randn_like(p))
+        opt = MEMBERS[name](model)
         for step in range(12):
             opt.zero_grad()
             with torch.autocast("cuda", torch.bfloat16, enabled=half):
@@ -90,6 +95,6 @@ def test_steps_are_the_same(name: str, half: bool, monkeypatch: pytest.MonkeyPat
         assert opt.health().fallbacks == 0
     assert kept[0] > 0
     assert kept[1] == 0
-    way = float((ends[1] - start).norm())
+    way, noise = float((ends[1] - start).norm()), float((ends[2] - ends[1]).norm())
     bound = {"KFAC": 2e-3, "FOOF": 1e-3, "LocoProp": 1e-3}.get(name, 5e-2)  # inverses are exact, bases are not
-    assert float((ends[0] - ends[1]).norm()) < bound * way
+    assert float((ends[0] - ends[1]).norm()) < max(bound * way, 2 * noise if half else 0.0)

@@ -136,6 +136,28 @@ def test_symmetric_pair_product(n: int):
 
 
 @needs_kernels
+@pytest.mark.parametrize("n", [64, 769, 784, 2304, 3073])
+def test_symmetric_products_of_halves(n: int):
+    X = split_fp16.split(randn(2, n, n)).half
+    exact = (X.hi.double().mT @ X.hi.double()) / X.scale[:, None, None] ** 2
+    D = randn(2, n, n, seed=1)
+    D = D + D.mT
+    out = D.clone()
+    C = triton_products.pair_product(X.mT, X, symmetric=True, add=out, beta=-1.0, identity=3.0, out=out)
+    assert C is out
+    assert torch.equal(C, C.mT)
+    # Tensor cores cut off what they add, 2⁻²³ at each of n/16 additions.
+    assert relative(C, exact - D + 3 * torch.eye(n, device="cuda")) < 5e-5
+    E = split_fp16.split(X.hi.float() - X.hi.float().mT).half
+    product = (E.hi.double() @ E.hi.double()) / E.scale[:, None, None] ** 2
+    lower = torch.where(torch.ones(n, n, device="cuda").tril() > 0, E.hi, torch.nan)  # what is above is ignored
+    how = {"symmetric": True, "skew": True, "add": lower, "alpha": torch.full((2,), 2.0, device="cuda")}
+    C = triton_products.pair_product(E, E, **how, beta=1e-3, out=torch.empty_like(E.hi), cut=True)
+    expected = (2 * product + 1e-3 * E.hi.double()).clamp(-65504, 65504)
+    assert relative(C, expected) < 1e-3
+
+
+@needs_kernels
 @pytest.mark.parametrize("shape", [(769, 3073), (3, 768, 784)])
 def test_split(shape: tuple[int, ...]):
     X = 1e-4 * randn(*shape)

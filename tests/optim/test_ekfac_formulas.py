@@ -138,3 +138,33 @@ def test_the_engine_gives_ekfac_by_its_basis():
             cross_entropy(model(x), y).backward()
             opt.step()
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+@pytest.mark.parametrize("shape", ["dense", "conv"])
+def test_the_average_of_the_gradient_is_kept_in_the_basis(shape: str, momentum: float):
+    """With updates of AdamW's size; whatever has become of the basis, it is that of the gradients."""
+    model, data = data_of(shape, 9)
+    opt = lw.optim.EKFAC(model, 1e-3, momentum=momentum, scaling="running", refresh_every=3)
+    averages: dict[str, Tensor] = {}
+    for x, y in data:
+        opt.zero_grad()
+        cross_entropy(model(x), y).backward()
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            averages[name] = averages.get(name, torch.zeros_like(p)).lerp(p.grad, 1 - momentum)
+        opt.step()
+    checked = 0
+    for name, p in model.named_parameters():
+        ((_, state),) = opt.state[p].items()
+        if "M" not in state:  # of a bias
+            continue
+        expected = averages[name].reshape(state["M"].shape)
+        if momentum:
+            found = state["U_P"] @ state["M"] @ state["U_Q"].mT
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+            assert float((state["M"] - expected).norm()) > 0.1 * float(expected.norm()), "not merely the average"
+        else:
+            assert not state["M"].any()
+        checked += 1
+    assert checked > 1

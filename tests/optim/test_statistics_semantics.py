@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import layerwise as lw
+from layerwise.foundations.likelihoods import Categorical
 from thinning import thinned
 
 pytestmark = pytest.mark.usefixtures("untyped")
@@ -434,6 +435,30 @@ def test_a_step_that_the_scaler_skips_leaves_nothing_behind(name: str):
         train_step(b, two, (x, y), cross_entropy)
         assert torch.isfinite(flat(a)).all(), f"step {t}"
         assert_same(a, b, 1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_labels_are_drawn_in_the_type_of_the_output(monkeypatch: pytest.MonkeyPatch):
+    """Autocast makes float32 of every softmax: of a large vocabulary that is gigabytes."""
+    drawn, original = list[tuple[torch.dtype, torch.dtype]](), Categorical.sample
+
+    def sample(self: Categorical, terms: Any, generator: torch.Generator) -> Tensor:
+        found = original(self, terms, generator)
+        drawn.append((terms.f.dtype, found.dtype))
+        assert not torch.is_autocast_enabled("cpu")
+        return found
+
+    monkeypatch.setattr(Categorical, "sample", sample)
+    monkeypatch.setattr(Categorical, "samples_half", property(lambda self: True))  # which asks whose `sample` it is
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5))
+    opt = lw.optim.KFAC(model, likelihood="categorical", factor_every=1)
+    for _ in range(2):
+        opt.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = cross_entropy(model(torch.randn(8, 4)), torch.randint(5, (8,)))
+        loss.backward()
+        opt.step()
+    assert drawn == [(torch.bfloat16, torch.bfloat16)] * 2
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

@@ -13,7 +13,7 @@ Roots and bases come in pairs because a GPU multiplies by both sides in one pass
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.optim.rule import Context, Observation, Recorded, Requirements, Shape, State
+from layerwise.optim.step.seen_rows import of_all_rows
 
 ALL = slice(None)
 Side = Literal["P", "Q"]
@@ -31,6 +32,21 @@ Shifts = Callable[[Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | 
 def norms(X: Float[Tensor, "K O I"]) -> Float[Tensor, "K"]:
     """Of each matrix, in no less than float32."""
     return torch.linalg.vector_norm(X.flatten(1), dim=1, dtype=torch.promote_types(X.dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class Average:
+    """What a quotient in a basis is of, in place of the gradient: its running average there."""
+
+    M: Float[Tensor, "K O I"]
+    decay: float
+    nesterov: bool
+    context: Context
+
+    def moved(self, R: Float[Tensor, "K O I"], backend: "Backend") -> Float[Tensor, "K O I"]:
+        """M, or what is one step ahead of it, once it has taken the gradient R in."""
+        backend.average_(self.M, R, self.decay, self.context)
+        return R.lerp(self.M, self.decay) if self.nesterov else self.M
 
 
 class Kept(ABC):
@@ -143,8 +159,10 @@ class Eigenbasis(Kept):
     """Eigenvalues at the last refresh, in the order of the weight's rows and columns."""
 
     @abstractmethod
-    def refresh_(self, P: Factor | None, Q: Factor | None, groups: slice, context: Context) -> None:
-        """Renew some groups."""
+    def refresh_(
+        self, P: Factor | None, Q: Factor | None, groups: slice, context: Context, M: Tensor | None = None
+    ) -> None:
+        """Renew some groups; M, as the basis that there is sees it, is rotated along."""
 
     @abstractmethod
     def begin_(self, P: Factor | None, Q: Factor | None, context: Context) -> None:
@@ -233,15 +251,16 @@ class Backend(ABC):
     ) -> Float[Tensor, "K"]:  # fmt: skip
         """The norm of that step, matrix by matrix, moments moved as there; the step itself is not wanted.
 
-        It is that of rows 0, `apart`, 2·`apart`, …, which are all that v has; m has all rows, or these.
+        Measured are rows 0, `apart`, 2·`apart`, …, which are all that v has; m has all rows, or these. The norm is that
+        of all (`of_all_rows`).
         """
         seen = grad if apart == 1 else grad[:, ::apart][:, : state["v"].shape[1]].contiguous()
-        if state["m"].shape == state["v"].shape:
-            return norms(self.adam_(state, seen, betas, eps, context))
-        part = state | {"m": state["m"][:, ::apart][:, : seen.shape[1]].contiguous()}
+        whole = state["m"].shape != state["v"].shape
+        part = state | {"m": state["m"][:, ::apart][:, : seen.shape[1]].contiguous()} if whole else state
         found = norms(self.adam_(part, seen, betas, eps, context))
-        self.average_(state["m"], grad, betas[0], context)
-        return found
+        if whole:
+            self.average_(state["m"], grad, betas[0], context)
+        return found if apart == 1 else of_all_rows(found, grad, apart, seen.shape[1])
 
     def average_(self, mean: Float[Tensor, "K O I"], X: Float[Tensor, "K O I"], decay: float, context: Context) -> None:
         """``mean ← decay·mean + (1 − decay)·X``, in a step that is taken."""
@@ -271,9 +290,11 @@ class Backend(ABC):
 
     @abstractmethod
     def damped_quotient(
-        self, R: Any, s: Tensor, basis: Eigenbasis, added: tuple[Tensor | None, Tensor | None, Tensor], grad: Tensor
-    ) -> Any:
-        """``R / (s + s_P·right + left·s_Q + constant)`` with `added` (left, right, constant)."""
+        self, R: Any, s: Tensor, basis: Eigenbasis, added: tuple[Tensor | None, Tensor | None, Tensor], grad: Tensor,
+        average: Average | None = None,
+    ) -> Any:  # fmt: skip
+        """``R / (s + s_P·right + left·s_Q + constant)`` with `added` (left, right, constant); or that of an `average`
+        into which R is taken before."""
 
     @abstractmethod
     def factored_damping(

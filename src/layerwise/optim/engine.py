@@ -433,7 +433,8 @@ class Layerwise(Checkpointed):
                 scale = self._scale.to_mean_gradient(*counted, self.processes.count)
             of_batch = next((len(division.ranks) for division in self._divided.values()), 1)
             examples = counted[0] // of_batch
-        contexts = [self._context(stack, examples) for stack in self._stacks or []]
+        options = dict[int, dict[str, Any]]()
+        contexts = [self._context(stack, examples, options) for stack in self._stacks or []]
         if self._on_one_rank is not None:
             self._on_one_rank.begin()
         self._executor.run(contexts, seen, scale, self._solve_together)
@@ -503,9 +504,15 @@ class Layerwise(Checkpointed):
         """Whether a step takes statistics."""
         return (step - 1) % self.factor_every == 0
 
-    def _context(self, stack: Stack, examples: int) -> Context:
+    def _context(self, stack: Stack, examples: int, known: dict[int, dict[str, Any]] | None = None) -> Context:
+        """What a stack's rule is told; `known` are the options of fallbacks by group, the same for many stacks."""
         step, group = self.steps_taken, stack.group
-        options = {k: group[k] for k in group.keys() - OWN_MOMENTUM} if stack.fallback else group
+        options = group
+        if stack.fallback:
+            known = {} if known is None else known
+            if id(group) not in known:
+                known[id(group)] = {k: group[k] for k in group.keys() - OWN_MOMENTUM}
+            options = known[id(group)]
         damping = float(group["damping"])
         if self._damping.schedule is not None:
             damping = self._damping.at(group, max(step, 1))

@@ -5,6 +5,7 @@ goes with its parameters. A parameter under an old name is the successor of the 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -34,30 +35,30 @@ class ModelSnapshot:
         own = (p for module in modules for p in module._parameters.values() if p is not None)
         self._own = [instead.get(id(p), p) for p in own]
         self._swapped = Swapped(self.model)
-        ids, trained = self._now()
+        counts, ids, trained = self._now()
         swapped = self._swapped.now()
-        self._seen = [tuple(swapped.get(key, key) for key in found) for found in ids], trained
+        self._seen = counts, [swapped.get(key, key) for key in ids], trained
 
-    def _now(self) -> tuple[list[Any], list[bool]]:
-        ids = [tuple(map(id, held.values())) for held in self._children]
-        return ids, list(map(REQUIRES_GRAD, self._own))
+    def _now(self) -> tuple[list[int], list[int], list[bool]]:
+        """How much every module holds, all of it by identity, and what is trained: lists without a part for each of two
+        hundred dictionaries, since this is asked twice a step."""
+        ids = list(map(id, chain.from_iterable(map(dict.values, self._children))))
+        return list(map(len, self._children)), ids, list(map(REQUIRES_GRAD, self._own))
 
     def changed(self) -> bool:
         """Since the last call; asked before every forward, and therefore without the names of anything."""
-        ids, trained = now = self._now()
+        counts, ids, trained = now = self._now()
         if now == self._seen:
             return False
         instead = self._swapped.now()  # FSDP swaps parameters while the model runs
-        if trained == self._seen[1] and instead:
-            ids = [tuple(instead.get(key, key) for key in found) for found in ids]
-            if ids == self._seen[0]:
-                return False
+        if instead and (counts, [instead.get(key, key) for key in ids], trained) == self._seen:
+            return False
         self._remember()
         return True
 
     def ask_again(self) -> None:
         """What has changed was not followed: the next question is answered by yes."""
-        self._seen = ([], [])
+        self._seen = ([], [], [])
 
     def require_known(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """A parameter with a gradient that no group holds would silently stay as it is."""

@@ -17,7 +17,7 @@ from torch.optim.adam import adam
 from layerwise.foundations.errors import NumericalError
 from layerwise.foundations.kronecker import split_damping
 from layerwise.foundations.linalg import finite_matrices, gram, guarded_eigh, guarded_inverse, settled_eigh
-from layerwise.optim.backend import ALL, Backend, Eigenbasis, Factor, InverseRoots, Shifts, Side
+from layerwise.optim.backend import ALL, Average, Backend, Eigenbasis, Factor, InverseRoots, Shifts, Side
 from layerwise.optim.channels import times_inputs, whole_spectrum
 from layerwise.optim.eigenbasis import squares_of_layer
 from layerwise.optim.rule import Context, Health, Recorded, Shape, State
@@ -287,9 +287,15 @@ class DenseBasis(Eigenbasis):
             if factor is not None:
                 yield factor, U, values
 
-    def refresh_(self, P: Factor | None, Q: Factor | None, groups: slice, context: Context) -> None:
+    def refresh_(
+        self, P: Factor | None, Q: Factor | None, groups: slice, context: Context, M: Tensor | None = None
+    ) -> None:
         """By eigh, largest last."""
+        own: DenseBasis = self.narrow(groups)  # over the same memory
+        plain = None if M is None else own.unrotate(M[groups], context)
         self._decompose(P, Q, groups, context)
+        if M is not None and plain is not None:
+            M[groups] = own.rotate(plain)
 
     def begin_(self, P: Factor | None, Q: Factor | None, context: Context) -> None:
         """By eigh."""
@@ -494,9 +500,11 @@ class Reference(Backend):
         s.copy_(torch.where(good, torch.lerp(squares, s, decay), s))
 
     def damped_quotient(
-        self, R: Tensor, s: Tensor, basis: Eigenbasis, added: tuple[Tensor | None, Tensor | None, Tensor], grad: Tensor
-    ) -> Tensor:
+        self, R: Tensor, s: Tensor, basis: Eigenbasis, added: tuple[Tensor | None, Tensor | None, Tensor], grad: Tensor,
+        average: Average | None = None,
+    ) -> Tensor:  # fmt: skip
         """Entry by entry."""
+        R = R if average is None else average.moved(R, self)
         return R / damped_scalings(s, basis, *added)
 
     def factored_damping(

@@ -117,6 +117,9 @@ class Requirements:
     own_momentum: str | None = None
     """The option, "momentum" or "betas", whose average the direction is already: as a fallback it gets no momentum on
     top. The optimizer's own rule reads it from the parameter group, where schedulers change it (`Context.option`)."""
+    averages: bool = False
+    """Whether it keeps the gradient's average itself, with the group's momentum, where updates have AdamW's size: it is
+    then given the gradient, and AdamW's m is kept only of the rows by which the norm of its update is measured."""
     examples_over: int | None = 1
     """Over how many steps it lets examples be looked at; None: on a GPU, as many as there are between statistics."""
     capturable: bool = False
@@ -130,6 +133,11 @@ class Requirements:
     """Whether all singular values of a direction are about the same, so that none need be capped."""
     refused: str | None = None
     """Why a stack of this shape cannot be treated, if so."""
+
+    @property
+    def keeps_momentum(self) -> bool:
+        """Whether the rule itself keeps an average of the gradient."""
+        return self.own_momentum is not None or self.averages
 
 
 @dataclass
@@ -264,6 +272,10 @@ class UpdateRule(ABC):
     @abstractmethod
     def init(self, shape: Shape, backend: "Backend") -> State:
         """State before the first step."""
+
+    def upgraded(self, saved: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """A layer's state as this version saves it, from one that an earlier version saved."""
+        return saved
 
     def observe(self, state: State, seen: Observation, context: Context) -> None:
         """Take in second moments, the gradient or, after a refresh, examples; whichever `seen` has. Nothing by

@@ -113,3 +113,49 @@ def test_state_that_is_turned_in_place_is_elsewhere():
     )
     state[name] = state[name].mT
     assert not captured_of(opt)._settled()
+
+
+def test_replays_are_on_the_callers_stream(monkeypatch: pytest.MonkeyPatch):
+    """Only what is not captured yet has a stream of its own."""
+    _, opt = trained("EKFAC running", cuda_graphs=True)
+    calls, made, device = captured_of(opt)._gathering, list[str](), torch.device("cpu")
+    (key,) = calls._captured
+
+    def beside(_: torch.device) -> Any:
+        made.append("a stream")
+        return here(device)
+
+    monkeypatch.setattr(graphs, "beside", beside)
+    assert calls.run(key, lambda: made.append("a call"), device)
+    assert not made
+    assert not calls.run(key, lambda: made.append("a call"), device, capture=False)
+    assert made == ["a stream", "a call"]
+
+
+def test_a_step_like_the_last_has_its_key():
+    _, opt = trained("KFAC", cuda_graphs=True)
+    step, stacks = captured_of(opt), opt._stacks or []
+
+    def key() -> captured_step.Key:
+        return step._key([opt._context(stack, 24) for stack in stacks], 1.0)
+
+    before = key()
+    assert key() is before
+    opt.param_groups[0]["damping"] *= 2
+    after = key()
+    assert after != before
+    opt.param_groups[0]["damping"] /= 2
+    assert key() == before
+    assert hash(key()) == hash(before)
+
+
+def test_fallbacks_of_one_group_are_told_the_same():
+    """Without the momentum of the optimizer's own rule; what changes in the group is seen at the next step."""
+    _, opt = trained("KFAC", cuda_graphs=True, separate_bias=True)
+    fallbacks, known = [stack for stack in opt._stacks or [] if stack.fallback], dict[int, dict[str, Any]]()
+    contexts = [opt._context(stack, 24, known) for stack in fallbacks]
+    assert len(contexts) > 1
+    assert all(c.options == opt._context(stack, 24).options for stack, c in zip(fallbacks, contexts, strict=True))
+    assert not any("momentum" in c.options for c in contexts)
+    opt.param_groups[0]["weight_decay"] = 0.7
+    assert all(opt._context(stack, 24, {}).options["weight_decay"] == 0.7 for stack in fallbacks)

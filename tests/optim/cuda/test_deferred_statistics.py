@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.foundations.errors import InputError
-from layerwise.optim.cuda import executor, rows
+from layerwise.optim.cuda import deferred_statistics, executor, rows
 from layerwise.optim.cuda.deferred_statistics import PENDING, DeferredStatistics, PendingRows
 from layerwise.optim.engine import Layerwise
 
@@ -236,3 +236,13 @@ def test_rules_that_read_factors_between_refreshes_do_not_defer():
         run.model = Net()
         run.opt = make(run.model, **options)
         assert run.steps(5).waiting() == 0
+
+
+def test_factors_of_all_groups_are_not_narrowed():
+    run = Run(4).steps(5)
+    stack = max(run.opt._stacks or [], key=lambda stack: stack.groups)
+    Q = stack.state["Q"]
+    assert deferred_statistics._narrowed(Q, slice(0, stack.groups)) is Q
+    one = deferred_statistics._narrowed(Q, slice(1, 2))
+    assert len(one.mean) == len(one.count) == 1
+    assert one.mean.data_ptr() == Q.mean[1:].data_ptr()

@@ -8,6 +8,7 @@ from interpreter import INTERPRETED
 from layerwise.foundations.errors import InputError
 from layerwise.optim.cuda import elementwise
 from layerwise.optim.cuda.triton import elementwise as triton_elementwise
+from layerwise.optim.step.seen_rows import USUAL_UPDATE
 from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted
@@ -25,6 +26,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(elementwise, "elementwise_torch", None)
         monkeypatch.setattr(triton_elementwise, "TILE", {"ROWS": 8, "COLUMNS": 32, "num_warps": 1})
         monkeypatch.setattr(triton_elementwise, "BLOCK", {"BLOCK": 256, "num_warps": 1})
+        monkeypatch.setattr(triton_elementwise, "OF_GROUP", {"TILES": 4, "ACROSS": 2, "ROWS": 8, "num_warps": 1})
     return request.param
 
 
@@ -196,7 +198,7 @@ def test_norms_of_adam_by_a_gradient_in_half_precision(way: str):
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize(("rows", "own", "apart"), [(17, 17, 3), (20, 18, 5), (16, 16, 1)])
 def test_norms_of_some_rows(way: str, rows: int, own: int, apart: int, whole: bool, all_finite: Tensor | None):
-    """v is of these rows alone, of padding none; m of all, or of the same. Beside them nothing is read or written."""
+    """v is of these rows alone, of padding none; m of all, or of the same. Beside them nothing is written."""
     seen = range(0, own, apart)
     g, ones = strided(3, rows, 37, seed=2), torch.ones(3)
     numbers = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-3, "correction1": ones, "correction2": 0.5 * ones}
@@ -205,11 +207,65 @@ def test_norms_of_some_rows(way: str, rows: int, own: int, apart: int, whole: bo
     moved = m.clone() if is_shut(all_finite) else m.lerp(g if whole else parts[2], 0.1)
     expected, _ = elementwise.adam_norms_(*parts, **numbers, all_finite=all_finite)
     found, largest = elementwise.adam_norms_(m, v, g, **numbers, all_finite=all_finite, apart=apart)
-    close(found, expected, 1e-5)
+    close(found, (rows / len(seen)) ** 0.5 * expected if apart > 1 else expected, 1e-5)
     close(m, moved)
     close(v, parts[1])
     if not is_shut(all_finite):
         assert torch.equal(largest, m.abs().amax((1, 2)))
+
+
+ZEROS = {  # rows of 20 without a gradient, of which 0, 5, 10 are seen, and how many count, and of those seen
+    "none": ([], 20, 3),
+    "some": ([1, 2, 7, 19], 16, 3),
+    "some that are seen": ([0, 4, 10, 15], 16, 1),
+    "all that are seen": ([0, 5, 10], 17, 0),
+    "all but one": ([*range(13), *range(14, 20)], 1, 0),
+    "all": (range(20), 0, 0),
+}
+
+
+@pytest.mark.parametrize("all_finite", STEPS)
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("rows", ZEROS)
+def test_rows_without_a_gradient_do_not_count(way: str, rows: str, whole: bool, all_finite: Tensor | None):
+    """Each with one entry that is not zero in another tile; in the other groups all rows count, or none. Row 15 would
+    be seen, and has no v."""
+    zeros, count, seen = ZEROS[rows]
+    O, I, apart, of_v = 20, 100, 5, 3
+    g, ones = torch.zeros(3, O, I), torch.ones(3)
+    g[0, range(O), [(7 * row) % I for row in range(O)]] = 1e-30 * torch.arange(-9.5, 10).sign()
+    g[0, zeros] = 0.0
+    g[1] = randn(O, I, seed=2)
+    g[1, 1] *= 1e3  # of an m that may not be there: not the largest then
+    if is_shut(all_finite):
+        g[2] = torch.nan
+    numbers = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-3, "correction1": ones, "correction2": 0.5 * ones}
+    m, v = strided(3, O if whole else of_v, I), strided(3, of_v, I, seed=1).square_()
+    part, of_part = m[:, ::apart][:, :of_v].clone() if whole else m.clone(), v.clone()
+    measured, _ = elementwise.adam_norms_(
+        part, of_part, g[:, ::apart][:, :of_v].contiguous(), **numbers, all_finite=all_finite
+    )
+    found, largest = elementwise.adam_norms_(m, v, g, **numbers, all_finite=all_finite, apart=apart)
+    if is_shut(all_finite):
+        assert found.tolist() == [0.0] * 3
+        return
+    whole_stack = (O / of_v) ** 0.5 * measured
+    expected = (count / seen) ** 0.5 * measured[0] if seen else USUAL_UPDATE * torch.tensor(count * I).sqrt()
+    close(found, torch.stack([expected if count else whole_stack[0], whole_stack[1], whole_stack[2]]), 1e-5)
+    assert torch.equal(largest, m.abs().amax((1, 2)))
+    close(v, of_part)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_step_left_out_has_the_norm_zero_whatever_the_gradient(way: str, whole: bool):
+    """Also where no row that is seen has one, and the norm would be the usual one."""
+    g, ones = torch.ones(1, 9, 4), torch.ones(1)
+    g[:, ::3] = 0.0
+    numbers = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "correction1": ones, "correction2": ones}
+    for gate, expected in ((OPEN, 0.2 * 24**0.5), (SHUT, 0.0)):
+        moments = torch.ones(1, 9 if whole else 3, 4), torch.ones(1, 3, 4)
+        norms, _ = elementwise.adam_norms_(*moments, g, **numbers, all_finite=gate, apart=3)
+        assert float(norms) == pytest.approx(expected)
 
 
 def test_rows_that_do_not_belong_together_are_refused():

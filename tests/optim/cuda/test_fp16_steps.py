@@ -7,7 +7,7 @@ from torch import Tensor
 from interpreter import INTERPRETED
 from layerwise.optim.cuda import elementwise, fp16_steps
 from layerwise.optim.cuda.eigenbasis_elementwise import damped_quotient, scaled
-from layerwise.optim.cuda.fp16_steps import HEADROOM, damped_half, scaled_half
+from layerwise.optim.cuda.fp16_steps import HEADROOM, Moved, damped_half, scaled_half
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import ROOM
 from layerwise.optim.cuda.scaled import Scaled
@@ -68,6 +68,20 @@ def test_quotients_as_steps_go_on(course: str, with_factors: bool, dtype: torch.
         R = size * randn(*SHAPE, seed=10 + t)
         expected = damped_quotient(R.clone(), s, *added)
         check(damped_half(not_divided(R), s, added, before), expected, before)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_quotients_of_an_average(taken: bool):
+    """M is moved, and divided in place of R; in a step that is left out it stays, and R is zero."""
+    s, before, one = randn(*SHAPE, seed=1).square() + 0.1, torch.zeros(K), torch.ones(K)
+    M, R = randn(*SHAPE, seed=2), taken * randn(*SHAPE, seed=3)
+    expected = torch.lerp(M, R, 0.125) if taken else M.clone()
+    added = (None, None, None, None, one)
+    for _ in range(2):  # the second time with a scale that was foreseen
+        moved = M.clone()
+        half = damped_half(not_divided(R), s, added, before, Moved(moved, 0.125, torch.tensor(taken)))
+        torch.testing.assert_close(moved, expected, rtol=1e-6, atol=1e-7)
+        check(half, damped_quotient(expected.clone(), s, *added), before)
 
 
 @pytest.mark.parametrize("course", COURSES)

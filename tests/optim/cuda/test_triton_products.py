@@ -110,18 +110,23 @@ def test_pair_product_with_an_addend():
 
 
 @only_interpreted
-@pytest.mark.parametrize("n", [5, 48, 70])
+@pytest.mark.parametrize("n", [5, 17, 48, 64, 70, 101])
 def test_symmetric_pair_product(n: int):
     X = split_fp16.split(randn(3, 21, n))
-    D = torch.eye(n).expand(3, n, n).contiguous()
+    D = randn(3, n, n, seed=1)
+    D = D + D.mT
     beta = torch.full((3,), 3.0)
-    C = triton_products.pair_product(X.mT, X, symmetric=True, add=D, beta=beta, tiles=SMALL)
+    expected = 3 * D + split_fp16.product(X.mT, X) + 2 * torch.eye(n)
+    lower = torch.where(torch.ones(n, n, dtype=torch.bool).tril(), D, torch.nan)  # what is above is ignored
+    C = triton_products.pair_product(X.mT, X, symmetric=True, add=lower, beta=beta, identity=2, tiles=SMALL)
     assert torch.equal(C, C.mT)
-    torch.testing.assert_close(C, 3 * D + split_fp16.product(X.mT, X), rtol=0, atol=2e-5)
+    torch.testing.assert_close(C, expected, rtol=0, atol=5e-5)
+    triton_products.pair_product(X.mT, X, symmetric=True, add=D, beta=beta, identity=2, out=D, tiles=SMALL)
+    assert torch.equal(D, C)
 
 
 @only_interpreted
-@pytest.mark.parametrize("n", [5, 48, 70])
+@pytest.mark.parametrize("n", [5, 48, 64, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_symmetric_product_with_an_antisymmetric_addend(n: int, dtype: torch.dtype):
     """``βE + αE²`` of an antisymmetric E, of which only the lower triangle is read."""
@@ -244,11 +249,13 @@ def test_the_kernels_are_chosen(monkeypatch: pytest.MonkeyPatch):
 
 
 @only_interpreted
-def test_lower_tiles_count_the_triangle():
-    """Through the product of a column with itself, which no tile that is left out or done twice can give."""
-    x = split_fp16.split(torch.arange(200.0)[:, None])
-    C = triton_products.pair_product(x, x.mT, symmetric=True, tiles=SMALL)
-    assert torch.equal(C, torch.outer(torch.arange(200.0), torch.arange(200.0)))
+@pytest.mark.parametrize("n", [200, 210, 224])
+def test_lower_tiles_count_the_triangle(n: int):
+    """Through the product of a column with itself, which no tile that is left out or taken for another can give."""
+    x = split_fp16.split(torch.arange(float(n))[:, None])
+    out = torch.full((n, n), torch.nan)
+    C = triton_products.pair_product(x, x.mT, symmetric=True, out=out, tiles=SMALL)
+    assert torch.equal(C, torch.outer(torch.arange(float(n)), torch.arange(float(n))))
 
 
 def test_what_the_kernels_do_not_take():
@@ -267,7 +274,7 @@ def test_what_the_kernels_do_not_take():
     with pytest.raises(InputError, match="inner axes"):
         triton_products.pair_product(pair, pair)
     with pytest.raises(InputError, match="square tiles"):
-        triton_products.pair_product(pair.mT, pair, symmetric=True, tiles=Tiles(m=64))
+        triton_products.pair_product(pair.mT, pair, symmetric=True, tiles=Tiles(n=64))
     with pytest.raises(InputError, match="last stride"):
         triton_products.pair_product(pair, pair.mT, out=torch.ones(4, 8)[:, ::2])
     with pytest.raises(InputError, match="Flatten"):

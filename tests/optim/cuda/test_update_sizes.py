@@ -24,6 +24,7 @@ from random_tensors import randn
 pytestmark = pytest.mark.usefixtures("untyped")
 MEMBERS: dict[str, dict[str, Any]] = {
     "KFAC": {"estimator": "empirical", "solver": "products", "refresh_every": 1},
+    "EKFAC": {"estimator": "empirical", "scaling": "running", "solver": "products", "refresh_every": 1},
     "FOOF": {"solver": "products", "refresh_every": 1},
     "Shampoo": {"solver": "products", "refresh_every": 1},
     "Muon": {},
@@ -46,6 +47,33 @@ def train(opt: Layerwise, model: nn.Module, steps: range) -> None:
 def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
     monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
+
+
+@pytest.mark.parametrize(("nesterov", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.float64)])
+def test_an_average_in_a_basis_that_turns(nesterov: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    """EKFAC's, in halves: out of the basis it is the average of all gradients, whatever the basis has become."""
+    asynchronous(monkeypatch)
+    model = net().to(dtype)
+    how: dict[str, Any] = {"scaling": "running", "solver": "products", "refresh_every": 2, "estimator": "empirical"}
+    opt = lw.optim.EKFAC(model, lr=3e-3, nesterov=nesterov, **how)
+    averages = [torch.zeros_like(p) for p in model.parameters()]
+    for step in range(8):
+        x, y = randn(16, 6, seed=step).to(dtype), randn(16, 3, seed=100 + step).to(dtype)
+        opt.zero_grad()
+        (model(x) - y).square().mean().backward()
+        for p, average in zip(model.parameters(), averages, strict=True):
+            average.lerp_(p.grad, 0.1)  # type: ignore[arg-type]
+        opt.step()
+    checked = 0
+    for p, expected in zip(model.parameters(), averages, strict=True):
+        ((_, state),) = opt.state[p].items()
+        if "M" in state:
+            found = (state["U_P"] @ state["M"] @ state["U_Q"].mT)[0]
+            error = float((found - expected).norm() / expected.norm())
+            assert error < (3e-3 if dtype == torch.float32 else 1e-4), "as orthogonal as sweeps leave it"
+            assert float((state["M"][0] - expected).norm() / expected.norm()) > 0.1
+            checked += 1
+    assert checked == 3
 
 
 @pytest.mark.parametrize("lr", [3e-3, 3.0])  # at the second the change of weights is bounded

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from layerwise.layers.io.half_precision import half_chunks, was_half
-from layerwise.optim.backend import Backend, Eigenbasis, Factor, InverseRoots, Side
+from layerwise.optim.backend import Average, Backend, Eigenbasis, Factor, InverseRoots, Side
 from layerwise.optim.cuda import elementwise_torch, factor, pending_checkpoint, storage
 from layerwise.optim.cuda.adam_corrections import corrections_
 from layerwise.optim.cuda.basis import TrackedBasis, TrackedSide, largest_before
@@ -21,7 +21,7 @@ from layerwise.optim.cuda.eigenbasis_elementwise import damped_quotient, divided
 from layerwise.optim.cuda.elementwise import adam_, adam_norms_, ema_, momentum_update_, rotated_adam_
 from layerwise.optim.cuda.factor import DeviceFactor
 from layerwise.optim.cuda.factored_damping import factored_damping
-from layerwise.optim.cuda.fp16_steps import damped_half
+from layerwise.optim.cuda.fp16_steps import Moved, damped_half
 from layerwise.optim.cuda.inverse import DeviceInverse, DeviceRoots
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import ROOM
@@ -315,12 +315,19 @@ class CudaBackend(Backend):
         s.copy_(torch.where(good, torch.lerp(squares, former, decay), former))
 
     def damped_quotient(
-        self, R: Any, s: Tensor, basis: Eigenbasis, added: tuple[Tensor | None, Tensor | None, Tensor], grad: Tensor
-    ) -> Any:
-        """In one pass, over R where that is not the gradient itself."""
-        numbers = (basis.values_P, basis.values_Q, *added)
-        if isinstance(basis, TrackedBasis) and basis.halved:
-            return damped_half(R, s, numbers, largest_before(basis.before, grad))
+        self, R: Any, s: Tensor, basis: Eigenbasis, added: tuple[Tensor | None, Tensor | None, Tensor], grad: Tensor,
+        average: Average | None = None,
+    ) -> Any:  # fmt: skip
+        """In one pass, over R where that is not the gradient itself; a basis in fp16 has the average in it, too."""
+        numbers, moved = (basis.values_P, basis.values_Q, *added), None
+        halved = isinstance(basis, TrackedBasis) and basis.halved
+        if average is not None:
+            finite = all_finite(average.context)
+            if finite is None or average.nesterov or not halved:
+                return damped_quotient(average.moved(unscaled(R), self), s, *numbers)
+            moved = Moved(average.M, 1 - average.decay, finite)
+        if isinstance(basis, TrackedBasis) and halved:
+            return damped_half(R, s, numbers, largest_before(basis.before, grad), moved)
         held = R.C if isinstance(R, Scaled) else R
         return damped_quotient(R, s, *numbers, out=None if held is grad else held)
 

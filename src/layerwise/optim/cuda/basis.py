@@ -25,7 +25,7 @@ from layerwise.optim.cuda.linalg.first_basis import iterated_once
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.jacobi import carried, tracked_basis
 from layerwise.optim.cuda.linalg.jacobi_fp16 import rayleigh_quotients, tracked_half
-from layerwise.optim.cuda.linalg.moments_in_new_basis import turn_between, turn_moments_
+from layerwise.optim.cuda.linalg.moments_in_new_basis import turn_between, turn_moments_, turn_momentum_
 from layerwise.optim.cuda.linalg.products import HALF_PAIRS
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.storage import Kept, StoredMatrix, operand_of
@@ -129,10 +129,15 @@ class TrackedSide:
         return replace(self, matrix=self.matrix.clone(), values=self.values.clone())
 
     def refresh_(
-        self, key: Any, M: DeviceFactor, groups: slice, context: Context, moments: tuple[Tensor, Tensor] | None = None
+        self,
+        key: Any,
+        M: DeviceFactor,
+        groups: slice,
+        context: Context,
+        moments: tuple[Tensor, Tensor | None] | None = None,
     ) -> None:
-        """By sweeps, by more of them while statistics are young; groups that were never refreshed are begun. First
-        and second `moments` in the basis are carried along."""
+        """By sweeps, by more of them while statistics are young; groups that were never refreshed are begun. A first
+        and perhaps a second moment in the basis are carried along."""
         fresh = context.memory.get("fresh")
         if fresh is None or not all(fresh[groups]):  # nothing that could be captured
             self._with_moments(lambda: self._begin(M, groups, context.health), groups, moments)
@@ -193,22 +198,29 @@ class TrackedSide:
         old = self.values[groups]
         old.copy_(torch.where(good.view(-1, 1), values, old))
 
-    def _with_moments(self, renew: Callable[[], None], groups: slice, moments: tuple[Tensor, Tensor] | None) -> None:
+    def _with_moments(
+        self, renew: Callable[[], None], groups: slice, moments: tuple[Tensor, Tensor | None] | None
+    ) -> None:
         """Momentum and second moments as the new basis sees them."""
         if moments is None:
             renew()
             return
-        old = self.matrix.rough_copy(groups)
+        old, side = self.matrix.rough_copy(groups), "left" if self.side == "P" else "right"
         renew()
-        U, M, V, left = self.matrix.matrix(groups), moments[0][groups], moments[1][groups], self.side == "P"
+        U, (M, V) = self.matrix.matrix(groups), (None if X is None else X[groups] for X in moments)
+        assert M is not None
         if isinstance(U, Half) and isinstance(old, Half):
-            turn_moments_(M, V, turn_between(U, old), "left" if left else "right")
+            if V is None:
+                turn_momentum_(M, U, old, side)
+            else:
+                turn_moments_(M, V, turn_between(U, old), side)
             return
         assert isinstance(U, Tensor)  # of float64
         assert isinstance(old, Tensor)
         turn = U.mT @ old
-        V.copy_(carried(V, turn, "left" if left else "right"))
-        M.copy_(turn @ M if left else M @ turn.mT)
+        if V is not None:
+            V.copy_(carried(V, turn, side))
+        M.copy_(turn @ M if side == "left" else M @ turn.mT)
 
 
 def begins_by_sweeps(values: Float[Tensor, "K n"]) -> bool:
@@ -307,9 +319,11 @@ class TrackedBasis(Eigenbasis):
         )
         return TrackedBasis(P, Q, values_P, values_Q, self.rough, self.has)
 
-    def refresh_(self, P: Factor | None, Q: Factor | None, groups: slice, context: Context) -> None:
+    def refresh_(
+        self, P: Factor | None, Q: Factor | None, groups: slice, context: Context, M: Tensor | None = None
+    ) -> None:
         """Side by side."""
-        self._renew(P, Q, groups, context, None)
+        self._renew(P, Q, groups, context, None if M is None else (M, None))
 
     def follow_(
         self, P: Factor | None, Q: Factor | None, groups: slice, context: Context, M: Tensor, V: Tensor

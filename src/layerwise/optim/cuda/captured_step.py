@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from layerwise.optim.cuda.graphs import Graphs
-from layerwise.optim.rule import Context, Requirements, UpdateRule, tensors
+from layerwise.optim.rule import Context, Requirements, UpdateRule
 from layerwise.optim.statistics.accumulate import Sums
 
 SETTLED = 3
@@ -27,6 +27,21 @@ SETTLED = 3
 
 KEPT = 16
 """Graphs of each graph: every one keeps the gradients and results of a step, and batches may have many sizes."""
+
+
+class Key:
+    """What graphs are found by: hashed once, since it has some hundred numbers and is looked up six times a step."""
+
+    __slots__ = ("hashed", "told")
+
+    def __init__(self, told: Hashable) -> None:
+        self.told, self.hashed = told, hash(told)
+
+    def __hash__(self) -> int:
+        return self.hashed
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and self.told == other.told
 
 
 class CapturedStep:
@@ -46,6 +61,8 @@ class CapturedStep:
         self._copied: list[torch.nn.Parameter] = []
         """Parameters whose gradients are copied there."""
         self._places: tuple[Any, ...] | None = None
+        self._last: Key | None = None
+        """That of the last step, which is mostly that of the next."""
         self._allowed: bool | None = None
         self._steps = 0
 
@@ -89,15 +106,18 @@ class CapturedStep:
 
     def _settled(self) -> bool:
         """Whether everything lies where it lay at the last step; if not, graphs are begun anew."""
-        state, (tables,) = list[Any](), self._executor.tables.values()
+        kept, (tables,) = list[Tensor](), self._executor.tables.values()
         for stack in self._executor.stacks:
-            for X in tensors(stack.state).values():
-                state.append(X.data_ptr())
-                state.append(X.stride())
+            for entry in stack.state.values():  # as `rule.tensors` has them, without their names
+                if isinstance(entry, Tensor):
+                    kept.append(entry)
+                else:
+                    kept += entry.tensors().values()
+        state, order = [X.data_ptr() for X in kept], [X.stride() for X in kept]
         held = [X.data_ptr() for X in self._held]
-        if self._places is not None and self._places[0] is tables.places and self._places[1:] == (state, held):
+        if self._places is not None and self._places[0] is tables.places and self._places[1:] == (state, order, held):
             return True
-        self._places = (tables.places, state, held)
+        self._places = (tables.places, state, order, held)
         self._gathering, self._descending = Graphs(KEPT), Graphs(KEPT)
         self._made.clear()
         return False
@@ -121,25 +141,20 @@ class CapturedStep:
             self._held = [torch.empty_like(grad) for grad in found]
         return found
 
-    def _key(self, contexts: Sequence[Context], scale: float) -> Hashable:
+    def _key(self, contexts: Sequence[Context], scale: float) -> Key:
         """All that the host decides in a step, but for learning rates and decay; rules may be changed too."""
-        names = ("momentum", "nesterov", "factor_decay", "betas")
-        (tables,) = self._executor.tables.values()
-        return (
-            scale,
-            tables.aligned,
-            *(
-                (
-                    c.observes and _observes_in_graphs(stack.requires),
-                    c.damping,
-                    c.examples,
-                    c.unit,
-                    *(stack.group.get(name) for name in names),
-                    *settings(stack.rule),
-                )
-                for stack, c in zip(self._executor.stacks, contexts, strict=True)
-            ),
-        )
+        (tables,), stacks = self._executor.tables.values(), self._executor.stacks
+        told = list[Hashable]((scale, tables.aligned))
+        for stack, c in zip(stacks, contexts, strict=True):
+            group = stack.group
+            told += (c.observes and _observes_in_graphs(stack.requires), c.damping, c.examples, c.unit)
+            told += (group.get("momentum"), group.get("nesterov"), group.get("factor_decay"), group.get("betas"))
+        rules = {id(stack.rule): stack.rule for stack in stacks}  # few, and which is whose stays
+        told += [tuple(settings(rule)) for rule in rules.values()]
+        key = tuple(told)
+        if self._last is None or self._last.told != key:
+            self._last = Key(key)
+        return self._last
 
     # --- the two graphs ------------------------------------------------------------------------------------
 

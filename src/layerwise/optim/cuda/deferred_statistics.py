@@ -8,19 +8,23 @@ before.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerwise.layers.capture.model_call import in_own_arithmetic
+from layerwise.optim.backend import Factor
 from layerwise.optim.cuda.device_step import DeviceStep
 from layerwise.optim.cuda.rows import StackRows
 from layerwise.optim.rule import Context, Observation, kept
 from layerwise.optim.step.refresh_schedule import Turn, freshness, is_due
 from layerwise.optim.step.stack import Stack
 
-PENDING, OVERWRITTEN = "pending statistics", "rows overwritten"
-"""Where a stack's memory has what is not taken in yet; and that some could not be."""
+PENDING, OVERWRITTEN, HELD = "pending statistics", "rows overwritten", "rows held"
+"""Where a stack's memory has what is not taken in yet; that some could not be; and rows of a first batch that are held
+for a step although they have been taken in: memory that later batches will wait in is then allocated in the start-up,
+and not by a later step, which took 7 ms of an H200's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +54,7 @@ class PendingRows:
             self.context.health.skipped_statistics += len(self.seen.known)
             stack.memory[OVERWRITTEN] = True
             return
-        groups = self.turn.groups
-        state = {name: X[groups] if isinstance(X, Tensor) else X.narrow(groups) for name, X in _factors(stack).items()}
+        state = {name: _narrowed(X, self.turn.groups) for name, X in _factors(stack).items()}
         stack.rule.observe(state, self.seen, self.context)
 
 
@@ -77,6 +80,8 @@ class DeferredStatistics:
         seen = replace(seen, recorded=[])
         if self.over == 1 or not whole or not _deferrable(stack, seen):
             stack.rule.observe(stack.state, seen, context)
+            if self.over > 1 and whole and not all(freshness(stack)):
+                stack.memory[HELD] = (context.step, seen)
             return
         seen = replace(  # rows of a side that is too large for a factor are of no use to anybody
             seen, A=seen.A if "Q" in stack.state else None, G=seen.G if "P" in stack.state else None
@@ -97,7 +102,11 @@ def of_the_batch(context: Context) -> Context:
 
 def take_due(stack: Stack, step: int, every: int) -> None:
     """What is due at a step, and what belongs to layers that it refreshes."""
-    pending: list[PendingRows] = stack.memory.get(PENDING, [])
+    pending, held = stack.memory.get(PENDING), stack.memory.get(HELD)
+    if held is not None and held[0] < step:
+        del stack.memory[HELD]
+    if not pending:
+        return
     for one in [one for one in pending if one.step <= step or is_due(step, one.turn.slot, every)]:
         pending.remove(one)
         one.take_in(stack)
@@ -113,6 +122,13 @@ def take_all(stack: Stack) -> None:
 
 def _factors(stack: Stack) -> dict:
     return {name: X for name, X in stack.state.items() if name in ("P", "Q")}
+
+
+def _narrowed(X: Any, groups: slice) -> Any:
+    """Some groups of a factor; itself where these are all, since a view of each of its tensors costs the host time."""
+    if isinstance(X, Factor) and len(X.count) == groups.stop - groups.start:
+        return X
+    return X[groups] if isinstance(X, Tensor) else X.narrow(groups)
 
 
 def _deferrable(stack: Stack, seen: Observation) -> bool:

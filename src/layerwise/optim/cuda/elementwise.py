@@ -1,8 +1,8 @@
 """What an optimizer's step does entry by entry, in one pass each: averages, Adam and momentum.
 
-On a GPU with Triton every function is one launch; elsewhere it is a few calls of torch, which the kernels are checked
-against. Nothing here asks the device for a value. `all_finite` is a bool on the
-device, or None for a step that is taken: where it is false nothing changes, whatever the other arguments hold.
+On a GPU with Triton every function is one launch, or two; elsewhere it is a few calls of torch, which the kernels are
+checked against. Nothing here asks the device for a value. `all_finite` is a bool on the device, or None for a step that
+is taken: where it is false nothing changes, whatever the other arguments hold.
 Stacks ``[K, O, I]`` may be strided along K (``state[groups]``), but each matrix lies in one piece.
 """
 
@@ -120,8 +120,8 @@ def adam_norms_(
 ) -> tuple[Float[Tensor, "K"], Float[Tensor, "K"]]:
     """The norm of `adam_`'s step, which is not written, and the largest magnitude of m; both moments are moved.
 
-    v has only rows 0, `apart`, 2·`apart`, … (of padding none, where it has fewer), of which the norm is; m has all
-    rows, or the same. In a step left out the norm is zero, and so may be the other.
+    v has only rows 0, `apart`, 2·`apart`, … (of padding none, where it has fewer), by which the norm of all is measured
+    (`of_all_rows`); m has all rows, or the same. In a step left out the norm is zero, and so may be the other.
 
     >>> m, v, c = torch.zeros(1, 1, 2), torch.zeros(1, 1, 2), torch.tensor([0.5])
     >>> adam_norms_(m, v, torch.ones(1, 1, 2), beta1=0.5, beta2=0.5, eps=1.0, correction1=c, correction2=c)
@@ -140,7 +140,8 @@ def adam_norms_(
     if not m.numel():
         return torch.zeros(len(m), dtype=m.dtype, device=m.device), torch.zeros(len(m), dtype=m.dtype, device=m.device)
     numbers = (beta1, beta2, eps, correction1, correction2, all_finite, apart)
-    return way_of(m, others=(v, g)).adam_norms_(m, v, g, *numbers)
+    way = way_of(m, others=(v, g)) if g[0].numel() <= triton_elementwise.MOST_ENTRIES else elementwise_torch
+    return way.adam_norms_(m, v, g, *numbers)
 
 
 def _adam(

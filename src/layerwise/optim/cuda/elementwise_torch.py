@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from layerwise.optim.step.seen_rows import of_all_rows
+
 AllFinite = Tensor | None
 
 
@@ -74,7 +76,10 @@ def adam_norms_(
         part = M[:, ::apart][:, : V.shape[1]].clone()
         M.copy_(chosen(all_finite, M.lerp(G.to(M.dtype), 1 - beta1), M))
     adam_(part, V, seen, (), step, 1.0, beta1, beta2, eps, correction1, correction2, False, None, all_finite)
-    return torch.linalg.vector_norm(step.flatten(1), dim=1), M.abs().flatten(1).amax(1)
+    found = torch.linalg.vector_norm(step.flatten(1), dim=1)
+    if apart > 1:
+        found = chosen(all_finite, of_all_rows(found, G, apart, V.shape[1]), 0.0)
+    return found, M.abs().flatten(1).amax(1)
 
 
 def above(V: Tensor, floor: Tensor) -> Tensor:

@@ -160,15 +160,15 @@ class AsynchronousExecutor(Executor):
 
     def parts(self, contexts: Sequence[Context], gathered: Gathered) -> list[Part]:
         """Everything a step knows of each stack."""
-        found = []
+        found, replays = [], {device: self._replay_on(device) for device in self.tables}
         for stack, context, grad, active, largest in zip(
             self.stacks, contexts, gathered.grads, gathered.active, gathered.largest, strict=True
         ):
-            replay = partial(self._replay, stack.shape.device) if self._repeats(stack) else None
+            device = stack.shape.device
             own = grad if splits_gradient(stack) else None
-            finite = gathered.all_finite[stack.shape.device]
-            context.device_step = DeviceStep(finite, own, largest, replay, gathered.scale)
-            found.append(Part(stack, context, grad, active, grad, rates=self.tables[stack.shape.device].rate_of(stack)))
+            finite = gathered.all_finite[device]
+            context.device_step = DeviceStep(finite, own, largest, replays[device], gathered.scale)
+            found.append(Part(stack, context, grad, active, grad, rates=self.tables[device].rate_of(stack)))
         return found
 
     # --- what rules learn --------------------------------------------------------------------------------------
@@ -210,7 +210,10 @@ class AsynchronousExecutor(Executor):
         due = list[slice]()
         for turn in stack.memory["turns"]:
             on = is_due(step, turn.slot, self.every)
-            due += [groups for groups in known_runs(stack, turn.groups) if on or not all(fresh[groups])]
+            if on or not all(fresh[turn.groups]):
+                due += [groups for groups in known_runs(stack, turn.groups) if on or not all(fresh[groups])]
+        if not due:  # by the clock and what all processes know: others have nothing to share either
+            return
         owners = self.processes.owners([float(groups.stop - groups.start) for groups in due])
         for groups, owner in zip(due, owners, strict=True):
             if not self._is_ready(stack, groups, context):
@@ -229,10 +232,11 @@ class AsynchronousExecutor(Executor):
         """Whether there is anything to decompose, as far as the host knows; it asks the device at first steps alone."""
         return all(freshness(stack)[groups]) or context.is_taken()
 
-    def _repeats(self, stack: Stack) -> bool:
-        """Whether refreshes can be captured: one process, a damping that stays as it is, and a GPU."""
+    def _replay_on(self, device: torch.device) -> Callable[[Hashable, Callable[[], None], str], None] | None:
+        """What captures refreshes: where there is one process, a damping that stays as it is, and a GPU."""
         steady = self.damping.schedule is None and not self.damping.adaptive
-        return stack.shape.device.type == "cuda" and steady and self.processes.count == 1
+        repeats = device.type == "cuda" and steady and self.processes.count == 1
+        return partial(self._replay, device) if repeats else None
 
     def _replay(self, device: torch.device, key: Hashable, call: Callable[[], None], kind: str) -> None:
         self.graphs.run(key, call, device, kind=kind)

@@ -9,10 +9,11 @@ reads two numbers.
 Without the kernels a step is written in float32, and then rounded.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from layerwise.optim.cuda import elementwise
@@ -22,21 +23,36 @@ from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import ROOM, with_room
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton import elementwise as triton_elementwise
-from layerwise.optim.cuda.triton.arguments import bits, listed
+from layerwise.optim.cuda.triton.arguments import bits, byte, listed
 from layerwise.optim.cuda.triton.device import kernels, on
 from layerwise.optim.cuda.triton.splits import HEADROOM
+from layerwise.optim.cuda.unscaled import unscaled
+
+
+@dataclass(frozen=True)
+class Moved:
+    """An average ``M ← M + weight (R − M)`` that a quotient is of; where all_finite is false, nothing is moved."""
+
+    M: Float[Tensor, "K O I"]
+    weight: float
+    all_finite: Bool[Tensor, ""]
+
 
 Numbers = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]
 
 
 @torch.no_grad()
 def damped_half(
-    R: Float[Tensor, "K O I"] | Scaled, s: Float[Tensor, "K O I"], added: Numbers, before: Float[Tensor, "K"]
+    R: Float[Tensor, "K O I"] | Scaled,
+    s: Float[Tensor, "K O I"],
+    added: Numbers,
+    before: Float[Tensor, "K"],
+    moved: Moved | None = None,
 ) -> Half:
     """`eigenbasis_elementwise.damped_quotient` in fp16 with room.
 
     `added` are its s_P, s_Q, left, right and constant. `before`, the largest magnitudes of the last step or zeros,
-    becomes those of this one. R may be written over.
+    becomes those of this one. R may be written over. With `moved` the quotient is that of an average of R.
 
     >>> before, none = torch.zeros(1), (None, None, None, None, torch.ones(1))
     >>> half = damped_half(torch.full((1, 1, 1), 6.0), torch.full((1, 1, 1), 2.0), none, before)
@@ -46,19 +62,40 @@ def damped_half(
     X, scales = elementwise.parts(R)
     check_alike(s, {"R": X})
     if elementwise.way_of(s, others=(X,), half=True) is not triton_elementwise:
+        if moved is not None:
+            moved.M.lerp_(unscaled(R), moved.all_finite.to(moved.M) * moved.weight)
+            return with_room(damped_quotient(moved.M, s, *added, largest=before), before)
         return with_room(damped_quotient(R, s, *added, out=X, largest=before), before)
     K, O, I = s.shape
     numbers = [None if x is None or added[2] is None else x.contiguous() for x in added[:4]] + [added[4].contiguous()]
     hi, scale, largest = _room(X)
-    shape = (torch.finfo(s.dtype).tiny, O, I, X.stride(0), s.stride(0), hi.stride(0))
-    kinds = _kinds(scales, HAS_FACTORS=added[2] is not None)
+    tiny, strides = torch.finfo(s.dtype).tiny, (s.stride(0), hi.stride(0))
     with on(s.device):
-        grid, factors = (triton_elementwise.tiles(O, I), K), listed(scales, 0)
+        grid, has_factors = (triton_elementwise.tiles(O, I), K), added[2] is not None
+        M, averaged = None, (None, 0.0)
+        if moved is not None:
+            M, averaged = moved.M, (byte(moved.all_finite), float(moved.weight))
         kernels("eigenbasis_kernels").damped_quotient_kernel[grid](
-            X, factors, s, hi, *numbers, bits(largest), bits(before), *shape, HAS_LARGEST=True, **kinds
-        )
+            X, listed(scales, 0), s, hi, *numbers, bits(largest), bits(before), tiny, M, *averaged,
+            O, I, X.stride(0), *strides, 0 if M is None else M.stride(0),
+            HAS_LARGEST=True, AVERAGED=M is not None, **_kinds(scales, HAS_FACTORS=has_factors),
+        )  # fmt: skip
+        X, scales = (X, scales) if M is None else (M, ())  # which has been moved by now
         kernels("eigenbasis_kernels").quotient_again_kernel[grid](
-            X, factors, s, hi, *numbers, bits(largest), bits(before), scale, *shape, **kinds
+            X,
+            listed(scales, 0),
+            s,
+            hi,
+            *numbers,
+            bits(largest),
+            bits(before),
+            scale,
+            tiny,
+            O,
+            I,
+            X.stride(0),
+            *strides,
+            **_kinds(scales, HAS_FACTORS=has_factors),
         )
     before.copy_(largest)
     return Half(hi, scale)

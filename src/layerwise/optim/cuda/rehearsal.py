@@ -83,11 +83,11 @@ def _steps(executor: AsynchronousExecutor, context_of: Callable[[Stack], Context
         stack.memory |= {"fresh": [False] * stack.groups, "begun": False}
         numbers = {f.name: getattr(context_of(stack), f.name) for f in fields(Context)}
         contexts.append(_Taken(**numbers | {"step": 1, "observes": True, "health": executor.health}))
-    parts = executor.parts(contexts, executor.gather(1.0))
+    parts, first = executor.parts(contexts, executor.gather(1.0)), True
     while parts:
         for part in parts:
             stack, rule = part.stack, part.stack.rule
-            for seen in _statistics(stack) if rule is executor.rule else ():
+            for seen in _statistics(stack) if first and rule is executor.rule else ():  # the same at every step
                 rule.observe(stack.state, seen, part.context)
                 rows = seen.A if seen.G is None else seen.G
                 if executor.statistics.over > 1 and isinstance(rows, StackRows):  # and layer by layer
@@ -98,7 +98,7 @@ def _steps(executor: AsynchronousExecutor, context_of: Callable[[Stack], Context
                 sizes |= {stack.shape.outputs, stack.shape.inputs}  # sides of one size are treated alike
         executor.descend(parts)
         bases = [part for part in parts if part.stack.requires.refreshes and part.stack.requires.powers != (1.0, 1.0)]
-        parts, sizes = [part for part in bases if not all(part.stack.memory["fresh"])], set[int]()
+        parts, sizes, first = [part for part in bases if not all(part.stack.memory["fresh"])], set[int](), False
         for part in parts:
             part.stack.memory["fresh"] = [True] * part.stack.groups
 

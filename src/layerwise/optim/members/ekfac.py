@@ -1,5 +1,6 @@
 """EKFAC: K-FAC's eigenbasis with corrected eigenvalues."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -8,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from layerwise.foundations.likelihoods import Likelihood
-from layerwise.optim.backend import Backend, Eigenbasis
+from layerwise.optim.backend import Average, Backend, Eigenbasis
+from layerwise.optim.channels import times_inputs
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.kronecker import FactorPair, check_choice
 from layerwise.optim.options import (
@@ -42,6 +44,9 @@ class CorrectedEigenvalues(UpdateRule):
     scaling_decay: float = 0.75
     sua: bool = field(default=False, kw_only=True)
     examples_over: int | None = field(default=None, kw_only=True)
+    averages: bool = field(default=False, kw_only=True)
+    """Whether the average of the gradient is divided in its place. It is kept in the basis, as the state "M", and
+    rotated when the basis is: at every other step only the gradient is rotated."""
     name = "ekfac"
     formula = "U_P[(U_Pᵀ ∇L U_Q)/(s + λ)]U_Qᵀ"
 
@@ -60,7 +65,8 @@ class CorrectedEigenvalues(UpdateRule):
             factors={"P": self.left, "Q": self.right, "power": "{:g}, {:g}".format(*self.power)},
             examples=self.scaling == "batch",
             loss_scale=self.scaling == "running",
-            renewed=("s",),
+            renewed=("s", "M") if self.averages else ("s",),
+            averages=self.averages,
             examples_over=self.examples_over,
             capturable=True,
             deferrable=True,
@@ -68,12 +74,26 @@ class CorrectedEigenvalues(UpdateRule):
         )
 
     def init(self, shape: Shape, backend: Backend) -> State:
-        """Factors, their basis, and scalings."""
+        """Factors, their basis, scalings, and perhaps the average of the gradient."""
         state = self.pair.init(shape, backend, (0.0, 0.0))
         measured = self.scaling != "none"
         state["basis"] = backend.eigenbasis(state.get("P"), state.get("Q"), shape, measured=measured)
         state["s"] = backend.scalings(shape, state["basis"], self.scaling, self.scaling_decay)
-        return state
+        return state | ({"M": shape.zeros(shape.outputs, shape.inputs)} if self.averages else {})
+
+    def upgraded(self, saved: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The average of the gradient was kept by AdamW's moments, out of the basis."""
+        if not self.averages or "M" in saved or not {"s", "graft_m"} <= set(saved):
+            return saved
+        s, M = saved["s"], saved["graft_m"].to(saved["s"])
+        if M.shape != s.shape:  # of some rows alone
+            return saved
+        M = saved["U_P"].to(s).mT @ M if "U_P" in saved else M
+        if "U_Q" in saved:
+            U_Q = saved["U_Q"].to(s)
+            bias = torch.ones_like(U_Q[:, :1, 0]) if s.shape[-1] % U_Q.shape[-1] else None
+            M = times_inputs(M, U_Q, bias)
+        return {**saved, "M": M}
 
     def observe(self, state: State, seen: Observation, context: Context) -> None:
         """Factors; and scalings by examples, once the basis is refreshed."""
@@ -84,7 +104,7 @@ class CorrectedEigenvalues(UpdateRule):
     def refresh(self, state: State, groups: slice, context: Context) -> None:
         """Basis, and the factors' own eigenvalues as scalings until better ones come."""
         basis: Eigenbasis = state["basis"]
-        basis.refresh_(state["P"], state["Q"], groups, context)
+        basis.refresh_(state["P"], state["Q"], groups, context, state.get("M"))
         context.health.refreshes += 1
         state["s"][groups] = basis.values_P[groups].unsqueeze(-1) * basis.values_Q[groups].unsqueeze(-2)
 
@@ -110,14 +130,16 @@ class CorrectedEigenvalues(UpdateRule):
             start += len(total)
 
     def direction(self, state: State, grad: Float[Tensor, "K O I"], context: Context) -> Any:
-        """Into the basis, divided by the damped scalings, and back."""
+        """Into the basis, averaged there, divided by the damped scalings, and back."""
         basis, s, backend = state["basis"], state["s"], context.backend
         R = basis.rotate(grad, context)
         if self.scaling == "running":
             own = context.gradient is None or grad is context.gradient
             of_gradient = R if own else basis.rotate(context.gradient, context)
             backend.average_squares_(s, of_gradient, self.scaling_decay, context)
-        Y = backend.damped_quotient(R, s, basis, self._added(state, context), grad)
+        mu = context.option("momentum", 0.0) if self.averages else 0.0
+        average = Average(state["M"], mu, context.option("nesterov", False), context) if mu else None
+        Y = backend.damped_quotient(R, s, basis, self._added(state, context), grad, average)
         return basis.unrotate(Y, context)
 
     def _added(self, state: State, context: Context) -> tuple[Tensor | None, Tensor | None, Tensor]:
@@ -221,6 +243,7 @@ class EKFAC(Layerwise):
             scaling_decay=scaling_decay,
             sua=sua,
             examples_over=examples_over,
+            averages=scale == "adam",
         )
         super().__init__(
             model,

@@ -265,7 +265,7 @@ def _cost(spec: LayerSpec, bucket: Bucket) -> tuple[float, int]:
     work = float(K) * sum(d**3 + O * I * d for d in sizes or [min(O, I)])
     entries = sum(t.numel() for t in tensors(state).values())
     if bucket.sized:
-        entries += K * I * sum(moment_rows(O, I, bucket.rule.requirements().own_momentum is not None))
+        entries += K * I * sum(moment_rows(O, I, bucket.rule.requirements().keeps_momentum))
     return work, entries + K * O * I * bucket.momentum
 
 

@@ -30,6 +30,7 @@ from layerwise.layers.capture.model_call import (
     backward_of_another,
     example_count,
     has_compiled_parts,
+    in_own_arithmetic,
     in_own_forward,
     output_tensor,
     output_tensors,
@@ -255,6 +256,7 @@ class Capture:
             forward.let_go()
             warnings.warn(f"{EMPIRICAL}: labels cannot be drawn, because of {why}", stacklevel=2)
 
+    @in_own_arithmetic  # else the user's autocast would copy all probabilities to float32
     def _pull_own(self, forward: Forward, f: Tensor) -> None:
         """The extra backward of sampled or exact labels; kept aside until the user's backward comes."""
         tape = forward.tape

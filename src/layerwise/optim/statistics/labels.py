@@ -83,17 +83,18 @@ class Labels:
         All processes decide alike, by sums over them: one may have seen nothing, where all its labels are ignored.
         """
         reader, empirical, scale = capture.reader, capture.estimator == "empirical", None
-        device = next(capture.model.parameters()).device
         if empirical and self.recognised in LAWS:  # labels could not be drawn
             self.recognised = self.estimator = "empirical"
         if reader is not None:
             reader.check()
             if reader.asks and self.recognised is None:
+                device = next(capture.model.parameters()).device
                 law, scale = reader.decision(processes.add_up([reader.votes().to(device)])[0], member)
                 self.recognise(capture, law)
         if not (seen and empirical and capture.scale_free):
             return
         if scale is None:
+            device = next(capture.model.parameters()).device
             energy = torch.zeros((), device=device) if counts.energy is None else counts.energy
             known_here = torch.stack([energy, torch.full_like(energy, counts.tokens)]).double()
             energy, tokens = processes.add_up([known_here])[0]

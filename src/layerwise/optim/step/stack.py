@@ -181,7 +181,7 @@ class Stack:
         needed, beside = set(sizes), {name for name, entry in self.state.items() if isinstance(entry, Tensor)}
         renewed = {name for name, entry in owners.items() if entry.renewed} | {*self.requires.renewed}
         for spec, groups in self.layers:
-            found = _fitting(saved.get(spec.name, {}), sizes)
+            found = _fitting(self.rule.upgraded(saved.get(spec.name, {})), sizes)
             if shared is not None:
                 found = {k: t for k, t in found.items() if _means_the_same(owners.get(k), k, shared)}
             if not beside <= set(found):

@@ -45,8 +45,6 @@ MOST_CHANGE = 0.2
 """Of its norm that a step may change a matrix by, weight decay aside; see `UpdateSize.bounded`."""
 SEEN, LEAST_SEEN, LEAST_ENTRIES = 128, 512, 2**18
 """Rows of a matrix, about, by which the norm of AdamW's update is measured, and the size from which not all are."""
-USUAL_UPDATE = 0.2
-"""The root mean square of AdamW's updates, about, once gradients are mostly noise."""
 USUAL_GRADIENT = 1e-3
 """The root mean square of a gradient beside which AdamW's ε = 1e-8 is usual."""
 
@@ -124,10 +122,8 @@ class UpdateSize:
         _begin_moments(stack)
         moments = {"m": state["graft_m"], "v": state["graft_v"], "steps": state["graft_steps"]}
         wanted = context.backend.adam_norms_(moments, grad, (mu or b1, b2), EPS * context.unit, context, apart)
-        if apart > 1:
-            wanted = of_all_rows(wanted, grad, apart, moments["v"].shape[1])
         state["graft_m"], state["graft_v"] = m, _ = moments["m"], moments["v"]  # a backend may lay them out anew
-        if not mu:  # none is wanted, or the rule has its own
+        if not mu or stack.requires.averages:  # none is wanted, or the rule has its own
             return grad, wanted
         return (grad.lerp(m, mu) if stack.group["nesterov"] else m), wanted
 
@@ -168,23 +164,6 @@ def moment_rows(outputs: int, inputs: int, own_momentum: bool) -> tuple[int, int
     return (seen if own_momentum else outputs), seen
 
 
-def of_all_rows(norms: Float[Tensor, "K"], grad: Float[Tensor, "K O I"], apart: int, count: int) -> Float[Tensor, "K"]:
-    """The norm of AdamW's update, from that of every `apart`-th row: times ``√(rows/rows seen)``.
-
-    Rows whose gradient is zero do not count, as of classes that are masked. Where that holds for all that are seen, the
-    norm is that of an update with root mean square `USUAL_UPDATE` in the others; where for all rows, all count.
-
-    >>> grad = torch.tensor([1.0, 0, 2, 3, 0, 1]).view(1, 6, 1)
-    >>> of_all_rows(torch.tensor([1.0]), grad, apart=3, count=2).square().round()  # 4 rows count, 2 of them seen
-    tensor([2.])
-    """
-    counts = torch.linalg.vector_norm(grad, torch.inf, dim=-1) > 0
-    rows, seen = counts.sum(1), counts[:, ::apart][:, :count].sum(1)
-    share = torch.where(rows > 0, rows / seen.clamp_min(1), grad.shape[1] / count)
-    unseen = USUAL_UPDATE * (rows * grad.shape[2]).to(norms).sqrt()
-    return torch.where((seen == 0) & (rows > 0), unseen, norms * share.to(norms).sqrt())
-
-
 def _rows_apart(stack: Stack) -> int:
     return rows_apart(stack.shape.own_outputs, stack.shape.own_inputs)
 
@@ -192,7 +171,7 @@ def _rows_apart(stack: Stack) -> int:
 def _begin_moments(stack: Stack) -> None:
     """AdamW's moments, unless they are there. Of a checkpoint with more rows those are taken that are still kept."""
     shape, state, apart = stack.shape, stack.state, _rows_apart(stack)
-    of_m, of_v = moment_rows(shape.own_outputs, shape.own_inputs, stack.requires.own_momentum is not None)
+    of_m, of_v = moment_rows(shape.own_outputs, shape.own_inputs, stack.requires.keeps_momentum)
     rows = {"m": shape.outputs if of_m == shape.own_outputs else of_m, "v": shape.outputs if apart == 1 else of_v}
     known = {name: state[f"graft_{name}"].shape[1] for name in rows if f"graft_{name}" in state}
     if known == rows:

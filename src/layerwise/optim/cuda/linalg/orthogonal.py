@@ -87,7 +87,7 @@ def rough_between(P: HalfPair | Half | None, Y: Half, Q: HalfPair | Half | None)
     sides = [(split_fp16.halved(U), left) for U, left in ((P, True), (Q, False)) if U is not None]
     *first, (U, left) = sorted(sides, key=lambda side: side[0].shape[-1])
     for smaller, before in first:
-        Y = Half(_turned(smaller, Y.hi, before), Y.scale)
+        Y = Half(turned(smaller, Y.hi, before), Y.scale)
     A, B = (U, Y) if left else (Y, U)
     if writes_halves(Y):
         return _narrow(A, B, U, Y.scale)
@@ -141,7 +141,7 @@ def between(P: HalfPair | Half | None, X: HalfPair, Q: HalfPair | Half | None) -
     return Scaled(C, (*scales, scale))
 
 
-def _turned(U: Half, Y: Tensor, left: bool) -> Tensor:
+def turned(U: Half, Y: Tensor, left: bool) -> Tensor:
     """``U Y`` or ``Y U`` in float16."""
     other = Half(Y, U.scale)  # its own scale is that of the result, too: one for both cancels
     A, B = (U, other) if left else (other, U)

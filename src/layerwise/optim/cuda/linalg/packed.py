@@ -102,15 +102,15 @@ def diagonal(P: Float32[Tensor, "K T 16 16"]) -> Float32[Tensor, "K n"]:
     >>> diagonal(pack(torch.diag(torch.arange(16.0))[None]))[0, -2:].tolist()
     [14.0, 15.0]
     """
-    return P[:, _on_diagonal(size(P) // TILE, P.device)].diagonal(dim1=-2, dim2=-1).flatten(1)
+    return P.flatten(1).index_select(1, _on_diagonal(size(P) // TILE, P.device))
 
 
 @cache  # for ever: captured graphs read it
-def _on_diagonal(tiles: int, device: torch.device) -> Int64[Tensor, "T"]:
-    """Places of the tiles on the diagonal."""
+def _on_diagonal(tiles: int, device: torch.device) -> Int64[Tensor, "n"]:
+    """Places of the entries on the diagonal, among those of all tiles."""
     with torch.inference_mode(False):
-        i = torch.arange(tiles, device=device)
-        return i * (i + 3) // 2
+        i, within = torch.arange(tiles, device=device), torch.arange(TILE, device=device)
+        return (i * (i + 3) // 2 * TILE**2).repeat_interleave(TILE) + (within * (TILE + 1)).repeat(tiles)
 
 
 def ema_(

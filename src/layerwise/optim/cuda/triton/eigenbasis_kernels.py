@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-from layerwise.optim.cuda.triton.elementwise_kernels import _jit, _jit_varying, block, stored, tile, tl, unscaled
+from layerwise.optim.cuda.triton.elementwise_kernels import _jit, _jit_varying, block, lerp, stored, tile, tl, unscaled
 from layerwise.optim.cuda.triton.elementwise_kernels import triton as triton
 from layerwise.optim.cuda.triton.split_kernels import final_scale, foreseen_scale, keep_largest
 
@@ -41,14 +41,15 @@ def divisor(s_P, s_Q, left, right, constant, k, rows, columns, rows_total, width
 @_jit_varying(by_group=("largest",))
 @no_type_check
 def damped_quotient_kernel(
-    R, scales, s, out, s_P, s_Q, left, right, constant, largest, before, tiny,
-    rows_total, width, R_k, s_k, out_k,
-    SCALES: tl.constexpr, HAS_FACTORS: tl.constexpr, HAS_LARGEST: tl.constexpr,
+    R, scales, s, out, s_P, s_Q, left, right, constant, largest, before, tiny, M, all_finite, weight,
+    rows_total, width, R_k, s_k, out_k, M_k,
+    SCALES: tl.constexpr, HAS_FACTORS: tl.constexpr, HAS_LARGEST: tl.constexpr, AVERAGED: tl.constexpr,
     ROOM: tl.constexpr, HEADROOM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One tile of R/(s + max(s_P·right + left·s_Q + constant, tiny)).
 
-    With ROOM it is multiplied by the scale that was foreseen.
+    With AVERAGED the average M is moved towards R, and divided in its place; it stays in a step that is left out. With
+    ROOM the quotient is multiplied by the scale that was foreseen.
     """
     k = tl.program_id(1).to(tl.int64)
     rows, columns = tile(width, ROWS, COLUMNS)
@@ -56,6 +57,11 @@ def damped_quotient_kernel(
     at = rows * width + columns
     added = divisor(s_P, s_Q, left, right, constant, k, rows, columns, rows_total, width, tiny, HAS_FACTORS)
     r = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
+    if AVERAGED:
+        m = tl.load(M + k * M_k + at, mask=inside, other=0.0)
+        taken = tl.load(all_finite) != 0
+        r = tl.where(taken, lerp(m, r, weight), m)
+        tl.store(M + k * M_k + at, r, mask=inside & taken)
     y = tl.div_rn(r, tl.load(s + k * s_k + at, mask=inside, other=1.0).to(tl.float32) + added)
     written = y
     if ROOM > 0:

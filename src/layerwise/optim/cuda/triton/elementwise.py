@@ -1,4 +1,4 @@
-"""The passes of `elementwise` as Triton's kernels: one launch a stack."""
+"""The passes of `elementwise` as Triton's kernels: one launch a stack; two where numbers of tiles are added up."""
 
 import math
 from collections.abc import Sequence
@@ -12,11 +12,14 @@ from layerwise.optim.cuda.triton.arguments import (
     byte,
     listed,
 )
-from layerwise.optim.cuda.triton.device import kernels, on
+from layerwise.optim.cuda.triton.device import ceil, kernels, on
+from layerwise.optim.step.seen_rows import USUAL_UPDATE
 from layerwise.optim.step.update import MOST_CHANGE
 
 TILE = {"ROWS": 16, "COLUMNS": 128, "num_warps": 4}
 BLOCK = {"BLOCK": 2048, "num_warps": 4}
+OF_GROUP = {"TILES": 1024, "ACROSS": 8, "ROWS": 512, "num_warps": 8}
+"""How much of what tiles have found of a group is added up at a time."""
 SMALL = 256  # entries of groups that one block takes several of
 MOST_GROUPS = 65535  # of the second axis of a grid
 MOST_ENTRIES = 2**31 - 2**16  # of one group: offsets in it are 32 bits
@@ -79,16 +82,24 @@ def adam_norms_(
     apart: int,
 ) -> tuple[Tensor, Tensor]:
     """`elementwise.adam_norms_`."""
-    (groups, rows, width), seen = M.shape, V.shape[1]
-    m_apart, v_apart = (1, apart) if rows == G.shape[1] else (apart, 1)
-    partial = torch.empty(groups, tiles(rows, width), 2, dtype=torch.float32, device=M.device)
-    with on(M.device):
-        kernels("elementwise_kernels").adam_norm_kernel[(tiles(rows, width), groups)](
-            M, V, G, partial, byte(all_finite), correction1.contiguous(), correction2.contiguous(), float(1 - beta1),
-            float(beta2), float(1 - beta2), float(eps), rows, width, seen, m_apart, v_apart,
-            M.stride(0), V.stride(0), G.stride(0), MASKED=all_finite is not None, **TILE,
+    (groups, rows, width), device = G.shape, M.device
+    n, of_m, seen, some = tiles(rows, width), M.shape[1], V.shape[1], apart > 1
+    across = ceil(width, TILE["COLUMNS"])
+    partial = torch.empty(groups, n, 2, dtype=torch.float32, device=device)
+    flags = torch.empty(groups, across, rows, dtype=torch.int8, device=device) if some else None
+    norms, largest = (torch.empty(groups, dtype=torch.float32, device=device) for _ in range(2))
+    with on(device):
+        launch = kernels("elementwise_kernels")
+        launch.adam_norm_kernel[(n, groups)](
+            M, V, G, partial, flags, byte(all_finite), correction1.contiguous(), correction2.contiguous(),
+            float(1 - beta1), float(beta2), float(1 - beta2), float(eps),
+            rows, width, of_m, 1 if of_m == rows else apart, seen, apart, M.stride(0), V.stride(0), G.stride(0),
+            SOME=some, MASKED=all_finite is not None, **TILE,
         )  # fmt: skip
-    return partial[..., 0].sum(1).sqrt_(), partial[..., 1].amax(1)
+        launch.norm_of_all_kernel[(groups,)](
+            partial, flags, norms, largest, USUAL_UPDATE, n, across, rows, width, seen, apart, SOME=some, **OF_GROUP
+        )
+    return norms, largest
 
 
 def momentum_update_(
@@ -166,8 +177,8 @@ def damped_quotient(
     with on(s.device):
         kernels("eigenbasis_kernels").damped_quotient_kernel[(tiles(O, I), K)](
             R, listed(scales, 0), s, out, *factors, constant.contiguous(), bits(largest), None,
-            torch.finfo(s.dtype).tiny, O, I, R.stride(0), s.stride(0), out.stride(0),
-            SCALES=len(scales), HAS_FACTORS=left is not None, HAS_LARGEST=largest is not None,
+            torch.finfo(s.dtype).tiny, None, None, 0.0, O, I, R.stride(0), s.stride(0), out.stride(0), 0,
+            SCALES=len(scales), HAS_FACTORS=left is not None, HAS_LARGEST=largest is not None, AVERAGED=False,
             ROOM=0, HEADROOM=0, **TILE,
         )  # fmt: skip
 

@@ -147,35 +147,85 @@ def adam_kernel(
     tl.store(step + k * step_k + at, stored(tl.where(taken, d * factor, 0.0), step.dtype.element_ty), mask=inside)
 
 
-@_jit_varying("rows_total", "seen_rows", "m_apart", "v_apart")
+@_jit_varying("rows_total", "m_rows", "m_apart", "seen_rows", "apart")
 @no_type_check
 def adam_norm_kernel(
-    M, V, G, partial, all_finite, correction1, correction2, weight1, beta2, weight2, eps,
-    rows_total, width, seen_rows, m_apart, v_apart, M_k, V_k, G_k,
-    MASKED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    M, V, G, partial, flags, all_finite, correction1, correction2, weight1, beta2, weight2, eps,
+    rows_total, width, m_rows, m_apart, seen_rows, apart, M_k, V_k, G_k,
+    SOME: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Both moments on one tile, the sum of squares of Adam's step there, and the largest magnitude of m.
+    """Both moments on one tile of G, the sum of squares of Adam's step there, and the largest magnitude of m.
 
-    A row of V is that of every `v_apart`-th row of M, and a row of M that of every `m_apart`-th of G.
+    M has every `m_apart`-th row of G, V every `apart`-th, so many of them. Where that is SOME, all of G is read, and
+    `flags [K, tiles across, rows]` say which rows of the tile are not zero.
     """
     k = tl.program_id(1).to(tl.int64)
     rows, columns = tile(width, ROWS, COLUMNS)
     inside = (rows < rows_total) & (columns < width)
     if MASKED:
         inside = inside & (tl.load(all_finite) != 0)
-    g = tl.load(G + k * G_k + rows * (m_apart * width) + columns, mask=inside, other=0.0).to(tl.float32)
-    m_at = M + k * M_k + rows * width + columns
-    m = lerp(tl.load(m_at, mask=inside, other=0.0), g, weight1)
-    tl.store(m_at, m, mask=inside)
-    seen = inside & (rows % v_apart == 0) & (rows // v_apart < seen_rows)
-    v_at = V + k * V_k + (rows // v_apart) * width + columns
+    g = tl.load(G + k * G_k + rows * width + columns, mask=inside, other=0.0).to(tl.float32)
+    kept = inside & (rows % m_apart == 0) & (rows // m_apart < m_rows)
+    m_at = M + k * M_k + (rows // m_apart) * width + columns
+    m = lerp(tl.load(m_at, mask=kept, other=0.0), g, weight1)
+    tl.store(m_at, m, mask=kept)
+    seen = inside & (rows % apart == 0) & (rows // apart < seen_rows)
+    v_at = V + k * V_k + (rows // apart) * width + columns
     v = beta2 * tl.load(v_at, mask=seen, other=0.0) + weight2 * g * g
     tl.store(v_at, v, mask=seen)
-    d = tl.div_rn(m / tl.load(correction1 + k), tl.sqrt_rn(v) / tl.sqrt_rn(tl.load(correction2 + k)) + eps)
+    c1, c2 = 1.0 / tl.load(correction1 + k), tl.rsqrt(tl.load(correction2 + k))
+    d = (m * c1) / (tl.sqrt(v) * c2 + eps)  # of which only a norm is wanted: no rounding to the last bit
     d = tl.where(seen, d, 0.0)  # without ε nothing over nothing
     here = partial + 2 * (k * tl.num_programs(0) + tl.program_id(0))
     tl.store(here, tl.sum(tl.sum(d * d, 1), 0))
-    tl.store(here + 1, tl.max(tl.max(tl.abs(m), 1), 0))
+    tl.store(here + 1, tl.max(tl.max(tl.where(kept, tl.abs(m), 0.0), 1), 0))
+    if SOME:
+        across = tl.cdiv(width, COLUMNS)
+        flag = flags + (k * across + tl.program_id(0) % across) * rows_total + rows
+        nonzero = tl.max((tl.abs(g) > 0.0).to(tl.int32), 1)
+        tl.store(flag, nonzero[:, None].to(tl.int8), mask=rows < rows_total)
+
+
+@_jit_varying("tiles", "across", "rows_total", "width", "seen_rows", "apart")
+@no_type_check
+def norm_of_all_kernel(
+    partial, flags, norms, largest, usual, tiles, across, rows_total, width, seen_rows, apart,
+    SOME: tl.constexpr, TILES: tl.constexpr, ACROSS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """What `adam_norm_kernel` has found of one group: the norm, and the largest magnitude of m.
+
+    Of SOME rows the norm is that of all, as in `seen_rows.of_all_rows`. Added up in an order that does not change.
+    """
+    k = tl.program_id(0).to(tl.int64)
+    squares = tl.zeros((TILES,), dtype=tl.float32)
+    most = tl.zeros((TILES,), dtype=tl.int32)  # an integer of the same order: that of NaN is beyond infinity's
+    for start in range(0, tiles, TILES):
+        at = start + tl.arange(0, TILES)
+        here = partial + 2 * (k * tiles + at)
+        squares += tl.load(here, mask=at < tiles, other=0.0)
+        most = tl.maximum(most, tl.load(here + 1, mask=at < tiles, other=0.0).to(tl.int32, bitcast=True))
+    tl.store(largest + k, tl.max(most, 0).to(tl.float32, bitcast=True))
+    norm = tl.sqrt_rn(tl.sum(squares, 0))
+    if SOME:
+        counts = tl.zeros((ROWS,), dtype=tl.int32)
+        of_seen = tl.zeros((ROWS,), dtype=tl.int32)
+        for first in range(0, rows_total, ROWS):
+            rows = first + tl.arange(0, ROWS)
+            nonzero = tl.zeros((ACROSS, ROWS), dtype=tl.int32)
+            for start in range(0, across, ACROSS):
+                at = start + tl.arange(0, ACROSS)[:, None]
+                flag = flags + (k * across + at) * rows_total + rows[None, :]
+                there = (at < across) & (rows[None, :] < rows_total)
+                nonzero = tl.maximum(nonzero, tl.load(flag, mask=there, other=0).to(tl.int32))
+            nonzero_rows = tl.max(nonzero, 0)
+            counts += nonzero_rows
+            of_seen += tl.where((rows % apart == 0) & (rows // apart < seen_rows), nonzero_rows, 0)
+        count = tl.sum(counts, 0).to(tl.float32)
+        seen = tl.sum(of_seen, 0).to(tl.float32)
+        share = tl.where(count > 0.0, count / tl.maximum(seen, 1.0), rows_total * 1.0 / seen_rows)
+        unseen = usual * tl.sqrt_rn(count * width)
+        norm = tl.where((seen == 0.0) & (count > 0.0), unseen, norm * tl.sqrt_rn(share))
+    tl.store(norms + k, norm)
 
 
 @_jit

@@ -20,7 +20,9 @@ ENTRY_BOUND = 2.0  # of a basis; pairs hold four times as much
 UNIT = 2.0**14  # scale of E, of E + E²/2 and of I − VᵀV
 PROBES = 16  # columns, the least that tensor cores take
 APPLICATIONS, MARGIN = 4, 1.15  # as in `jacobi`, which says why
-ROWS, COLUMNS, FINISH_ROWS, DIAGONAL, DOT_ROWS = 16, 128, 512, 1024, 256
+ROWS, COLUMNS, FINISH_ROWS, DIAGONAL = 16, 128, 512, 1024
+DOTS = {"EACH": 64, "ROWS": 16, "COLUMNS": 128, "num_warps": 2}
+"""Of `column_dots`: EACH rows a program, ROWS at a time. Half a warp reads one row of halves, 16 bytes a thread."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def rotation(S: Float32[Tensor, "K n n"], damping: int | float, still: int | flo
             PROBES=PROBES, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
         )  # fmt: skip
         for _ in range(more):  # a quarter each, so that what E magnifies stays below fp16's last number
-            images = (_applied(E, images) * (0.25 / UNIT)).half()
+            images = _quarter(E, images)
         found.finish_kernel[(K,)](
             images, _applied(E, images), scale, diagonal, first, second, couplings, alpha, beta, values, left, UNIT,
             MARGIN, n,
@@ -97,13 +99,12 @@ def column_dots(
 ) -> tuple[Float32[Tensor, "K m"], Float32[Tensor, "K m"]]:
     """``Σᵢ C_ij V_ij`` and ``Σᵢ V_ij²``, added in an order that does not change."""
     K, n, m = V.shape
-    parts = ceil(n, DOT_ROWS)
+    parts = ceil(n, DOTS["EACH"])
     found = torch.empty(2, K, parts, m, dtype=torch.float32, device=V.device)
     with on(V.device):
-        kernels("jacobi_kernels").column_dots_kernel[(ceil(m, COLUMNS), parts, K)](
-            found[0], found[1], C, V, n, m, C.stride(0), V.stride(0),
-            EACH=DOT_ROWS, ROWS=32, COLUMNS=COLUMNS, num_warps=4,
-        )  # fmt: skip
+        kernels("jacobi_kernels").column_dots_kernel[(ceil(m, DOTS["COLUMNS"]), parts, K)](
+            found[0], found[1], C, V, n, m, C.stride(0), V.stride(0), **DOTS
+        )
     dots, squares = found.sum(2)
     return dots, squares
 
@@ -112,6 +113,13 @@ def _applied(E: Tensor, images: Tensor) -> Float32[Tensor, "K n k"]:
     if E.device.type == "cuda":
         return torch.bmm(E, images, out_dtype=torch.float32)
     return E.float() @ images.float()
+
+
+def _quarter(E: Tensor, images: Tensor) -> Float16[Tensor, "K n k"]:
+    """A quarter of E times the images, E of scale UNIT, in one launch."""
+    if E.device.type == "cuda":
+        return torch.baddbmm(images, E, images, beta=0, alpha=0.25 / UNIT)
+    return (_applied(E, images) * (0.25 / UNIT)).half()
 
 
 @cache

@@ -184,19 +184,22 @@ def squared_rows_kernel(out, T, unit_number, n, ROWS: tl.constexpr, COLUMNS: tl.
 def column_dots_kernel(
     dots, squares, C, V, n, m, C_k, V_k, EACH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Of some columns, the part of some rows."""
+    """Of some columns, the part of some rows.
+
+    Unrolled, so that all loads begin before the first one has ended; and rows are added up once, at the end, since that
+    lets threads wait for each other.
+    """
     part, k = tl.program_id(1), tl.program_id(2).to(tl.int64)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    product = tl.zeros((COLUMNS,), dtype=tl.float32)
-    square = tl.zeros((COLUMNS,), dtype=tl.float32)
-    for start in range(0, EACH, ROWS):
+    product = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    square = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in tl.static_range(0, EACH, ROWS):
         rows = part * EACH + start + tl.arange(0, ROWS)
         inside = (rows[:, None] < n) & (columns[None, :] < m)
         at = rows[:, None] * m + columns[None, :]
         v = tl.load(V + k * V_k + at, mask=inside, other=0.0).to(tl.float32)
-        c = tl.load(C + k * C_k + at, mask=inside, other=0.0).to(tl.float32)
-        product += tl.sum(c * v, 0)
-        square += tl.sum(v * v, 0)
+        product += v * tl.load(C + k * C_k + at, mask=inside, other=0.0).to(tl.float32)
+        square += v * v
     place = (k * tl.num_programs(1) + part) * m + columns
-    tl.store(dots + place, product, mask=columns < m)
-    tl.store(squares + place, square, mask=columns < m)
+    tl.store(dots + place, tl.sum(product, 0), mask=columns < m)
+    tl.store(squares + place, tl.sum(square, 0), mask=columns < m)

@@ -54,7 +54,9 @@ def magnitude_kernel(
     piece, there, _, inside = located(tiles, pieces, ROWS, COLUMNS, FIELDS, ALIGNED)
     x = tl.load(pointer(addresses, piece, like, ALIGNED) + there, mask=inside, other=0.0).to(tl.float32)
     size = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    tl.atomic_max(bits + tl.load(piece), tl.max(tl.max(size, 1), 0))
+    largest, here = tl.max(tl.max(size, 1), 0), bits + tl.load(piece)
+    if largest > tl.load(here):  # else thousands of programs would wait for one another at one address
+        tl.atomic_max(here, largest)
 
 
 @_jit

@@ -126,6 +126,58 @@ def gram_finish_kernel(
         store_update(total + k * total_k, total_row, i, j, i * BLOCK + line, j * BLOCK + column, n, acc, w, PACKED)
 
 
+@_jit
+@no_type_check
+def cut_off(x):
+    """What is too large for float16; NaN and infinity stay."""
+    return tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -65504.0), 65504.0), x)
+
+
+@_jit
+@no_type_check
+def added(
+    acc, D, D_row, b, identity, rows, columns, m, n,
+    HAS_D: tl.constexpr, HAS_IDENTITY: tl.constexpr, SKEW: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """A tile of the product with what is added to it, and what its mirror image has: D with the other sign if SKEW."""
+    if HAS_IDENTITY:
+        acc += tl.where(rows[:, None] == columns[None, :], identity, 0.0)
+    mirrored = acc
+    if HAS_D:
+        inside = (rows[:, None] < m) & (columns[None, :] < n)
+        former = tl.load(D + rows[:, None] * D_row + columns[None, :], mask=inside, other=0.0)
+        # With beta 0 the matrix D is ignored, even if it is not finite.
+        d = tl.where(b == 0.0, 0.0, b * former.to(tl.float32))
+        acc += d
+        if SKEW:
+            mirrored -= d
+        else:
+            mirrored = acc
+    if CUT:
+        acc, mirrored = cut_off(acc), cut_off(mirrored)
+    return acc, mirrored
+
+
+@_jit
+@no_type_check
+def store_symmetric(
+    C, C_row, acc, D, D_row, b, identity, i, j, n,
+    HAS_D: tl.constexpr, HAS_IDENTITY: tl.constexpr, SKEW: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The tile (i, j ≤ i) and its mirror image; on the diagonal the tile mirrors itself.
+
+    Masks are the same for neighbours in a row, also on the diagonal: so stores are wide.
+    """
+    rows, columns = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
+    lower, upper = added(acc, D, D_row, b, identity, rows, columns, n, n, HAS_D, HAS_IDENTITY, SKEW, CUT)
+    lower, upper = lower.to(C.dtype.element_ty), tl.trans(upper.to(C.dtype.element_ty))
+    lower = tl.where((i == j) & (rows[:, None] < columns[None, :]), upper, lower)
+    here = C + rows[:, None] * C_row + columns[None, :]
+    there = C + columns[:, None] * C_row + rows[None, :]
+    tl.store(here, lower, mask=(rows[:, None] < n) & (columns[None, :] < n))
+    tl.store(there, upper, mask=(columns[:, None] < n) & (rows[None, :] < n) & (i != j))
+
+
 @_jit_varying(by_group=("A_scale", "B_scale", "alpha", "beta"))
 @no_type_check
 def pair_product_kernel(
@@ -183,37 +235,15 @@ def pair_product_kernel(
     if HAS_ALPHA:
         acc *= tl.load(alpha + k)
     acc *= alpha_number
-    inside = A_inside & B_inside
-    if HAS_IDENTITY:
-        acc += tl.where(rows[:, None] == columns[None, :], identity, 0.0)
-    mirrored = acc
-    if HAS_D:
-        b = beta_number
-        if HAS_BETA:
-            b *= tl.load(beta + k)
-        former = tl.load(D + k * D_k + rows[:, None] * D_row + columns[None, :], mask=inside, other=0.0)
-        # With beta 0 the matrix D is ignored, even if it is not finite.
-        added = tl.where(b == 0.0, 0.0, b * former.to(tl.float32))
-        acc += added
-        if SKEW:
-            mirrored -= added
-        else:
-            mirrored = acc
+    b = beta_number
+    if HAS_BETA:
+        b *= tl.load(beta + k)
     C += k * C_k
-    if CUT:  # what is too large for float16; NaN and infinity stay
-        acc = tl.where(tl.abs(acc) < float("inf"), tl.minimum(tl.maximum(acc, -65504.0), 65504.0), acc)
-        mirrored = tl.where(
-            tl.abs(mirrored) < float("inf"), tl.minimum(tl.maximum(mirrored, -65504.0), 65504.0), mirrored
-        )
-    here = C + rows[:, None] * C_row + columns[None, :]
-    there = C + columns[:, None] * C_row + rows[None, :]
-    acc, mirrored = acc.to(C.dtype.element_ty), mirrored.to(C.dtype.element_ty)
+    if HAS_D:
+        D += k * D_k
     if not SYMMETRIC:
-        tl.store(here, acc, mask=inside)
-    elif i != j:  # masks that are the same for neighbours, and neighbours in a row: then stores are wide
-        tl.store(here, acc, mask=inside)
-        tl.store(there, tl.trans(mirrored), mask=(columns[:, None] < n) & (rows[None, :] < m))
-    else:  # on the diagonal, too, one half is the mirror image of the other
-        lower = inside & (rows[:, None] >= columns[None, :])
-        tl.store(here, acc, mask=lower)
-        tl.store(there, tl.trans(mirrored), mask=tl.trans(lower))
+        acc, _ = added(acc, D, D_row, b, identity, rows, columns, m, n, HAS_D, HAS_IDENTITY, SKEW, CUT)
+        here = C + rows[:, None] * C_row + columns[None, :]
+        tl.store(here, acc.to(C.dtype.element_ty), mask=(rows[:, None] < m) & (columns[None, :] < n))
+    else:
+        store_symmetric(C, C_row, acc, D, D_row, b, identity, i, j, n, HAS_D, HAS_IDENTITY, SKEW, CUT, BLOCK_M)

@@ -7,13 +7,16 @@ from torch import Tensor
 
 from layerwise.foundations.linalg.probes import probe_columns
 from layerwise.optim.cuda.triton.device import MOST_MATRICES, ceil, kernels, on
-from layerwise.optim.cuda.triton.elementwise import MOST_ENTRIES, TILE, tiles
+from layerwise.optim.cuda.triton.elementwise import MOST_ENTRIES
 from layerwise.optim.step.spectral_cap import PROBES
 
 LEAST = 64
 """Rows and columns of matrices for which it is worth it."""
-LONG, WIDE = 128, 32
-"""Of a tile, along the sum and across it."""
+PROBE = {"ROWS": 64, "COLUMNS": 128, "num_warps": 4, "num_stages": 1}
+RIGHT = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 4}
+LEFT = {"ROWS": 32, "COLUMNS": 128, "num_warps": 4}
+CUT = {"ROWS": 16, "COLUMNS": 256, "num_warps": 4}
+"""Tiles of the kernels. Those of the first have half the columns in single precision: they wait in shared memory."""
 
 
 def fits(D: Float[Tensor, "K O I"]) -> bool:
@@ -26,24 +29,23 @@ def fits(D: Float[Tensor, "K O I"]) -> bool:
 def cap_(D: Float[Tensor, "K O I"], share: float) -> Float[Tensor, "K"]:
     """Cut matrices in place, whose largest singular value is more than `share` of their norm; the norms before."""
     K, O, I = D.shape
-    device, along = D.device, {"ROWS": WIDE, "COLUMNS": LONG, "PROBES": PROBES, "num_warps": 4}
-    Z = probe_columns(I, PROBES, like=torch.empty(0, dtype=torch.float32, device=device))
+    device = D.device
+    probe, right, left, cut = ({**tile, "PROBES": PROBES} for tile in (PROBE, RIGHT, LEFT, CUT))
+    probe["COLUMNS"] = PROBE["COLUMNS"] * 2 // D.element_size()
+    Z = probe_columns(I, PROBES, like=torch.empty(0, dtype=D.dtype, device=device))
     Y = torch.empty(K, O, PROBES, dtype=torch.float32, device=device)
     X = torch.empty(K, PROBES, I, dtype=torch.float32, device=device)
-    by_rows, by_columns = ceil(O, WIDE), ceil(I, 2 * WIDE)
-    squares = torch.empty(K, by_rows, PROBES, dtype=torch.float32, device=device)
-    lengths = torch.empty(K, by_columns, PROBES, dtype=torch.float32, device=device)
-    u, sums, sizes = (torch.empty(K, n, dtype=torch.float32, device=device) for n in (O, by_rows, by_rows))
+    probed, columns, rows = ceil(O, probe["ROWS"]), ceil(I, right["COLUMNS"]), ceil(O, left["ROWS"])
+    squares = torch.empty(K, probed, PROBES, dtype=torch.float32, device=device)
+    lengths = torch.empty(K, columns, PROBES, dtype=torch.float32, device=device)
+    u, sums, sizes = (torch.empty(K, n, dtype=torch.float32, device=device) for n in (O, rows, probed))
+    norms = torch.empty(K, dtype=torch.float32, device=device)
     with on(device):
         launch = kernels("spectral_cap_kernels")
-        launch.probe_kernel[(by_rows, K)](D, Z, Y, squares, sizes, O, I, D.stride(0), **along)
-        norms = sizes.sum(1).sqrt_()
-        launch.right_kernel[(by_columns, K)](
-            D, norms, Y, squares, X, lengths, O, I, D.stride(0), by_rows,
-            ROWS=2 * WIDE, COLUMNS=2 * WIDE, PROBES=PROBES, num_warps=4,
-        )  # fmt: skip
-        launch.left_kernel[(by_rows, K)](D, norms, X, lengths, u, sums, O, I, D.stride(0), by_columns, **along)
-        launch.cut_kernel[(tiles(O, I), K)](
-            D, norms, X, lengths, u, sums, share, O, I, D.stride(0), by_rows, by_columns, PROBES=PROBES, **TILE
+        launch.probe_kernel[(probed, K)](D, Z, Y, squares, sizes, O, I, D.stride(0), **probe)
+        launch.right_kernel[(columns, K)](D, sizes, norms, Y, squares, X, lengths, O, I, D.stride(0), probed, **right)
+        launch.left_kernel[(rows, K)](D, norms, X, lengths, u, sums, O, I, D.stride(0), columns, **left)
+        launch.cut_kernel[(ceil(O, cut["ROWS"]), K)](
+            D, norms, X, lengths, u, sums, share, O, I, D.stride(0), rows, columns, **cut
         )
     return norms
