@@ -193,7 +193,7 @@ def report(book: Book, start: float) -> None:
         waiting = [begin(args, *run, None, folders.enter_context(cold_caches())) for run in wanted]
         for process in waiting:
             folders.callback(process.stop)
-        time.sleep(0 if args.tiny else IMPORTS)
+        time.sleep(IMPORTS if waiting and not args.tiny else 0)
         for run, process in zip(wanted, waiting, strict=True):
             if time.perf_counter() - start > args.total:
                 print("  no time left")

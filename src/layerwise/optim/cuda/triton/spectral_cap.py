@@ -16,7 +16,9 @@ PROBE = {"ROWS": 64, "COLUMNS": 128, "num_warps": 4, "num_stages": 1}
 RIGHT = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 4}
 LEFT = {"ROWS": 32, "COLUMNS": 128, "num_warps": 4}
 CUT = {"ROWS": 16, "COLUMNS": 256, "num_warps": 4}
-"""Tiles of the kernels. Those of the first have half the columns in single precision: they wait in shared memory."""
+"""Tiles of the kernels. The first loads no tile ahead: of tiles that both tensor cores and registers read, some were
+overwritten too early where four were on their way (Triton 3.6 on an H200, up to half of the launches; with one or two
+never in 360). In single precision they have half the columns."""
 
 
 def fits(D: Float[Tensor, "K O I"]) -> bool:
