@@ -21,10 +21,8 @@ from layerwise.optim.rule import Context, Observation, kept
 from layerwise.optim.step.refresh_schedule import Turn, freshness, is_due
 from layerwise.optim.step.stack import Stack
 
-PENDING, OVERWRITTEN, HELD = "pending statistics", "rows overwritten", "rows held"
-"""Where a stack's memory has what is not taken in yet; that some could not be; and rows of a first batch that are held
-for a step although they have been taken in: memory that later batches will wait in is then allocated in the start-up,
-and not by a later step, which took 7 ms of an H200's."""
+PENDING, OVERWRITTEN = "pending statistics", "rows overwritten"
+"""Where a stack's memory has what is not taken in yet; and that some could not be."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +78,6 @@ class DeferredStatistics:
         seen = replace(seen, recorded=[])
         if self.over == 1 or not whole or not _deferrable(stack, seen):
             stack.rule.observe(stack.state, seen, context)
-            if self.over > 1 and whole and not all(freshness(stack)):
-                stack.memory[HELD] = (context.step, seen)
             return
         seen = replace(  # rows of a side that is too large for a factor are of no use to anybody
             seen, A=seen.A if "Q" in stack.state else None, G=seen.G if "P" in stack.state else None
@@ -102,9 +98,7 @@ def of_the_batch(context: Context) -> Context:
 
 def take_due(stack: Stack, step: int, every: int) -> None:
     """What is due at a step, and what belongs to layers that it refreshes."""
-    pending, held = stack.memory.get(PENDING), stack.memory.get(HELD)
-    if held is not None and held[0] < step:
-        del stack.memory[HELD]
+    pending: list[PendingRows] | None = stack.memory.get(PENDING)
     if not pending:
         return
     for one in [one for one in pending if one.step <= step or is_due(step, one.turn.slot, every)]:
