@@ -82,21 +82,9 @@ def damped_half(
         )  # fmt: skip
         X, scales = (X, scales) if M is None else (M, ())  # which has been moved by now
         kernels("eigenbasis_kernels").quotient_again_kernel[grid](
-            X,
-            listed(scales, 0),
-            s,
-            hi,
-            *numbers,
-            bits(largest),
-            bits(before),
-            scale,
-            tiny,
-            O,
-            I,
-            X.stride(0),
-            *strides,
-            **_kinds(scales, HAS_FACTORS=has_factors),
-        )
+            X, listed(scales, 0), s, hi, *numbers, bits(largest), bits(before), scale, tiny,
+            O, I, X.stride(0), *strides, **_kinds(scales, HAS_FACTORS=has_factors),
+        )  # fmt: skip
     before.copy_(largest)
     return Half(hi, scale)
 

@@ -106,7 +106,7 @@ class CorrectedEigenvalues(UpdateRule):
         basis: Eigenbasis = state["basis"]
         basis.refresh_(state["P"], state["Q"], groups, context, state.get("M"))
         context.health.refreshes += 1
-        state["s"][groups] = basis.values_P[groups].unsqueeze(-1) * basis.values_Q[groups].unsqueeze(-2)
+        torch.mul(basis.values_P[groups].unsqueeze(-1), basis.values_Q[groups].unsqueeze(-2), out=state["s"][groups])
 
     def _rescale_by_examples(self, state: State, seen: Observation, context: Context) -> None:
         """Squares of per-example gradients in the basis, summed over examples (and processes)."""
