@@ -160,11 +160,51 @@ def test_the_average_of_the_gradient_is_kept_in_the_basis(shape: str, momentum: 
         if "M" not in state:  # of a bias
             continue
         expected = averages[name].reshape(state["M"].shape)
-        if momentum:
-            found = state["U_P"] @ state["M"] @ state["U_Q"].mT
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-            assert float((state["M"] - expected).norm()) > 0.1 * float(expected.norm()), "not merely the average"
-        else:
-            assert not state["M"].any()
+        found = state["U_P"] @ state["M"] @ state["U_Q"].mT
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+        assert float((state["M"] - expected).norm()) > 0.1 * float(expected.norm()), "not merely the average"
         checked += 1
     assert checked > 1
+
+
+@pytest.mark.parametrize(("before", "after"), [("KFAC", "EKFAC"), ("EKFAC", "EKFAC with SUA"), ("EKFAC", "EKFAC")])
+def test_the_average_is_taken_over(before: str, after: str):
+    """From another member, whose average is out of any basis; not from a basis that does not come with it."""
+    members = {
+        "KFAC": lambda m: lw.optim.KFAC(m, 1e-3, refresh_every=3),
+        "EKFAC": lambda m: lw.optim.EKFAC(m, 1e-3, scaling="running", refresh_every=3),
+        "EKFAC with SUA": lambda m: lw.optim.EKFAC(m, 1e-3, scaling="running", refresh_every=3, sua=True),
+    }
+    model, data = data_of("conv", 8)
+    opt = members[before](model)
+
+    def train(batches: list) -> None:
+        for x, y in batches:
+            opt.zero_grad()
+            cross_entropy(model(x), y).backward()
+            opt.step()
+
+    def averages() -> list[Tensor]:
+        """Of kernels, out of the basis."""
+        found = []
+        for p in model.parameters():
+            ((_, state),) = opt.state[p].items()
+            if p.ndim == 4:
+                M = state.get("M", state["graft_m"])
+                plain = M if "M" not in state else state["U_P"] @ M
+                whole = "M" in state and state["U_Q"].shape[-1] == M.shape[-1]
+                found.append(plain @ state["U_Q"].mT if whole else plain)
+        return found
+
+    train(data[:6])
+    kept, saved = averages(), opt.state_dict()
+    opt = members[after](model)
+    opt.load_state_dict(saved)
+    train(data[6:7])
+    for old, new, p in zip(kept, averages(), [p for p in model.parameters() if p.ndim == 4], strict=True):
+        assert p.grad is not None
+        expected = old.lerp(p.grad.reshape(old.shape), 0.1)
+        if after == "EKFAC with SUA":
+            assert float(new.norm()) < 0.5 * float(expected.norm()), "begun anew"
+        else:
+            torch.testing.assert_close(new, expected, rtol=1e-7, atol=1e-10)

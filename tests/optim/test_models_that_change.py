@@ -203,3 +203,15 @@ def test_a_change_that_is_refused_is_refused_again(monkeypatch: pytest.MonkeyPat
     model(torch.randn(5, 3)).square().mean().backward()
     opt.step()
     assert any(p is model[0].weight for group in opt.param_groups for p in group["params"])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+def test_a_scripted_part_is_no_obstacle():
+    """What holds its parts and parameters are no dictionaries."""
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    model = nn.Sequential(nn.Linear(4, 4), scripted, nn.Linear(4, 2))
+    opt = lw.optim.Muon(model)
+    before = [p.clone() for p in model.parameters()]
+    model(torch.ones(3, 4)).square().sum().backward()
+    opt.step()
+    assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))

@@ -136,7 +136,8 @@ class Choice:
         for (*_, dtype, _), (rule, group, specs) in found.items():
             own, requires = rule is self.rule, rule.requirements()
             sized = self.size.method == "adam" and requires.matrices_only
-            momentum = bool(group["momentum"]) and not averages_before(requires.own_momentum, sized, own)
+            averaged = averages_before(requires.own_momentum, sized or requires.averages, own)
+            momentum = bool(group["momentum"]) and not averaged
             buckets.append(Bucket(rule, group, tuple(specs), not own, dtype, sized, momentum))
         return buckets
 

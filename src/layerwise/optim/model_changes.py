@@ -42,8 +42,8 @@ class ModelSnapshot:
     def _now(self) -> tuple[list[int], list[int], list[bool]]:
         """How much every module holds, all of it by identity, and what is trained: lists without a part for each of two
         hundred dictionaries, since this is asked twice a step."""
-        ids = list(map(id, chain.from_iterable(map(dict.values, self._children))))
-        return list(map(len, self._children)), ids, list(map(REQUIRES_GRAD, self._own))
+        held = [found.values() for found in self._children]  # of scripted modules these are no dictionaries
+        return list(map(len, held)), list(map(id, chain.from_iterable(held))), list(map(REQUIRES_GRAD, self._own))
 
     def changed(self) -> bool:
         """Since the last call; asked before every forward, and therefore without the names of anything."""

@@ -273,9 +273,10 @@ class UpdateRule(ABC):
     def init(self, shape: Shape, backend: "Backend") -> State:
         """State before the first step."""
 
-    def upgraded(self, saved: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """A layer's state as this version saves it, from one that an earlier version saved."""
-        return saved
+    def taken_over(self, found: dict[str, Tensor], sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """What is taken of a layer's saved state, that of an earlier version or of another member; `sizes` are those of
+        this rule's own."""
+        return found
 
     def observe(self, state: State, seen: Observation, context: Context) -> None:
         """Take in second moments, the gradient or, after a refresh, examples; whichever `seen` has. Nothing by

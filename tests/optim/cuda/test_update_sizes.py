@@ -49,12 +49,15 @@ def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: False))
 
 
+@pytest.mark.parametrize("scaling", ["running", "none"])
 @pytest.mark.parametrize(("nesterov", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.float64)])
-def test_an_average_in_a_basis_that_turns(nesterov: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+def test_an_average_in_a_basis_that_turns(
+    nesterov: bool, dtype: torch.dtype, scaling: str, monkeypatch: pytest.MonkeyPatch
+):
     """EKFAC's, in halves: out of the basis it is the average of all gradients, whatever the basis has become."""
     asynchronous(monkeypatch)
     model = net().to(dtype)
-    how: dict[str, Any] = {"scaling": "running", "solver": "products", "refresh_every": 2, "estimator": "empirical"}
+    how: dict[str, Any] = {"scaling": scaling, "solver": "products", "refresh_every": 2, "estimator": "empirical"}
     opt = lw.optim.EKFAC(model, lr=3e-3, nesterov=nesterov, **how)
     averages = [torch.zeros_like(p) for p in model.parameters()]
     for step in range(8):

@@ -22,7 +22,7 @@ from layerwise.optim.cuda.device_step import largest_of, run
 from layerwise.optim.cuda.factor import DeviceFactor
 from layerwise.optim.cuda.linalg import orthogonal
 from layerwise.optim.cuda.linalg.first_basis import iterated_once
-from layerwise.optim.cuda.linalg.fp16 import Half
+from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
 from layerwise.optim.cuda.linalg.jacobi import carried, tracked_basis
 from layerwise.optim.cuda.linalg.jacobi_fp16 import rayleigh_quotients, tracked_half
 from layerwise.optim.cuda.linalg.moments_in_new_basis import turn_between, turn_moments_, turn_momentum_
@@ -208,6 +208,7 @@ class TrackedSide:
         old, side = self.matrix.rough_copy(groups), "left" if self.side == "P" else "right"
         renew()
         U, (M, V) = self.matrix.matrix(groups), (None if X is None else X[groups] for X in moments)
+        U = U.half if isinstance(U, HalfPair) else U
         assert M is not None
         if isinstance(U, Half) and isinstance(old, Half):
             if V is None:

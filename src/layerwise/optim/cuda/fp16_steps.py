@@ -63,7 +63,8 @@ def damped_half(
     check_alike(s, {"R": X})
     if elementwise.way_of(s, others=(X,), half=True) is not triton_elementwise:
         if moved is not None:
-            moved.M.lerp_(unscaled(R), moved.all_finite.to(moved.M) * moved.weight)
+            X = unscaled(R)
+            moved.M.lerp_(torch.where(torch.isfinite(X), X, moved.M), moved.all_finite.to(moved.M) * moved.weight)
             return with_room(damped_quotient(moved.M, s, *added, largest=before), before)
         return with_room(damped_quotient(R, s, *added, out=X, largest=before), before)
     K, O, I = s.shape

@@ -46,7 +46,7 @@ class CorrectedEigenvalues(UpdateRule):
     examples_over: int | None = field(default=None, kw_only=True)
     averages: bool = field(default=False, kw_only=True)
     """Whether the average of the gradient is divided in its place. It is kept in the basis, as the state "M", and
-    rotated when the basis is: at every other step only the gradient is rotated."""
+    rotated when the basis is renewed: other steps rotate the gradient alone."""
     name = "ekfac"
     formula = "U_P[(U_Pᵀ ∇L U_Q)/(s + λ)]U_Qᵀ"
 
@@ -81,19 +81,21 @@ class CorrectedEigenvalues(UpdateRule):
         state["s"] = backend.scalings(shape, state["basis"], self.scaling, self.scaling_decay)
         return state | ({"M": shape.zeros(shape.outputs, shape.inputs)} if self.averages else {})
 
-    def upgraded(self, saved: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The average of the gradient was kept by AdamW's moments, out of the basis."""
-        if not self.averages or "M" in saved or not {"s", "graft_m"} <= set(saved):
-            return saved
-        s, M = saved["s"], saved["graft_m"].to(saved["s"])
-        if M.shape != s.shape:  # of some rows alone
-            return saved
-        M = saved["U_P"].to(s).mT @ M if "U_P" in saved else M
-        if "U_Q" in saved:
-            U_Q = saved["U_Q"].to(s)
-            bias = torch.ones_like(U_Q[:, :1, 0]) if s.shape[-1] % U_Q.shape[-1] else None
+    def taken_over(self, found: dict[str, Tensor], sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """The average of the gradient: as it is, where its basis comes with it; else AdamW's m, which earlier versions
+        and other members keep out of any basis."""
+        if not self.averages or ("M" in found and {"U_P", "U_Q"} & set(sizes) <= set(found)):
+            return found
+        rest = {name: X for name, X in found.items() if name != "M"}
+        M = rest.get("graft_m")
+        if M is None or tuple(M.shape[1:]) != sizes["M"]:  # of some rows alone
+            return rest
+        M = rest["U_P"].to(M).mT @ M if "U_P" in rest else M
+        if "U_Q" in rest:
+            U_Q = rest["U_Q"].to(M)
+            bias = torch.ones_like(U_Q[:, :1, 0]) if M.shape[-1] % U_Q.shape[-1] else None
             M = times_inputs(M, U_Q, bias)
-        return {**saved, "M": M}
+        return {**rest, "M": M}
 
     def observe(self, state: State, seen: Observation, context: Context) -> None:
         """Factors; and scalings by examples, once the basis is refreshed."""
@@ -137,8 +139,10 @@ class CorrectedEigenvalues(UpdateRule):
             own = context.gradient is None or grad is context.gradient
             of_gradient = R if own else basis.rotate(context.gradient, context)
             backend.average_squares_(s, of_gradient, self.scaling_decay, context)
-        mu = context.option("momentum", 0.0) if self.averages else 0.0
-        average = Average(state["M"], mu, context.option("nesterov", False), context) if mu else None
+        average = None
+        if self.averages:  # without momentum M is the gradient itself
+            mu, nesterov = context.option("momentum", 0.0), context.option("nesterov", False)
+            average = Average(state["M"], mu, nesterov, context)
         Y = backend.damped_quotient(R, s, basis, self._added(state, context), grad, average)
         return basis.unrotate(Y, context)
 

@@ -179,11 +179,13 @@ class Stack:
         owners = {name: entry for entry in kept(self.state) for name in entry.tensors()}
         sizes = {name: tuple(X.shape[1:]) for name, X in self._portable(slice(0, 1)).items()}
         needed, beside = set(sizes), {name for name, entry in self.state.items() if isinstance(entry, Tensor)}
+        beside -= {"M"} if self.requires.averages else set()  # a mean of gradients, and of use without scalings
         renewed = {name for name, entry in owners.items() if entry.renewed} | {*self.requires.renewed}
         for spec, groups in self.layers:
-            found = _fitting(self.rule.upgraded(saved.get(spec.name, {})), sizes)
+            found = _fitting(saved.get(spec.name, {}), sizes)
             if shared is not None:
                 found = {k: t for k, t in found.items() if _means_the_same(owners.get(k), k, shared)}
+            found = self.rule.taken_over(found, sizes)
             if not beside <= set(found):
                 found = {k: t for k, t in found.items() if k not in beside}
             names = needed | ({*ENGINE_STATE} if needed - renewed <= set(found) else set())

@@ -181,6 +181,11 @@ def _begin_moments(stack: Stack) -> None:
             if known[name] != rows[name]:
                 state[f"graft_{name}"] = state[f"graft_{name}"][:, ::apart][:, : rows[name]].clone()
         return
+    if known.get("v") in (rows["v"], shape.outputs):  # m was kept by a rule itself, in a form of its own
+        if known["v"] != rows["v"]:
+            state["graft_v"] = state["graft_v"][:, ::apart][:, : rows["v"]].clone()
+        state["graft_m"] = shape.zeros(rows["m"], shape.inputs)
+        return
     state |= {f"graft_{name}": shape.zeros(count, shape.inputs) for name, count in rows.items()}
     state["graft_steps"] = shape.zeros()
 
@@ -319,7 +324,7 @@ class Executor(ABC):
 
     def momentum_of(self, stack: Stack) -> float:
         """Momentum of the direction, if it has one (`averages_before`)."""
-        own, sized = stack.requires.own_momentum, self.size.sets(stack)
+        own, sized = stack.requires.own_momentum, self.size.sets(stack) or stack.requires.averages
         return 0.0 if averages_before(own, sized, stack.rule is self.rule) else stack.group["momentum"]
 
     def _total(self, value: float) -> float:

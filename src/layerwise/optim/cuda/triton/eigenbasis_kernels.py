@@ -60,7 +60,7 @@ def damped_quotient_kernel(
     if AVERAGED:
         m = tl.load(M + k * M_k + at, mask=inside, other=0.0)
         taken = tl.load(all_finite) != 0
-        r = tl.where(taken, lerp(m, r, weight), m)
+        r = tl.where(taken & (tl.abs(r) < float("inf")), lerp(m, r, weight), m)  # else it would stay so for ever
         tl.store(M + k * M_k + at, r, mask=inside & taken)
     y = tl.div_rn(r, tl.load(s + k * s_k + at, mask=inside, other=1.0).to(tl.float32) + added)
     written = y

@@ -85,7 +85,7 @@ def rotation(S: Float32[Tensor, "K n n"], damping: int | float, still: int | flo
             PROBES=PROBES, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
         )  # fmt: skip
         for _ in range(more):  # a quarter each, so that what E magnifies stays below fp16's last number
-            images = _quarter(E, images)
+            images = (_applied(E, images) * (0.25 / UNIT)).half()
         found.finish_kernel[(K,)](
             images, _applied(E, images), scale, diagonal, first, second, couplings, alpha, beta, values, left, UNIT,
             MARGIN, n,
@@ -113,13 +113,6 @@ def _applied(E: Tensor, images: Tensor) -> Float32[Tensor, "K n k"]:
     if E.device.type == "cuda":
         return torch.bmm(E, images, out_dtype=torch.float32)
     return E.float() @ images.float()
-
-
-def _quarter(E: Tensor, images: Tensor) -> Float16[Tensor, "K n k"]:
-    """A quarter of E times the images, E of scale UNIT, in one launch."""
-    if E.device.type == "cuda":
-        return torch.baddbmm(images, E, images, beta=0, alpha=0.25 / UNIT)
-    return (_applied(E, images) * (0.25 / UNIT)).half()
 
 
 @cache
