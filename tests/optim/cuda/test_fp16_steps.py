@@ -84,6 +84,17 @@ def test_quotients_of_an_average(taken: bool):
         check(half, damped_quotient(expected.clone(), s, *added), before)
 
 
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_an_average_takes_in_what_is_finite(bad: float):
+    """Of an entry that is not, it stays: else every later step, and after a refresh every entry, would have it."""
+    s, one, M, R = torch.ones(*SHAPE), torch.ones(K), randn(*SHAPE, seed=2), randn(*SHAPE, seed=3)
+    R[1, 2, 3] = bad
+    expected = torch.lerp(M, R, 0.125)
+    expected[1, 2, 3] = M[1, 2, 3]
+    damped_half(not_divided(R), s, (None, None, None, None, one), torch.zeros(K), Moved(M, 0.125, torch.tensor(True)))
+    torch.testing.assert_close(M, expected, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("course", COURSES)
 def test_scaled_as_steps_go_on(course: str):
     a, b, before = randn(K, SHAPE[1], seed=2), randn(K, SHAPE[2], seed=3), torch.zeros(K)
