@@ -204,7 +204,7 @@ class Context:
 
     def is_taken(self) -> bool:
         """Whether the step is taken: its gradients are finite. Where only the device knows, the host waits for it."""
-        return self.device_step is None or bool(self.device_step.all_finite)
+        return self.device_step is None or self.device_step.is_taken()
 
     def option(self, name: str, default: Any) -> Any:
         """What the parameter group says, where it does; a fallback has options of its own."""

@@ -7,6 +7,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,12 +103,21 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         del sys.modules[name]
 
 
+@contextmanager
+def asking() -> Iterator[threading.Lock]:
+    """As a thread that compiles ahead."""
+    lock = threading.Lock()
+    with lock, asked(lock):
+        yield lock
+        assert lock.locked()
+
+
 def processes(notes: list[str]) -> list[int]:
     return [int(line.split()[0]) for line in notes]
 
 
 def test_a_process_compiles_first_and_is_kept(compiler: Any):
-    with asked():
+    with asking():
         compiler.compile("a_kernel", num_warps=4)
         (process,) = compile_processes._IDLE
         compiler.compile("b_kernel")
@@ -125,17 +135,17 @@ def test_a_process_compiles_first_and_is_kept(compiler: Any):
 def test_only_what_is_asked_for(compiler: Any, monkeypatch: pytest.MonkeyPatch):
     compiler.compile("a_kernel")
     monkeypatch.setattr(sys, "executable", "/usr/bin/a_program_with_python_in_it")
-    with asked():
+    with asking():
         compiler.compile("b_kernel")
     (compiler.folder / "a_kernel").unlink()
     monkeypatch.setattr(sys, "executable", "/nowhere/python3")
-    with asked():
+    with asking():
         compiler.compile("a_kernel")
     assert processes(compiler.notes()) == 3 * [os.getpid()]
 
 
 def test_what_a_process_cannot_do_is_done_here(compiler: Any):
-    with asked():
+    with asking():
         compiler.compile("a_kernel", process="raises")
         compiler.compile("b_kernel")
     (process,) = compile_processes._IDLE
@@ -145,7 +155,7 @@ def test_what_a_process_cannot_do_is_done_here(compiler: Any):
 
 @pytest.mark.parametrize("how", ["dies", "hangs", "cannot be sent"])
 def test_after_one_that_does_not_answer_there_are_no_others(how: str, compiler: Any, monkeypatch: pytest.MonkeyPatch):
-    with asked():
+    with asking():
         compiler.compile("b_kernel")
         (process,) = compile_processes._IDLE
         monkeypatch.setattr(compile_processes, "LONGEST", 0.5)
@@ -159,8 +169,30 @@ def test_after_one_that_does_not_answer_there_are_no_others(how: str, compiler: 
     assert processes(compiler.notes()) == [others, mine, *said, mine, mine]
 
 
+@pytest.mark.parametrize("may_begin", [True, False])
+def test_others_may_go_on_while_one_compiles(may_begin: bool, compiler: Any, monkeypatch: pytest.MonkeyPatch):
+    """By a process or here; what is in the cache is read while nobody else reads."""
+    held, lock_of = list[bool](), dict[str, threading.Lock]()
+
+    def first(job: Any) -> bool:
+        held.append(lock_of["lock"].locked())
+        return False
+
+    def compile(src: Any, **how: Any) -> None:
+        held.append(lock_of["lock"].locked())
+
+    monkeypatch.setattr(compile_processes, "_first", first)
+    monkeypatch.setattr(compile_processes, "may_begin", lambda: may_begin)
+    src = SimpleNamespace(name="a_kernel", fn=compile, signature={}, constants={}, attrs={}, parse_options=dict)
+    with asking() as lock_of["lock"]:
+        in_processes(compile)(src, target=90, options={})
+        (compiler.folder / "a_kernel").touch()
+        in_processes(compile)(src, target=90, options={})
+    assert held == [*([False] if may_begin else []), False, True]
+
+
 def test_an_interrupt_is_for_the_program(compiler: Any, capfd: pytest.CaptureFixture[str]):
-    with asked():
+    with asking():
         compiler.compile("a_kernel")
         (process,) = compile_processes._IDLE
         process._process.send_signal(signal.SIGINT)
@@ -175,6 +207,6 @@ def test_where_triton_is_another_nothing_is_gained_or_lost(compiler: Any):
     import triton.runtime.cache as cache  # pyright: ignore[reportMissingImports]
 
     del cache.get_cache_key
-    with asked():
+    with asking():
         compiler.compile("a_kernel")
     assert processes(compiler.notes()) == [os.getpid()]

@@ -78,21 +78,24 @@ def test_a_basis_that_is_begun_by_sweeps_is_nearly_exact_after_eight_steps(kind:
     torch.testing.assert_close(found[True][1], found[False][1], rtol=0.05, atol=2e-2 * mean)
 
 
-def test_a_factor_that_sweeps_cannot_begin_is_decomposed(monkeypatch: pytest.MonkeyPatch):
-    """Where Cholesky fails, eigh does not: the others keep what sweeps gave."""
-    M, asked = torch.cat([factor("plain"), factor("outlier")]), list[int]()
+def test_a_factor_without_a_first_iterate_begins_with_the_identity(monkeypatch: pytest.MonkeyPatch):
+    """Where Cholesky fails: it is counted, and sweeps at refreshes go on from there."""
+    M = torch.cat([factor("plain"), factor("plain")])
 
     def fails(M: Tensor) -> tuple[Tensor, Tensor]:
-        U, good = iterated_once(M)
-        return U, good & torch.tensor([True, False])
+        U, _ = iterated_once(M)
+        return torch.cat([U[:1], torch.eye(M.shape[-1])[None]]), torch.tensor([True, False])
 
-    decompose = bases._decomposed
     monkeypatch.setattr(bases, "iterated_once", fails)
-    monkeypatch.setattr(bases, "_decomposed", lambda M: asked.append(len(M)) or decompose(M))
-    side, _ = begun(monkeypatch, M, True)
-    assert asked == [1, 1]  # one of two, on either side
-    exact = torch.linalg.eigvalsh(M[1])
-    torch.testing.assert_close(side.values[1], exact.clamp_min(0), rtol=1e-3, atol=1e-4 * float(exact.max()))
+    couplings = []
+    for steps in ((1,), (1, 2, 4, 8), (1, 2, 4, 8, 11, 21, 31)):
+        side, health = begun(monkeypatch, M, True, steps)
+        U = side.matrix.value()
+        couplings.append([float(x) for x in coupling(U.mT @ M @ U)])
+        health.settle()
+        assert health.fallbacks == 2  # one on either side
+    assert couplings[0][0] < couplings[0][1]
+    assert couplings[2][1] < 0.05 < couplings[1][1] < couplings[0][1]
 
 
 def test_a_factor_that_nothing_can_begin_keeps_its_basis_and_counts_once(monkeypatch: pytest.MonkeyPatch):

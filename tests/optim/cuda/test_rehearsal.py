@@ -271,15 +271,44 @@ def test_what_is_listed_is_compiled_by_processes(kernel: Any, monkeypatch: pytes
     """What a launch compiles, because it was not listed, is not; and processes end with the last compilation."""
     notes = list[tuple[str, bool]]()
     listed = kernel.module.a_kernel
-    listed.compile = lambda *_, **__: notes.append(("compiled", getattr(compile_processes._STATE, "asked", False)))
-    monkeypatch.setattr(type(listed), "warmup", lambda self, *args, **options: self.compile(None) or self)
-    monkeypatch.setattr(compile_processes, "may_begin", lambda: notes.append(("asked", True)))
+    listed.compile = lambda *_, **__: notes.append(("compiled", False))
+    told = dict.fromkeys(("signature", "constants", "attrs"))
+    src = SimpleNamespace(fn=SimpleNamespace(__module__="here", __name__="a_kernel"), **told)
+    monkeypatch.setattr(type(listed), "warmup", lambda self, *args, **options: self.compile(src) or self)
+    monkeypatch.setattr(compile_processes, "_is_cached", lambda *_: False)
+    monkeypatch.setattr(compile_processes, "may_begin", lambda: True)
+    monkeypatch.setattr(compile_processes, "_first", lambda job: notes.append(("asked", ahead._LOADING.locked())))
     monkeypatch.setattr(compile_processes, "end", lambda: notes.append(("ended", True)))
     with ahead.listing(META):
         launch(kernel, torch.empty(4, device="meta"), BLOCK=1)
     ahead.wait()
-    listed.compile(None)
-    assert notes == [("asked", True), ("compiled", True), ("ended", True), ("compiled", False)]
+    listed.compile(src)
+    assert notes == [("asked", False), ("compiled", False), ("ended", True), ("compiled", False)]
+
+
+def test_kernels_are_read_one_at_a_time(kernel: Any, monkeypatch: pytest.MonkeyPatch):
+    """The one that a step needs first is there first, and its launch waits for no others."""
+    names = list[str]()
+
+    def warmup(self: Any, *args: Any, grid: Any, **options: Any) -> Any:
+        assert ahead._LOADING.locked()
+        names.append(self.name)
+        time.sleep(0.02)
+        return self
+
+    for name in ("b_kernel", "c_kernel", "d_kernel"):
+        setattr(kernel.module, name, type(kernel.module.a_kernel)())
+    for name, one in vars(kernel.module).items():
+        one.name = name
+    monkeypatch.setattr(type(kernel.module.a_kernel), "warmup", warmup)
+    with ahead.listing(META):
+        for name in ("c_kernel", "a_kernel", "d_kernel", "b_kernel"):
+            getattr(ahead.launched(kernel.module), name)[(1,)](torch.empty(4, device="meta"))
+    ahead.launched(kernel.module).c_kernel
+    waited = [*names]
+    ahead.wait()
+    assert waited[0] == names[0] == "c_kernel"
+    assert len(waited) < 4 == len(names)
 
 
 def test_where_a_tensor_begins_may_be_of_no_account(kernel: Any, monkeypatch: pytest.MonkeyPatch):

@@ -1,7 +1,7 @@
 """`TrackedBasis`: eigenvectors ``U_P ⊗ U_Q`` of a stack's factors that are kept up to date by products.
 
-A basis is begun by Cholesky and some sweeps (`linalg.first_basis`; a small one by `torch.linalg.eigh`), and takes the
-same few sweeps (`linalg.jacobi`) at every refresh, whatever its factor has become. What is divided by is measured in
+A basis is begun by Cholesky and some sweeps (`linalg.first_basis`; a small one by `torch.linalg.eigh`), and takes a
+few sweeps (`linalg.jacobi`) at every refresh, whatever its factor has become. What is divided by is measured in
 the basis as it is: second moments (SOAP, EKFAC), or else ``diag(Uᵀ M U)``. What is not finite keeps the last basis.
 """
 
@@ -152,23 +152,21 @@ class TrackedSide:
         self._begin(M, slice(0, len(self.values)), context.health)
 
     def _begin(self, factor: DeviceFactor, groups: slice, health: Health) -> None:
-        """By sweeps where that is faster, else by eigh; a factor that cannot be decomposed keeps its basis."""
+        """By sweeps where that is faster, else by eigh, for which the host waits. A factor of which there is no first
+        iterate begins with the identity."""
         if not (self.matrix.halved and begins_by_sweeps(self.values)):
             self._decompose(factor, groups, health)
             return
         U, good = iterated_once(factor.dense(groups))
-        self._put(groups, U, self.values[groups], good)
+        health.count("fallbacks", (~good).sum())
+        self._put(groups, U, self.values[groups], torch.ones_like(good))
         rehearsal = good.device.type == "meta"
         self._follow(factor, groups, 1 if rehearsal else FIRST_SWEEPS, Health(on_device=True))
         kept = self.matrix.matrix(groups)
         kept = kept if isinstance(kept, Half) else self.matrix.value(groups)
-        M = factors.operand(factor.mean[groups], self.rough)
-        values = rayleigh_quotients(M, kept, HALF_PAIRS).clamp_min(0)
-        good = good & torch.isfinite(values).all(-1)
-        self.values[groups] = torch.where(good.view(-1, 1), values, self.values[groups])
-        failed = [] if rehearsal else torch.nonzero(~good).flatten().tolist()
-        for k in failed:
-            self._decompose(factor, slice(groups.start + k, groups.start + k + 1), health)
+        values = rayleigh_quotients(factors.operand(factor.mean[groups], self.rough), kept, HALF_PAIRS).clamp_min(0)
+        finite = torch.isfinite(values).all(-1, keepdim=True)
+        self.values[groups] = torch.where(finite, values, self.values[groups])
 
     def _decompose(self, factor: DeviceFactor, groups: slice, health: Health) -> None:
         """By eigh, largest last, padding apart."""

@@ -1,7 +1,7 @@
 """`DeviceStep`: what only the device knows of a step, where the host does not wait for it."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtyping import Bool, Float
@@ -25,8 +25,16 @@ class DeviceStep:
     """Makes a call as a CUDA graph, or captures it; None: calls of this step are only made."""
     scale: float = 1.0
     """What gradients are multiplied by when they are read; gathered ones have been."""
+    read: list[bool] = field(default_factory=list)
+    """`all_finite`, once the host has asked: each time it would wait for all that it has launched."""
     _m: tuple[Tensor, Tensor] | None = None
     """The averaged gradient of AdamW, and what none of its entries exceeds."""
+
+    def is_taken(self) -> bool:
+        """What the host has to wait for, the first time that any stack of the step asks."""
+        if not self.read:
+            self.read.append(bool(self.all_finite))
+        return self.read[0]
 
     def bound_m(self, m: Tensor, largest: Float[Tensor, "K"]) -> None:
         """What a pass has found of the averaged gradient."""

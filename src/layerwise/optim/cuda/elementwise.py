@@ -108,7 +108,7 @@ def adam_(
 def adam_norms_(
     m: Float[Tensor, "K M I"],
     v: Float[Tensor, "K V I"],
-    g: Float[Tensor, "K O I"],
+    g: Float[Tensor, "K O I"] | Scaled,
     *,
     beta1: int | float,
     beta2: int | float,
@@ -118,7 +118,8 @@ def adam_norms_(
     all_finite: AllFinite = None,
     apart: int = 1,
 ) -> tuple[Float[Tensor, "K"], Float[Tensor, "K"]]:
-    """The norm of `adam_`'s step, which is not written, and the largest magnitude of m; both moments are moved.
+    """The norm of `adam_`'s step, which is not written, and the largest magnitude of m; both moments are moved. m may
+    be of half precision.
 
     v has only rows 0, `apart`, 2·`apart`, … (of padding none, where it has fewer), by which the norm of all is measured
     (`of_all_rows`); m has all rows, or the same. In a step left out the norm is zero, and so may be the other.
@@ -127,6 +128,7 @@ def adam_norms_(
     >>> adam_norms_(m, v, torch.ones(1, 1, 2), beta1=0.5, beta2=0.5, eps=1.0, correction1=c, correction2=c)
     (tensor([0.7071]), tensor([0.5000]))
     """
+    g, scales = parts(g)
     for name, X in (("m", m), ("v", v), ("g", g)):
         check_whole(X, name)
     if not (len(range(0, g.shape[1], apart)) >= v.shape[1] and m.shape[1] in (g.shape[1], v.shape[1])):
@@ -138,10 +140,10 @@ def adam_norms_(
             )
         )
     if not m.numel():
-        return torch.zeros(len(m), dtype=m.dtype, device=m.device), torch.zeros(len(m), dtype=m.dtype, device=m.device)
+        return torch.zeros(len(v), dtype=v.dtype, device=v.device), torch.zeros(len(v), dtype=v.dtype, device=v.device)
     numbers = (beta1, beta2, eps, correction1, correction2, all_finite, apart)
-    way = way_of(m, others=(v, g)) if g[0].numel() <= triton_elementwise.MOST_ENTRIES else elementwise_torch
-    return way.adam_norms_(m, v, g, *numbers)
+    way = way_of(v, others=(m, g)) if g[0].numel() <= triton_elementwise.MOST_ENTRIES else elementwise_torch
+    return way.adam_norms_(m, v, g, scales, *numbers)
 
 
 def _adam(

@@ -48,11 +48,12 @@ def adam_(
     all_finite: AllFinite,
 ) -> None:
     """`elementwise.adam_` and `elementwise.rotated_adam_`."""
-    G = over(G.to(M.dtype), scales)
-    M.copy_(chosen(all_finite, M.lerp(G, 1 - beta1), M))
+    G, m = over(G.to(V.dtype), scales), M.to(V.dtype)
+    m = chosen(all_finite, m.lerp(G, 1 - beta1), m)
+    M.copy_(m)
     V.copy_(chosen(all_finite, beta2 * V + (1 - beta2) * G * G, V))
-    c1, c2 = per_group(correction1, M), per_group(correction2, M)
-    d = M / (V.sqrt() + eps) * (c2.sqrt() / c1) if rotated else M / c1 / (V.sqrt() / c2.sqrt() + eps)
+    c1, c2 = per_group(correction1, m), per_group(correction2, m)
+    d = m / (V.sqrt() + eps) * (c2.sqrt() / c1) if rotated else m / c1 / (V.sqrt() / c2.sqrt() + eps)
     d = d if floor is None else d * above(V, floor)
     step.copy_(cut(chosen(all_finite, d if factor == 1 else d * factor, 0.0), step.dtype))
 
@@ -61,6 +62,7 @@ def adam_norms_(
     M: Tensor,
     V: Tensor,
     G: Tensor,
+    scales: Sequence[Tensor],
     beta1: int | float,
     beta2: int | float,
     eps: int | float,
@@ -70,16 +72,16 @@ def adam_norms_(
     apart: int,
 ) -> tuple[Tensor, Tensor]:
     """`elementwise.adam_norms_`."""
-    part, step = M, torch.empty_like(V)
+    part, step, G = M, torch.empty_like(V), over(G.to(V.dtype), scales)
     seen = G[:, ::apart][:, : V.shape[1]]
     if M.shape != V.shape:  # m is of all rows
         part = M[:, ::apart][:, : V.shape[1]].clone()
-        M.copy_(chosen(all_finite, M.lerp(G.to(M.dtype), 1 - beta1), M))
+        M.copy_(chosen(all_finite, M.to(V.dtype).lerp(G, 1 - beta1), M.to(V.dtype)))
     adam_(part, V, seen, (), step, 1.0, beta1, beta2, eps, correction1, correction2, False, None, all_finite)
     found = torch.linalg.vector_norm(step.flatten(1), dim=1)
     if apart > 1:
         found = chosen(all_finite, of_all_rows(found, G, apart, V.shape[1]), 0.0)
-    return found, M.abs().flatten(1).amax(1)
+    return found, M.abs().flatten(1).amax(1).to(V.dtype)
 
 
 def above(V: Tensor, floor: Tensor) -> Tensor:

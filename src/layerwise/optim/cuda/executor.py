@@ -161,13 +161,14 @@ class AsynchronousExecutor(Executor):
     def parts(self, contexts: Sequence[Context], gathered: Gathered) -> list[Part]:
         """Everything a step knows of each stack."""
         found, replays = [], {device: self._replay_on(device) for device in self.tables}
+        read = {device: list[bool]() for device in self.tables}
         for stack, context, grad, active, largest in zip(
             self.stacks, contexts, gathered.grads, gathered.active, gathered.largest, strict=True
         ):
             device = stack.shape.device
             own = grad if splits_gradient(stack) else None
             finite = gathered.all_finite[device]
-            context.device_step = DeviceStep(finite, own, largest, replays[device], gathered.scale)
+            context.device_step = DeviceStep(finite, own, largest, replays[device], gathered.scale, read[device])
             found.append(Part(stack, context, grad, active, grad, rates=self.tables[device].rate_of(stack)))
         return found
 

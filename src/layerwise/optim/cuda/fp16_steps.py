@@ -75,7 +75,7 @@ def damped_half(
         grid, has_factors = (triton_elementwise.tiles(O, I), K), added[2] is not None
         M, averaged = None, (None, 0.0)
         if moved is not None:
-            M, averaged = moved.M, (byte(moved.all_finite), float(moved.weight))
+            M, averaged = moved.M, (byte(moved.all_finite, s.device), float(moved.weight))
         kernels("eigenbasis_kernels").damped_quotient_kernel[grid](
             X, listed(scales, 0), s, hi, *numbers, bits(largest), bits(before), tiny, M, *averaged,
             O, I, X.stride(0), *strides, 0 if M is None else M.stride(0),

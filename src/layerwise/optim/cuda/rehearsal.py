@@ -80,7 +80,6 @@ def _steps(executor: AsynchronousExecutor, context_of: Callable[[Stack], Context
         tables.complete = tables.aligned = True
     contexts, sizes = list[Context](), set[int]()
     for stack in executor.stacks:
-        stack.memory |= {"fresh": [False] * stack.groups, "begun": False}
         numbers = {f.name: getattr(context_of(stack), f.name) for f in fields(Context)}
         contexts.append(_Taken(**numbers | {"step": 1, "observes": True, "health": executor.health}))
     parts, first = executor.parts(contexts, executor.gather(1.0)), True

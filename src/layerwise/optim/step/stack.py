@@ -176,6 +176,9 @@ class Stack:
         if self.state:
             return
         self.state = self.rule.init(self.shape, self.backend)
+        if not any(saved.get(spec.name) for spec in self.specs):
+            self.memory |= {"fresh": [False] * self.groups, "begun": False}  # which nobody need ask the device
+            return
         owners = {name: entry for entry in kept(self.state) for name in entry.tensors()}
         sizes = {name: tuple(X.shape[1:]) for name, X in self._portable(slice(0, 1)).items()}
         needed, beside = set(sizes), {name for name, entry in self.state.items() if isinstance(entry, Tensor)}

@@ -215,7 +215,8 @@ def unit_of(params: Iterable[nn.Parameter]) -> float | None:
     if not grads:
         return None
     dense = [g.coalesce().values() if g.is_sparse else g for g in grads]
-    squares = sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in dense)
+    found = torch._foreach_norm(dense, 2, torch.float64)  # pyright: ignore[reportPrivateImportUsage]
+    squares = sum(norm**2 for norm in torch.stack([norm.to(dense[0].device) for norm in found]).tolist())
     count = sum(g.numel() for g in grads)
     unit = math.sqrt(squares / max(count, 1)) / USUAL_GRADIENT
     return unit if 0 < unit < math.inf else None

@@ -39,10 +39,14 @@ def _at_a_time() -> int:
     return min(max(cores, 1), MOST_AT_A_TIME)
 
 
+_LOADING = threading.Lock()
+"""Held by the thread that reads a kernel's text, looks for it in Triton's cache and loads it, all of which is Python's
+work: several at once would only take the interpreter's lock from each other, and from the program. So those that are
+listed first are there first."""
 _SLOTS = threading.BoundedSemaphore(_at_a_time())
 _PREPARING: dict[torch.device, list[threading.Thread]] = {}
 _LOCK = threading.RLock()
-"""Of this module's tables, and of what a kernel keeps for each device, which two threads would make twice."""
+"""Of this module's tables."""
 _KNOWN: set[Hashable] = set()
 """What has been compiled, or is being."""
 _UNDONE: list[None] = []
@@ -151,13 +155,13 @@ def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], device
         for thread in _PREPARING.get(device, ()):
             thread.join()
         with torch.cuda.device(device):
-            with _LOCK:
-                # The key parses a kernel's text, which fails now and then in two threads of one interpreter.
-                _ = kernel.device_caches[torch.cuda.current_device()], getattr(kernel, "cache_key", None)
+            with _LOADING, compile_processes.asked(_LOADING):
+                _ = kernel.device_caches[torch.cuda.current_device()]  # which two threads would make twice
                 if hasattr(kernel, "compile") and not hasattr(kernel.compile, "of"):
                     kernel.compile = compile_processes.in_processes(kernel.compile)
-            with compile_processes.asked():
                 compiled = kernel.warmup(*args, grid=(1,), **options)
+                if compile_processes.may_begin():  # which have compiled what launches it, too
+                    _ = compiled.run
             _ = compiled.run  # what launches it, which the C compiler makes, and the code on the device
     except Exception:  # the launch will say what is wrong
         return

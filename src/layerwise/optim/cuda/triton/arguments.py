@@ -9,9 +9,15 @@ from torch import Tensor
 AllFinite = Tensor | None
 
 
-def byte(all_finite: AllFinite) -> Tensor | None:
-    """A mask as the kernels read it."""
-    return None if all_finite is None else all_finite.view(torch.uint8)
+def byte(all_finite: AllFinite, device: torch.device) -> Tensor:
+    """A mask as the kernels read it; of a step that is taken, where there is none."""
+    return always(device) if all_finite is None else all_finite.view(torch.uint8)
+
+
+@cache
+def always(device: torch.device) -> Tensor:
+    """The mask of a step that is taken."""
+    return torch.ones((), dtype=torch.uint8, device=device)
 
 
 def bits(largest: Tensor | None) -> Tensor | None:

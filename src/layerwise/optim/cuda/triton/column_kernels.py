@@ -60,7 +60,7 @@ def column_kernel(
 def border_kernel(
     mean, count, weight, skipped, sums, squares, all_finite, by, alpha, rest_hi, rest_lo, log_hi, log_lo, n, parts,
     blocks, K, mean_k, mean_row,
-    BORDER: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr,
+    BORDER: tl.constexpr, PACKED: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
     """Of one mean: whether its layer is taken, its count, the weight of what is new, and the column of the bias.
@@ -79,9 +79,7 @@ def border_kernel(
         inside = (groups[:, None] < K) & (here[None, :] < each)
         total += tl.sum(tl.load(squares + groups[:, None] * each + here[None, :], mask=inside, other=0.0), axis=1)
     finite = (total < float("inf")) & (total * alpha < float("inf"))  # nan is not less than anything
-    asked = groups < K
-    if MASKED:
-        asked = asked & (tl.load(all_finite) != 0)
+    asked = (groups < K) & (tl.load(all_finite) != 0)
     take = tl.sum(((groups == k) & finite & asked).to(tl.int32), axis=0)
     if k == 0:
         tl.store(skipped, tl.sum((asked & ~finite).to(tl.int32), axis=0).to(tl.int64))

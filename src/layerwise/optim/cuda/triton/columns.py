@@ -18,7 +18,7 @@ from layerwise.foundations.errors import InputError, describe
 from layerwise.optim.cuda.linalg import packed
 from layerwise.optim.cuda.linalg.packed import is_packed
 from layerwise.optim.cuda.triton import packed as triton_packed
-from layerwise.optim.cuda.triton.arguments import one, power_of_two
+from layerwise.optim.cuda.triton.arguments import byte, one, power_of_two
 from layerwise.optim.cuda.triton.device import ceil, kernels, on
 from layerwise.optim.cuda.triton.products import LISTED, filled_up, gram_update_
 
@@ -74,10 +74,8 @@ def average_grams_(
                 LISTED=len(listed), SUMS=border, CAST=cast, COLUMNS=COLUMNS, ROWS=ROWS, num_warps=4,
             )  # fmt: skip
         launch.border_kernel[(K,)](
-            mean, count, weight, skipped, sums, squares,
-            None if all_finite is None else all_finite.view(torch.uint8), by, float(alpha), *_memory(decay), n, parts,
-            blocks, K, mean.stride(0), mean.stride(1), BORDER=border, PACKED=is_packed(mean),
-            MASKED=all_finite is not None, COLUMNS=BORDER_COLUMNS, GROUPS=max(64, power_of_two(K)), PARTS=LOOKED_AT,
+            mean, count, weight, skipped, sums, squares, byte(all_finite, device), by, float(alpha), *_memory(decay),
+            n, parts, blocks, K, mean.stride(0), mean.stride(1), BORDER=border, PACKED=is_packed(mean), COLUMNS=BORDER_COLUMNS, GROUPS=max(64, power_of_two(K)), PARTS=LOOKED_AT,
             num_warps=8,
         )  # fmt: skip
     made = X if rounded is None else rounded

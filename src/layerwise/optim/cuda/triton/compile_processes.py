@@ -19,6 +19,7 @@ import threading
 import types
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -41,15 +42,15 @@ class Process:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._said = pickle.dumps((sys.path, dict(packages), key))
 
-    def compile(self, job: tuple[Any, ...]) -> bool:
-        """Whether there was an answer: that the job is done, or that it cannot be."""
+    def compile(self, job: tuple[Any, ...]) -> bytes:
+        """`DONE` or `FAILED`; or that there was no answer."""
         answers, requests = self._process.stdout, self._process.stdin
         assert answers is not None
         assert requests is not None
         requests.write(self._said + pickle.dumps(job))
         requests.flush()
         self._said = b""
-        return bool(wait([answers.fileno()], LONGEST)) and os.read(answers.fileno(), 1) in (DONE, FAILED)
+        return os.read(answers.fileno(), 1) if wait([answers.fileno()], LONGEST) else b""
 
     def end(self) -> None:
         """Now, whatever it does."""
@@ -65,23 +66,31 @@ def in_processes(compile: Callable[..., Any]) -> Callable[..., Any]:
     """Triton's `compile`, in a process first where a thread asks for that (`asked`) and the result is not cached."""
 
     def compiled(src: Any, target: Any = None, options: Any = None, **others: Any) -> Any:
-        if getattr(_STATE, "asked", False) and may_begin() and not _is_cached(src, target, options):
-            kernel = (src.fn.__module__, src.fn.__name__)
-            _first((*kernel, src.signature, src.constants, src.attrs, target, options))
-        return compile(src, target=target, options=options, **others)
+        lock, call = getattr(_STATE, "lock", None), partial(compile, src, target=target, options=options, **others)
+        cached = lock is None or _is_cached(src, target, options)
+        if lock is None or cached:
+            return call()
+        lock.release()
+        try:
+            job = (src.fn.__module__, src.fn.__name__, src.signature, src.constants, src.attrs, target, options)
+            if cached is None or not may_begin() or not _first(job):
+                return call()
+        finally:
+            lock.acquire()
+        return call()
 
     compiled.of = compile  # type: ignore[attr-defined]
     return compiled
 
 
 @contextmanager
-def asked():
-    """What this thread compiles, a process compiles first."""
-    _STATE.asked = True
+def asked(lock: threading.Lock):
+    """What this thread compiles, a process compiles first; the thread holds the lock, but while it is compiled."""
+    _STATE.lock = lock
     try:
         yield
     finally:
-        _STATE.asked = False
+        _STATE.lock = None
 
 
 def may_begin() -> bool:
@@ -99,21 +108,22 @@ def end() -> None:
         process.end()
 
 
-def _first(job: tuple[Any, ...]) -> None:
-    """Hand a job to an idle process, or a new one; one that does not answer is ended."""
+def _first(job: tuple[Any, ...]) -> bool:
+    """Hand a job to an idle process, or a new one; one that does not answer is ended. Returns whether it is done."""
     with _LOCK:
         process = _IDLE.pop() if _IDLE else None
-    answered = False
+    answer = b""
     with suppress(Exception):  # no more processes, or a job that cannot be sent
         process = process or Process(_packages(job[0]), _key_of_triton())
-        answered = process.compile(job)
-    if process is not None and answered:
+        answer = process.compile(job)
+    if process is not None and answer in (DONE, FAILED):
         with _LOCK:
             _IDLE.append(process)
-        return
+        return answer == DONE
     _LOST.set()
     if process is not None:
         process.end()
+    return False
 
 
 def _packages(module: str) -> dict[str, list[str]]:
@@ -132,8 +142,8 @@ def _key_of_triton() -> str | None:
     return None
 
 
-def _is_cached(src: Any, target: Any, options: Any) -> bool:
-    """Whether `compile` would find it; where Triton has changed, and looks otherwise, nothing is gained."""
+def _is_cached(src: Any, target: Any, options: Any) -> bool | None:
+    """Whether `compile` would find it; None where Triton has changed, and looks otherwise."""
     try:
         from triton._C.libtriton import get_cache_invalidating_env_vars  # pyright: ignore[reportMissingImports]
         from triton.compiler import make_backend  # pyright: ignore[reportMissingImports]
@@ -145,7 +155,7 @@ def _is_cached(src: Any, target: Any, options: Any) -> bool:
         name = f"{src.name[:150]}.json"
         return name in (get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(name) or {})
     except Exception:
-        return True
+        return None
 
 
 # --- the process ---------------------------------------------------------------------------------------------

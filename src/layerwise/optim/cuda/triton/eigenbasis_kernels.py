@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-from layerwise.optim.cuda.triton.elementwise_kernels import _jit, _jit_varying, block, lerp, stored, tile, tl, unscaled
+from layerwise.optim.cuda.triton.elementwise_kernels import (
+    _jit,
+    _jit_varying,
+    block,
+    keep_largest,
+    lerp,
+    stored,
+    tile,
+    tl,
+    unscaled,
+)
 from layerwise.optim.cuda.triton.elementwise_kernels import triton as triton
-from layerwise.optim.cuda.triton.split_kernels import final_scale, foreseen_scale, keep_largest
+from layerwise.optim.cuda.triton.split_kernels import final_scale, foreseen_scale
 
 
 @_jit

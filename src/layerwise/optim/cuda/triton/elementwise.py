@@ -60,12 +60,11 @@ def adam_(
         entries, groups = entries * groups, 1
     with on(M.device):
         kernels("elementwise_kernels").adam_kernel[(blocks(entries), groups)](
-            M, V, G, listed(scales, 0), step, byte(all_finite), correction1.contiguous(), correction2.contiguous(),
+            M, V, G, listed(scales, 0), step, byte(all_finite, M.device), correction1.contiguous(), correction2.contiguous(),
             correction2 if floor is None else floor.contiguous(),
             float(1 - beta1), float(beta2), float(1 - beta2), float(eps), float(factor), entries, max(flat, 1),
             M.stride(0), V.stride(0), G.stride(0), step.stride(0),
-            SCALES=len(scales), ROTATED=rotated, FLAT=flat > 0 and groups == 1, HAS_FLOOR=floor is not None,
-            MASKED=all_finite is not None, **BLOCK,
+            SCALES=len(scales), ROTATED=rotated, FLAT=flat > 0 and groups == 1, HAS_FLOOR=floor is not None, **BLOCK,
         )  # fmt: skip
 
 
@@ -73,6 +72,7 @@ def adam_norms_(
     M: Tensor,
     V: Tensor,
     G: Tensor,
+    scales: Sequence[Tensor],
     beta1: int | float,
     beta2: int | float,
     eps: int | float,
@@ -81,23 +81,28 @@ def adam_norms_(
     all_finite: AllFinite,
     apart: int,
 ) -> tuple[Tensor, Tensor]:
-    """`elementwise.adam_norms_`."""
-    (groups, rows, width), device = G.shape, M.device
-    n, of_m, seen, some = tiles(rows, width), M.shape[1], V.shape[1], apart > 1
-    across = ceil(width, TILE["COLUMNS"])
-    partial = torch.empty(groups, n, 2, dtype=torch.float32, device=device)
+    """`elementwise.adam_norms_`: where rows are apart, a first pass over all of them tells which are not zero."""
+    (groups, rows, width), device, seen, some = G.shape, M.device, V.shape[1], apart > 1
+    averaged, taken = some and M.shape[1] == rows, byte(all_finite, device)
+    n, across, corrections = tiles(seen, width), ceil(width, TILE["COLUMNS"]), (correction1, correction2)
+    partial = torch.empty(groups, n, dtype=torch.float32, device=device)
     flags = torch.empty(groups, across, rows, dtype=torch.int8, device=device) if some else None
-    norms, largest = (torch.empty(groups, dtype=torch.float32, device=device) for _ in range(2))
+    norms, largest = torch.empty(groups, dtype=torch.float32, device=device), M.new_zeros(groups, dtype=torch.float32)
+    divided = {"SCALES": len(scales)}
     with on(device):
         launch = kernels("elementwise_kernels")
+        if some:
+            launch.average_kernel[(tiles(rows, width), groups)](
+                M, G, listed(scales, 0), bits(largest), flags, taken, float(1 - beta1), rows, width,
+                M.stride(0), G.stride(0), HAS_M=averaged, **divided, **TILE,
+            )  # fmt: skip
         launch.adam_norm_kernel[(n, groups)](
-            M, V, G, partial, flags, byte(all_finite), correction1.contiguous(), correction2.contiguous(),
-            float(1 - beta1), float(beta2), float(1 - beta2), float(eps),
-            rows, width, of_m, 1 if of_m == rows else apart, seen, apart, M.stride(0), V.stride(0), G.stride(0),
-            SOME=some, MASKED=all_finite is not None, **TILE,
+            M, V, G, listed(scales, 0), partial, bits(largest), taken, *(c.contiguous() for c in corrections),
+            float(1 - beta1), float(beta2), float(1 - beta2), float(eps), seen, width, apart,
+            M.stride(0), V.stride(0), G.stride(0), AVERAGED=averaged, **divided, **TILE,
         )  # fmt: skip
         launch.norm_of_all_kernel[(groups,)](
-            partial, flags, norms, largest, USUAL_UPDATE, n, across, rows, width, seen, apart, SOME=some, **OF_GROUP
+            partial, flags, norms, USUAL_UPDATE, n, across, rows, width, seen, apart, SOME=some, **OF_GROUP
         )
     return norms, largest
 
@@ -111,8 +116,8 @@ def momentum_update_(
     partial = torch.empty(len(M), blocks(entries), dtype=torch.float32, device=M.device)
     with on(M.device):
         kernels("elementwise_kernels").momentum_update_kernel[(blocks(entries), len(M))](
-            M, G, update, partial, byte(all_finite), float(1 - mu), float(mu), entries, M.stride(0), G.stride(0),
-            NESTEROV=nesterov, MASKED=all_finite is not None, **BLOCK,
+            M, G, update, partial, byte(all_finite, M.device), float(1 - mu), float(mu), entries, M.stride(0), G.stride(0),
+            NESTEROV=nesterov, **BLOCK,
         )  # fmt: skip
     return update, partial.sum(1)
 
@@ -129,7 +134,7 @@ def corrections_(
     logs = (math.log(max(beta, 1e-300)) for beta in (beta1, beta2))
     with on(steps.device):
         kernels("elementwise_kernels").corrections_kernel[(blocks(len(steps)),)](
-            steps, correction1, correction2, byte(all_finite), *logs, len(steps), MASKED=all_finite is not None, **BLOCK
+            steps, correction1, correction2, byte(all_finite, steps.device), *logs, len(steps), **BLOCK
         )  # fmt: skip
 
 

@@ -94,6 +94,15 @@ def stored(x, KIND: tl.constexpr):
 
 @_jit
 @no_type_check
+def keep_largest(largest, k, y):
+    """The largest magnitude so far, of all programs: as bits, integers of the same order, in which NaN comes last."""
+    found = tl.max(tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
+    if found > tl.load(largest + k):  # else thousands of programs would wait for one another at one address
+        tl.atomic_max(largest + k, found)
+
+
+@_jit
+@no_type_check
 def ema_kernel(
     mean, new, weight, divisor_at, divisor, rows_total, width, new_rows, new_width, mean_k, new_k, new_row,
     HAS_DIVISOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -119,19 +128,16 @@ def ema_kernel(
 def adam_kernel(
     M, V, G, scales, step, all_finite, correction1, correction2, floor_at, weight1, beta2, weight2, eps, factor,
     entries, flat, M_k, V_k, G_k, step_k,
-    SCALES: tl.constexpr, ROTATED: tl.constexpr, FLAT: tl.constexpr, HAS_FLOOR: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SCALES: tl.constexpr, ROTATED: tl.constexpr, FLAT: tl.constexpr, HAS_FLOOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Both moments and Adam's step on one block, with FLAT of all groups, each so large; ROTATED: ε as it is."""
     k = tl.program_id(1).to(tl.int64)
     at, inside = block(entries, BLOCK)
-    taken = inside
-    if MASKED:
-        taken = inside & (tl.load(all_finite) != 0)
+    taken = inside & (tl.load(all_finite) != 0)
     g = unscaled(tl.load(G + k * G_k + at, mask=taken, other=0.0).to(tl.float32), scales, k, SCALES)
     m = lerp(tl.load(M + k * M_k + at, mask=taken, other=0.0).to(tl.float32), g, weight1)
     v = beta2 * tl.load(V + k * V_k + at, mask=taken, other=0.0).to(tl.float32) + weight2 * g * g
-    tl.store(M + k * M_k + at, m, mask=taken)
+    tl.store(M + k * M_k + at, m.to(M.dtype.element_ty), mask=taken)
     tl.store(V + k * V_k + at, v.to(V.dtype.element_ty), mask=taken)
     if FLAT:
         c1 = tl.load(correction1 + at // flat, mask=inside, other=1.0)
@@ -147,64 +153,74 @@ def adam_kernel(
     tl.store(step + k * step_k + at, stored(tl.where(taken, d * factor, 0.0), step.dtype.element_ty), mask=inside)
 
 
-@_jit_varying("rows_total", "m_rows", "m_apart", "seen_rows", "apart")
+@_jit_varying("rows_total")
+@no_type_check
+def average_kernel(
+    M, G, scales, largest, flags, all_finite, weight, rows_total, width, M_k, G_k,
+    SCALES: tl.constexpr, HAS_M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One tile of M + weight·(G − M), its largest magnitude; and `flags [K, tiles across, rows]` of which rows of the
+    tile of G are not zero."""
+    k = tl.program_id(1).to(tl.int64)
+    rows, columns = tile(width, ROWS, COLUMNS)
+    inside = (rows < rows_total) & (columns < width) & (tl.load(all_finite) != 0)
+    at = rows * width + columns
+    g = unscaled(tl.load(G + k * G_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
+    if HAS_M:
+        m = lerp(tl.load(M + k * M_k + at, mask=inside, other=0.0).to(tl.float32), g, weight).to(M.dtype.element_ty)
+        tl.store(M + k * M_k + at, m, mask=inside)
+        keep_largest(largest, k, m.to(tl.float32))
+    across = tl.cdiv(width, COLUMNS)
+    flag = flags + (k * across + tl.program_id(0) % across) * rows_total + rows
+    nonzero = tl.max((tl.abs(g) > 0.0).to(tl.int32), 1)
+    tl.store(flag, nonzero[:, None].to(tl.int8), mask=rows < rows_total)
+
+
+@_jit_varying("seen_rows", "apart")
 @no_type_check
 def adam_norm_kernel(
-    M, V, G, partial, flags, all_finite, correction1, correction2, weight1, beta2, weight2, eps,
-    rows_total, width, m_rows, m_apart, seen_rows, apart, M_k, V_k, G_k,
-    SOME: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    M, V, G, scales, partial, largest, all_finite, correction1, correction2, weight1, beta2, weight2, eps,
+    seen_rows, width, apart, M_k, V_k, G_k,
+    SCALES: tl.constexpr, AVERAGED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Both moments on one tile of G, the sum of squares of Adam's step there, and the largest magnitude of m.
+    """Both moments on one tile of every `apart`-th row, and the sum of squares of Adam's step there.
 
-    M has every `m_apart`-th row of G, V every `apart`-th, so many of them. Where that is SOME, all of G is read, and
-    `flags [K, tiles across, rows]` say which rows of the tile are not zero.
+    M has these rows, or where it was AVERAGED before (`average_kernel`) all of them.
     """
     k = tl.program_id(1).to(tl.int64)
     rows, columns = tile(width, ROWS, COLUMNS)
-    inside = (rows < rows_total) & (columns < width)
-    if MASKED:
-        inside = inside & (tl.load(all_finite) != 0)
-    g = tl.load(G + k * G_k + rows * width + columns, mask=inside, other=0.0).to(tl.float32)
-    kept = inside & (rows % m_apart == 0) & (rows // m_apart < m_rows)
-    m_at = M + k * M_k + (rows // m_apart) * width + columns
-    m = lerp(tl.load(m_at, mask=kept, other=0.0), g, weight1)
-    tl.store(m_at, m, mask=kept)
-    seen = inside & (rows % apart == 0) & (rows // apart < seen_rows)
-    v_at = V + k * V_k + (rows // apart) * width + columns
-    v = beta2 * tl.load(v_at, mask=seen, other=0.0) + weight2 * g * g
-    tl.store(v_at, v, mask=seen)
+    inside = (rows < seen_rows) & (columns < width) & (tl.load(all_finite) != 0)
+    here, there = rows * width + columns, rows * apart * width + columns
+    g = unscaled(tl.load(G + k * G_k + there, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
+    if AVERAGED:
+        m = tl.load(M + k * M_k + there, mask=inside, other=0.0).to(tl.float32)
+    else:
+        m = lerp(tl.load(M + k * M_k + here, mask=inside, other=0.0).to(tl.float32), g, weight1)
+        tl.store(M + k * M_k + here, m.to(M.dtype.element_ty), mask=inside)
+        keep_largest(largest, k, m.to(M.dtype.element_ty).to(tl.float32))
+    v = beta2 * tl.load(V + k * V_k + here, mask=inside, other=0.0) + weight2 * g * g
+    tl.store(V + k * V_k + here, v, mask=inside)
     c1, c2 = 1.0 / tl.load(correction1 + k), tl.rsqrt(tl.load(correction2 + k))
     d = (m * c1) / (tl.sqrt(v) * c2 + eps)  # of which only a norm is wanted: no rounding to the last bit
-    d = tl.where(seen, d, 0.0)  # without ε nothing over nothing
-    here = partial + 2 * (k * tl.num_programs(0) + tl.program_id(0))
-    tl.store(here, tl.sum(tl.sum(d * d, 1), 0))
-    tl.store(here + 1, tl.max(tl.max(tl.where(kept, tl.abs(m), 0.0), 1), 0))
-    if SOME:
-        across = tl.cdiv(width, COLUMNS)
-        flag = flags + (k * across + tl.program_id(0) % across) * rows_total + rows
-        nonzero = tl.max((tl.abs(g) > 0.0).to(tl.int32), 1)
-        tl.store(flag, nonzero[:, None].to(tl.int8), mask=rows < rows_total)
+    d = tl.where(inside, d, 0.0)  # without ε nothing over nothing
+    tl.store(partial + k * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.sum(d * d, 1), 0))
 
 
 @_jit_varying("tiles", "across", "rows_total", "width", "seen_rows", "apart")
 @no_type_check
 def norm_of_all_kernel(
-    partial, flags, norms, largest, usual, tiles, across, rows_total, width, seen_rows, apart,
+    partial, flags, norms, usual, tiles, across, rows_total, width, seen_rows, apart,
     SOME: tl.constexpr, TILES: tl.constexpr, ACROSS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What `adam_norm_kernel` has found of one group: the norm, and the largest magnitude of m.
+    """What `adam_norm_kernel` has found of one group: the norm.
 
     Of SOME rows the norm is that of all, as in `seen_rows.of_all_rows`. Added up in an order that does not change.
     """
     k = tl.program_id(0).to(tl.int64)
     squares = tl.zeros((TILES,), dtype=tl.float32)
-    most = tl.zeros((TILES,), dtype=tl.int32)  # an integer of the same order: that of NaN is beyond infinity's
     for start in range(0, tiles, TILES):
         at = start + tl.arange(0, TILES)
-        here = partial + 2 * (k * tiles + at)
-        squares += tl.load(here, mask=at < tiles, other=0.0)
-        most = tl.maximum(most, tl.load(here + 1, mask=at < tiles, other=0.0).to(tl.int32, bitcast=True))
-    tl.store(largest + k, tl.max(most, 0).to(tl.float32, bitcast=True))
+        squares += tl.load(partial + k * tiles + at, mask=at < tiles, other=0.0)
     norm = tl.sqrt_rn(tl.sum(squares, 0))
     if SOME:
         counts = tl.zeros((ROWS,), dtype=tl.int32)
@@ -232,14 +248,12 @@ def norm_of_all_kernel(
 @no_type_check
 def momentum_update_kernel(
     M, G, update, partial, all_finite, weight, mu, entries, M_k, G_k,
-    NESTEROV: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Muon's momentum on one block, what is orthogonalized, and the sum of its squares."""
     k = tl.program_id(1).to(tl.int64)
     at, inside = block(entries, BLOCK)
-    taken = inside
-    if MASKED:
-        taken = inside & (tl.load(all_finite) != 0)
+    taken = inside & (tl.load(all_finite) != 0)
     g = tl.load(G + k * G_k + at, mask=taken, other=0.0).to(tl.float32)
     m = lerp(tl.load(M + k * M_k + at, mask=taken, other=0.0).to(tl.float32), g, weight)
     tl.store(M + k * M_k + at, m, mask=taken)
@@ -252,14 +266,12 @@ def momentum_update_kernel(
 @_jit_varying("groups")
 @no_type_check
 def corrections_kernel(
-    steps, correction1, correction2, all_finite, log1, log2, groups, MASKED: tl.constexpr, BLOCK: tl.constexpr
+    steps, correction1, correction2, all_finite, log1, log2, groups, BLOCK: tl.constexpr
 ):
     """One more step in a step that is taken, and 1 − βᵗ."""
     at, inside = block(groups, BLOCK)
     t = tl.load(steps + at, mask=inside, other=0.0)
-    taken = inside
-    if MASKED:
-        taken = inside & (tl.load(all_finite) != 0)
+    taken = inside & (tl.load(all_finite) != 0)
     t = tl.where(taken, t + 1.0, t)
     tl.store(steps + at, t, mask=taken)
     t = tl.maximum(t, 1.0).to(tl.float64)  # in float32 a first 1 − β of 1e-3 would have four digits

@@ -53,7 +53,7 @@ def gather_(
     """Fill a stack with `factor` times the tensors; zeros in a step that is left out."""
     with on(out.device):
         kernels("piece_kernels").gather_kernel[(len(tiles),)](
-            out, tiles, pieces, addresses, like, byte(all_finite), float(factor), **_how(aligned)
+            out, tiles, pieces, addresses, like, byte(all_finite, out.device), float(factor), **_how(aligned)
         )
 
 
@@ -81,7 +81,7 @@ def finish_(
     """
     with on(D.device):
         kernels("piece_kernels").finish_kernel[(len(tiles),)](
-            tiles, pieces, addresses, like, D, listed(scales, 0), momentum, factor, rates, byte(all_finite), float(mu),
+            tiles, pieces, addresses, like, D, listed(scales, 0), momentum, factor, rates, byte(all_finite, D.device), float(mu),
             SCALES=len(scales), HAS_MOMENTUM=momentum is not None, NESTEROV=nesterov and momentum is not None,
             HAS_FACTOR=factor is not None, **_how(aligned),
         )  # fmt: skip
@@ -111,7 +111,7 @@ def adamw_(
     how = _how(aligned) | {"ROWS": ADAMW_ROWS, "num_warps": ADAMW_WARPS}
     with on(M.device):
         kernels("piece_kernels").adamw_kernel[(len(tiles), ROWS // ADAMW_ROWS)](
-            tiles, pieces, *addresses, like, M, V, *corrections, rates, byte(all_finite), float(scale), float(1 - b1),
+            tiles, pieces, *addresses, like, M, V, *corrections, rates, byte(all_finite, M.device), float(scale), float(1 - b1),
             float(b2), float(1 - b2), float(eps), **how,
         )  # fmt: skip
 

@@ -32,14 +32,6 @@ def largest_of(bits, parts, BLOCK: tl.constexpr = 128):
 
 @_jit
 @no_type_check
-def keep_largest(largest, k, y):
-    """The largest magnitude so far, of all programs: as bits, integers of the same order, in which NaN comes last."""
-    bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    tl.atomic_max(largest + k, tl.max(tl.max(bits, 1), 0))
-
-
-@_jit
-@no_type_check
 def foreseen_scale(before, k, ROOM: tl.constexpr, HEADROOM: tl.constexpr):
     """The scale that the largest magnitude of the last time asks for, with headroom; see `fp16_steps`."""
     return power_of_two(tl.load(before + k)) / (ROOM * HEADROOM)
