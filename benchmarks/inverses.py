@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from layerwise.optim.cuda.linalg.block_inverse import LARGE, LEAF, block_inverse
-from layerwise.optim.cuda.linalg.products import HALF_PAIRS
+from layerwise.optim.cuda.linalg.split_fp16 import prepared, product
 
 FACTORS = [(60, 768), (12, 2304), (24, 3072), (60, 784), (12, 2320), (24, 3088)]
 TINY = [(3, 48), (2, 80)]
@@ -59,7 +59,7 @@ def triangular_inverse(L: Tensor, leaf: int = 64) -> Tensor:
         A, C = X[:, 0::2], X[:, 1::2]
         B = _blocks(whole, size, 1, 0, 2)
         flat = [T.reshape(-1, size, size) for T in (A, B, C)]
-        low = HALF_PAIRS.precise(flat[2], HALF_PAIRS.precise(flat[1], flat[0]), alpha=-1).view_as(A)
+        low = product(flat[2], product(flat[1], flat[0]), alpha=-1).view_as(A)
         X = torch.cat([torch.cat([A, torch.zeros_like(A)], -1), torch.cat([low, C], -1)], -2)
         size *= 2
     return X[:, 0, :n, :n]
@@ -73,8 +73,8 @@ def _blocks(L: Tensor, size: int, row: int, column: int, of: int) -> Tensor:
 
 def by_cholesky(M: Tensor) -> Tensor:
     """What came before."""
-    X = HALF_PAIRS.prepared(triangular_inverse(torch.linalg.cholesky_ex(M)[0]))
-    return HALF_PAIRS.precise(X.mT, X, symmetric=True)
+    X = prepared(triangular_inverse(torch.linalg.cholesky_ex(M)[0]))
+    return product(X.mT, X, symmetric=True)
 
 
 def milliseconds(call: Callable[[], object], device: str, repeats: int) -> float:
@@ -132,7 +132,7 @@ def rows(K: int, n: int, device: str, leaves: list[int], large: int, repeats: in
     add("cholesky_ex", lambda: torch.linalg.cholesky_ex(M), None)
     add("cholesky + products", lambda: by_cholesky(M), error(by_cholesky(M)))
     for leaf in leaves:
-        call = lambda leaf=leaf: block_inverse(M.clone(), HALF_PAIRS, leaf=leaf, large=large)  # noqa: E731
+        call = lambda leaf=leaf: block_inverse(M.clone(), leaf=leaf, large=large)  # noqa: E731
         X, good = call()
         assert bool(good.all())
         add(f"block inverse, leaves of {leaf}", call, error(X))

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from layerwise.optim.cuda.linalg import block_inverse as blocks
 from layerwise.optim.cuda.linalg.block_inverse import block_inverse, leaf_inverse
-from layerwise.optim.cuda.linalg.products import HALF_PAIRS
 from layerwise.optim.cuda.triton import products as triton_products
 from random_tensors import cuda_randn as randn
 
@@ -47,7 +46,7 @@ def test_nearly_as_accurate_as_cholesky(n: int, damping: float):
     """Large blocks are multiplied in 22 bits, relative to the largest entry: ten times float32's error was measured
     for these factors, whose first direction is a hundred times the others."""
     M = damped(n, damping)
-    X, good = block_inverse(M.clone(), HALF_PAIRS)
+    X, good = block_inverse(M.clone())
     assert good.all()
     assert error(X, M) < 15 * error(torch.cholesky_inverse(torch.linalg.cholesky(M)), M) + 1e-5
 
@@ -68,7 +67,7 @@ def test_what_has_no_inverse_is_said_and_costs_no_other():
     M = damped(784)[:1].repeat(5, 1, 1)
     M[1, 700, 3] = M[1, 3, 700] = torch.nan
     M[2, 783, 783], M[3] = -1.0, 0.0
-    X, good = block_inverse(M.clone(), HALF_PAIRS)
+    X, good = block_inverse(M.clone())
     assert good.tolist() == [True, False, False, False, True]
     assert error(X[[0, 4]], M[[0, 4]]) < 1e-4
 
@@ -83,14 +82,14 @@ def tf32() -> Iterator[None]:
 
 def test_tf32_is_not_used_and_stays_as_it_is(tf32: None):
     M = damped(300, 1e-3)
-    assert error(block_inverse(M.clone(), HALF_PAIRS)[0], M) < 3e-3  # 1e-3 was measured; TF32 would leave nothing
+    assert error(block_inverse(M.clone())[0], M) < 3e-3  # 1e-3 was measured; TF32 would leave nothing
     assert torch.get_float32_matmul_precision() == "high"
 
 
 def test_captured_as_a_graph():
     """Twice the same launches: another factor in the same memory has its own inverse."""
     held, out = damped(784), torch.empty(2, 784, 784, device="cuda")
-    call = lambda: out.copy_(block_inverse(held.clone(), HALF_PAIRS)[0])  # noqa: E731
+    call = lambda: out.copy_(block_inverse(held.clone())[0])  # noqa: E731
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         call()

@@ -40,7 +40,6 @@ def test_largest_entries(shape: tuple[int, int, int], dtype: torch.dtype):
     X = randn(*shape).to(dtype)
     for Y in (X, X[..., : max(shape[2] - 3, 1)]):
         expected = Y.float().abs().amax((1, 2))
-        assert torch.equal(triton_splits.largest_parts(Y).amax(1).view(torch.float32), expected)
         found, known = triton_splits.split(Y), triton_splits.split(Y, amax=expected)
         scale = split_fp16.power_of_two_scale(expected)
         assert torch.equal(found.scale, scale)

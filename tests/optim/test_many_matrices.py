@@ -7,7 +7,6 @@ from torch import Tensor
 from layerwise.optim.cuda import rows, storage
 from layerwise.optim.cuda.linalg import jacobi, moments_in_new_basis, packed, split_fp16
 from layerwise.optim.cuda.linalg.orthogonal import basis_half
-from layerwise.optim.cuda.linalg.products import HALF_PAIRS
 from layerwise.optim.cuda.rows import Rows, average_rows_, together
 from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.rule import Context
@@ -41,7 +40,8 @@ def tiles() -> list[Tensor]:
 
 
 def sweeps() -> list[Tensor]:
-    return list(jacobi.tracked_basis(definite(), torch.linalg.eigh(definite())[1], 1, HALF_PAIRS))
+    U, values, couplings = jacobi.tracked_basis(definite(), basis_half(torch.linalg.eigh(definite())[1]))
+    return [U.hi, values, couplings]
 
 
 def kept() -> list[Tensor]:

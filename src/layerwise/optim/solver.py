@@ -7,8 +7,9 @@
 | "products" | by products of blocks, exactly | the last basis, some sweeps of products nearer |
 | "auto" | "products" in float32 on a GPU, else "cholesky" | "products" in float32 on a GPU, else "eigh" (SOAP: QR) |
 
-With "products" nothing waits for the device, and every refresh takes the same launches (`layerwise.optim.cuda`). It was
-called "newton" when inverses were refined from the last ones.
+With "products" nothing waits for the device, and every refresh takes the same launches (`layerwise.optim.cuda`). It is
+for float32; factors of float64 are decomposed as without it. It was called "newton" when inverses were refined from the
+last ones.
 """
 
 import torch
@@ -35,10 +36,11 @@ def method(solver: str, power: float, dtype: torch.dtype, device: torch.device) 
                 "pass one of them",
             )
         )
-    if solver != "auto":
-        return solver
-    if device.type in ("cuda", "meta") and dtype == torch.float32:  # without data: it stands for a GPU's
+    on_gpu = device.type in ("cuda", "meta")  # without data: it stands for a GPU's
+    if dtype == torch.float32 and (solver == "products" or (solver == "auto" and on_gpu)):
         return "products"
+    if solver in ("eigh", "cholesky"):
+        return solver
     return "cholesky" if power == 1 else "eigh"
 
 

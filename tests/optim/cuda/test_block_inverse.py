@@ -9,7 +9,6 @@ from torch import Tensor
 from interpreter import only_interpreted
 from layerwise.optim.cuda.linalg import block_inverse as blocks
 from layerwise.optim.cuda.linalg.block_inverse import block_inverse, inverse_factor, leaf_inverse
-from layerwise.optim.cuda.linalg.products import HALF_PAIRS, TORCH, Products
 from layerwise.optim.cuda.triton import products as triton_products
 from random_tensors import randn64 as randn
 
@@ -35,10 +34,10 @@ def error(found: Tensor, M: Tensor) -> float:
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize(("products", "large"), [(TORCH, 1000), (TORCH, 1), (HALF_PAIRS, 1), (HALF_PAIRS, 64)])
-def test_against_float64(n: int, products: Products, large: int):
+@pytest.mark.parametrize("large", [1000, 64, 1])
+def test_against_float64(n: int, large: int):
     M = definite(n).float()
-    X, good = block_inverse(M.clone(), products, leaf=LEAF, large=large)
+    X, good = block_inverse(M.clone(), leaf=LEAF, large=large)
     assert good.all()
     assert error(X, M) < 2e-5
     torch.testing.assert_close(X, X.mT, rtol=0, atol=1e-6 * float(X.abs().max()))
@@ -48,7 +47,7 @@ def test_against_float64(n: int, products: Products, large: int):
 def test_as_accurate_as_cholesky(damping: float):
     """Whatever the condition: by explicit inverses of blocks errors would grow with its square."""
     M = definite(200, damping).float()
-    X, good = block_inverse(M.clone(), HALF_PAIRS, large=100)
+    X, good = block_inverse(M.clone(), large=100)
     assert good.all()
     assert error(X, M) < 4 * error(torch.cholesky_inverse(torch.linalg.cholesky(M)), M) + 1e-6
 
@@ -88,11 +87,10 @@ def spoilt(n: int) -> tuple[Tensor, list[bool]]:
     return M, [place in (0, 8) for place in range(9)]
 
 
-@pytest.mark.parametrize("products", [TORCH, HALF_PAIRS])
 @pytest.mark.parametrize("large", [1000, 1])
-def test_what_has_no_inverse_is_said_and_costs_no_other(products: Products, large: int):
+def test_what_has_no_inverse_is_said_and_costs_no_other(large: int):
     M, expected = spoilt(50)
-    X, good = block_inverse(M.clone(), products, leaf=LEAF, large=large)
+    X, good = block_inverse(M.clone(), leaf=LEAF, large=large)
     assert good.tolist() == expected
     assert error(X[[0, 8]], M[[0, 8]]) < 2e-5
 
@@ -100,7 +98,7 @@ def test_what_has_no_inverse_is_said_and_costs_no_other(products: Products, larg
 @pytest.mark.parametrize("size", [1e-25, 1e25])
 def test_units_do_not_matter(size: float):
     M = definite(60).float()
-    X, good = block_inverse(size * M, HALF_PAIRS, leaf=LEAF, large=1)
+    X, good = block_inverse(size * M, leaf=LEAF, large=1)
     assert good.all()
     assert error(X * size, M) < 2e-5
 
@@ -146,7 +144,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("n", [64, 80])
 def test_inverses_by_kernels(n: int):
     M = definite(n).float()
-    X, good = block_inverse(M.clone(), HALF_PAIRS, leaf=LEAF, large=32)
+    X, good = block_inverse(M.clone(), leaf=LEAF, large=32)
     assert good.all()
     assert error(X, M) < 2e-5
 
@@ -156,7 +154,7 @@ def test_inverses_by_kernels(n: int):
 @pytest.mark.usefixtures("kernels")
 def test_kernels_say_what_has_no_inverse():
     M, expected = spoilt(48)
-    X, good = block_inverse(M.clone(), HALF_PAIRS, leaf=LEAF, large=32)
+    X, good = block_inverse(M.clone(), leaf=LEAF, large=32)
     assert good.tolist() == expected
     assert error(X[[0, 8]], M[[0, 8]]) < 2e-5
 

@@ -10,7 +10,7 @@ from interpreter import INTERPRETED
 from layerwise.optim.cuda import elementwise
 from layerwise.optim.cuda.linalg import orthogonal, split_fp16
 from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
-from layerwise.optim.cuda.linalg.orthogonal import basis_pair, between, rough_between, with_room
+from layerwise.optim.cuda.linalg.orthogonal import basis_half, between, rough_between, with_room
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton import splits as triton_splits
@@ -32,7 +32,7 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         tiles = triton_products.Tiles(m=16, n=16, depth=16, warps=1, stages=1)
         for name in ("PAIR_TILES", "ROUGH_TILES"):
             monkeypatch.setattr(triton_products, name, tiles)
-    for module, name in ((triton_splits, "_launch"), (triton_splits, "largest_parts"), (split_fp16, "pair_scale")):
+    for module, name in ((triton_splits, "_launch"), (triton_splits, "largest_of"), (split_fp16, "pair_scale")):
         was = getattr(module, name)
 
         def noted(*given: Any, name: str = name, was: Any = was) -> Any:
@@ -65,18 +65,18 @@ def samples(K: int, O: int, I: int) -> dict[str, Tensor]:
 
 def test_a_basis_has_one_scale_whatever_it_holds(launches: list[str]):
     U = torch.stack([torch.eye(8), basis(1, 8, 1)[0], 0.01 * torch.eye(8)])
-    pair = basis_pair(U)
-    assert pair.scale.tolist() == [2.0**14] * 3
-    torch.testing.assert_close(pair.value(), U, rtol=2.0**-21, atol=2.0**-38)
+    half = basis_half(U)
+    assert half.scale.tolist() == [2.0**14] * 3
+    torch.testing.assert_close(half.hi / 2.0**14, U, rtol=2.0**-11, atol=2.0**-38, check_dtype=False)
     assert set(launches) <= {"_launch"}
 
 
 def test_what_is_no_basis_is_cut_off_and_nan_stays(launches: list[str]):
     X = torch.zeros(3, 4, 4)
     X[0, 1, 2], X[1, 0, 0], X[2, 3, 3] = -9.0, torch.nan, torch.inf
-    pair = basis_pair(X)
-    assert float(pair.value()[0, 1, 2]) == -65504 / 2.0**14
-    assert pair.value().isfinite().flatten(1).sum(1).tolist() == [16, 15, 15]
+    half = basis_half(X)
+    assert float(half.hi[0, 1, 2]) == -65504
+    assert half.hi.isfinite().flatten(1).sum(1).tolist() == [16, 15, 15]
 
 
 def test_room(launches: list[str]):
@@ -105,7 +105,7 @@ def test_the_way_back(size: tuple[int, int], kind: str, sides: str, launches: li
     """In 11 bits, the intermediate product, too; and nothing of it is searched or split."""
     (O, I), K = size, 2
     U_P, U_Q, Y = basis(K, O, 1), basis(K, I, 2), samples(K, O, I)[kind]
-    P, Q = (basis_pair(U) for U in (U_P, U_Q))
+    P, Q = (basis_half(U) for U in (U_P, U_Q))
     half = with_room(Y, Y.abs().amax((1, 2)))
     launches.clear()
     found = rough_between(P if sides != "right" else None, half, Q.mT if sides != "left" else None)
@@ -122,7 +122,7 @@ def test_a_row_that_adds_up_is_not_cut_off(launches: list[str]):
     hadamard = torch.ones(1, 1)
     while len(hadamard) < n:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
-    U = basis_pair((hadamard / n**0.5)[None])
+    U = basis_half((hadamard / n**0.5)[None])
     Y = (hadamard[5][:, None] * hadamard[9][None, :])[None]
     found = rough_between(U, with_room(1.99 * Y, torch.tensor([1.99])), U.mT)
     D = unscaled(found)
@@ -145,13 +145,13 @@ def test_what_float16_cannot_hold_is_cut_off(launches: list[str]):
 def test_the_way_in_has_22_bits(size: tuple[int, int], kind: str, sides: str, launches: list[str]):
     """Without a search for the largest entry of what the first product leaves."""
     (O, I), K = size, 2
-    U_P, U_Q, X = basis(K, O, 1), basis(K, I, 2), samples(K, O, I)[kind]
-    P, Q = (basis_pair(U) for U in (U_P, U_Q))
+    X, P, Q = samples(K, O, I)[kind], basis_half(basis(K, O, 1)), basis_half(basis(K, I, 2))
+    U_P, U_Q = (U.hi.double() / 2.0**14 for U in (P, Q))  # they are taken for exact
     pair: HalfPair = split_fp16.split(X)
     launches.clear()
     found = between(P.mT if sides != "right" else None, pair, Q if sides != "left" else None)
     assert set(launches) <= {"_launch"}
     assert len(launches) <= 1
-    expected = X.double() if sides == "right" else U_P.double().mT @ X.double()
-    expected = expected if sides == "left" else expected @ U_Q.double()
+    expected = X.double() if sides == "right" else U_P.mT @ X.double()
+    expected = expected if sides == "left" else expected @ U_Q
     assert error(found, expected) < 2e-6

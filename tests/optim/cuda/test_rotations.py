@@ -173,7 +173,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     found = {"searches": 0, "splits": 0}
     for module, name, kind in (
         (triton_splits, "_launch", "splits"),
-        (triton_splits, "largest_parts", "searches"),
+        (triton_splits, "largest_of", "searches"),
         (split_fp16, "pair_scale", "searches"),
     ):
         was = getattr(module, name)

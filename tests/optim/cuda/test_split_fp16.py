@@ -67,7 +67,7 @@ def test_the_input_is_not_changed():
     X = randn(4, 4)
     before = X.clone()
     split_fp16.split(X)
-    split_fp16.multiply(X, X)
+    split_fp16.product(X, X)
     assert torch.equal(X, before)
 
 
@@ -89,7 +89,7 @@ def test_what_is_not_finite_becomes_nan_and_stays_in_its_matrix(bad: float):
     value = split_fp16.split(X).value()
     assert torch.isnan(value[1]).all()
     assert torch.isfinite(value[[0, 2]]).all()
-    C = split_fp16.multiply(X, randn(3, 4, 4, seed=1))
+    C = split_fp16.product(X, randn(3, 4, 4, seed=1))
     assert torch.isnan(C[1]).all()
     assert torch.isfinite(C[[0, 2]]).all()
 
@@ -108,25 +108,42 @@ def test_views_and_parts_of_a_stack():
 @pytest.mark.parametrize("left", [1e-30, 1e-12, 1.0, 1e15, 1e30])
 def test_products_keep_float32_accuracy(left: float):
     A, B = left * randn(3, 20, 65), randn(3, 65, 33, seed=1) / left
-    assert product_error(A, B, split_fp16.multiply(A, B)) < PRODUCT
-    C, scale = split_fp16.product(split_fp16.split(A), split_fp16.split(B), out_scaled=True)
+    assert product_error(A, B, split_fp16.product(A, B)) < PRODUCT
+    C, scale = split_fp16.scaled_product(split_fp16.split(A), split_fp16.split(B))
     assert product_error(A, B, C / scale[:, None, None]) < PRODUCT
 
 
 def test_products_of_two_small_or_two_large_matrices():
     small, large = 1e-16 * randn(8, 8), 1e17 * randn(8, 8, seed=1)
     for X in (small, large):
-        assert product_error(X, X, split_fp16.multiply(X, X)) < PRODUCT
-    assert torch.equal(split_fp16.multiply(1e-10 * small, 1e-10 * small), torch.zeros(8, 8))  # 1e-52 in float32
+        assert product_error(X, X, split_fp16.product(X, X)) < PRODUCT
+    assert torch.equal(split_fp16.product(1e-10 * small, 1e-10 * small), torch.zeros(8, 8))  # 1e-52 in float32
 
 
 def test_products_of_views_and_of_broadcast_stacks():
     A, B = randn(2, 3, 12, 20)[..., ::2].mT, randn(12, 7, seed=2)
-    assert product_error(A, B.expand(2, 3, 12, 7), split_fp16.multiply(A, B)) < PRODUCT
+    assert product_error(A, B.expand(2, 3, 12, 7), split_fp16.product(A, B)) < PRODUCT
     pair = split_fp16.split(A)
-    assert product_error(A.mT, A, split_fp16.multiply(pair.mT, A)) < PRODUCT
+    assert product_error(A.mT, A, split_fp16.product(pair.mT, A)) < PRODUCT
     G = split_fp16.product(pair.mT, pair)
     assert torch.allclose(G, G.mT, rtol=0, atol=1e-6 * float(G.abs().max()))
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_what_is_added_to_products(symmetric: bool):
+    X, D = randn(2, 9, 6), randn(2, 6, 6, seed=1)
+    D = D + D.mT
+    X_, out = split_fp16.prepared(X), D.clone()
+    expected = D - 2 * X.mT @ X + 3 * torch.eye(6)
+    found = split_fp16.product(X_.mT, X_, add=D, alpha=-2, identity=3, symmetric=symmetric)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert split_fp16.product(X_.mT, X_, add=out, alpha=-2, identity=3, symmetric=symmetric, out=out) is out
+    assert torch.equal(out, found)
+    assert not symmetric or torch.equal(found, found.mT)
+    torch.testing.assert_close(split_fp16.product(X, X.mT), X @ X.mT, rtol=0, atol=1e-4)
+    assert split_fp16.prepared(X_) is X_
+    gram = X.mT @ X
+    torch.testing.assert_close(split_fp16.prepared(gram, definite=True).value(), gram, rtol=1e-5, atol=1e-5)
 
 
 def test_rough_products_keep_11_bits():
@@ -143,7 +160,7 @@ def test_axes_that_do_not_fit():
     with pytest.raises(InputError, match="as many columns"):
         split_fp16.rough_product(torch.ones(2, 3), torch.ones(2, 3))
     with pytest.raises(InputError, match="as many columns"):
-        split_fp16.multiply(torch.ones(2, 3), torch.ones(2, 3))
+        split_fp16.product(torch.ones(2, 3), torch.ones(2, 3))
 
 
 def spectrum(d: int, seed: int, condition: float = 1e6) -> tuple[Tensor, Tensor]:

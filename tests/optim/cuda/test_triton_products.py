@@ -233,17 +233,17 @@ def test_rough_product(symmetric: bool):
 @only_interpreted
 def test_the_kernels_are_chosen(monkeypatch: pytest.MonkeyPatch):
     X, Y = randn(2, 16, 24), randn(2, 24, 16, seed=1)
-    expected, rough = split_fp16.multiply(X, Y), split_fp16.rough_product(X, Y)
+    expected, rough = split_fp16.product(X, Y), split_fp16.rough_product(X, Y)
     used = []
     product = triton_products.pair_product
     monkeypatch.setattr(triton_products, "available", lambda _: True)
     monkeypatch.setattr(triton_products, "pair_product", lambda *a, **k: used.append(a) or product(*a, **k))
-    torch.testing.assert_close(split_fp16.multiply(X, Y), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(split_fp16.product(X, Y), expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(split_fp16.rough_product(X, Y.mT.contiguous().mT), rough, rtol=0, atol=1e-4)
     assert len(used) == 2
-    split_fp16.multiply(X[..., :20].contiguous(), Y[:, :20])  # rows of 40 bytes
-    split_fp16.multiply(X, Y[0])
-    split_fp16.multiply(X[None], Y[None])
+    split_fp16.product(X[..., :20].contiguous(), Y[:, :20])  # rows of 40 bytes
+    split_fp16.product(X, Y[0])
+    split_fp16.product(X[None], Y[None])
     split_fp16.split(X.double())
     assert len(used) == 2
 

@@ -43,7 +43,10 @@ from layerwise.optim.step.stack import Stack
 PAD_TO = {"cuda": 16, "meta": 16}
 """Rows and columns of factors are padded to multiples of this, by kind of device."""
 SMALL_POWER = 0.25
+"""Up to which 11 bits of a gradient will do. A direction ``P⁻¹ G Q⁻¹`` magnifies its rounding about a thousand times
+(condition 1e6, damping 1e-3), with powers of ¼ some twenty times."""
 ROUGH_SIZE = 256
+"""Rows from which factors are rounded to fp16 for sweeps; smaller ones cost little as they are."""
 UNBOUNDED_STEP = 2.0**7
 """Of Adam, where its step has no bound."""
 
@@ -78,20 +81,6 @@ class CudaBackend(Backend):
     def _by_products(self, power: float, dtype: torch.dtype, device: torch.device) -> bool:
         return method(self.solver, power, dtype, device) == "products"
 
-    def _halves(self, shape: Shape, power: float) -> int:
-        """Of a matrix that is refined by products: split fp16, unless 11 bits are asked for or the power is small.
-
-        A direction ``P⁻¹ G Q⁻¹`` magnifies the rounding of G about a thousand times (condition 1e6, damping 1e-3), with
-        powers of ¼ some twenty times.
-        """
-        if shape.dtype != torch.float32:
-            return 0
-        return 1 if self.precision == "half" or power <= SMALL_POWER else 2
-
-    def _rough(self, size: int) -> bool:
-        """Whether sweeps round a factor of so many rows to fp16; smaller ones cost little as they are."""
-        return self.precision == "half" and size >= ROUGH_SIZE
-
     # --- objects -------------------------------------------------------------------------------------------
 
     def padding(self, requirements: Requirements, O: int, I: int, like: Tensor, one_hot: bool) -> tuple[int, int]:
@@ -124,43 +113,37 @@ class CudaBackend(Backend):
             return self.exact.inverse_roots(P, Q, power, shape)
         sides: dict[Side, Any] = {}
         for M, p in found:
-            size = factor.size(M.mean)
+            size, rough = factor.size(M.mean), self.precision == "half"
             if not M.by_products:
                 sides[M.side] = torch.ones_like(M.mean) if M.mean.ndim == 2 else shape.eye(size)
-                continue
-            halves = self._halves(shape, p)
-            if p != 1:
-                matrix = StoredMatrix.keep(shape.eye(size), halves, orthogonal=True)
-                sides[M.side] = TrackedSide(
-                    M.side, matrix, shape.zeros(size), M.own, measured=False, rough=self._rough(size)
-                )
-                continue
-            # One inverse alone (FOOF's) is no great part of a state, and making squares of it a twentieth of the step.
-            triangle = len(found) == 2 and halves > 0 and factor.packs_inverse(shape, size)
-            sides[M.side] = DeviceInverse(StoredMatrix.keep(shape.eye(size), halves, triangle=triangle), M.own)
+            elif p != 1:
+                side = self._basis(M, shape, shape.zeros(size), measured=False)
+                sides[M.side] = replace(side, half_gradient=rough or p <= SMALL_POWER)
+            else:
+                # One inverse alone (FOOF's) is no great part of a state, and squares of it are a twentieth of the step.
+                triangle = len(found) == 2 and factor.packs_inverse(shape, size)
+                matrix = StoredMatrix.keep(shape.eye(size), 1 if rough else 2, triangle=triangle)
+                sides[M.side] = DeviceInverse(matrix, M.own)
         return DeviceRoots(power, sides, self.solver == "eigh", (P, Q))
 
     def eigenbasis(self, P: Factor | None, Q: Factor | None, shape: Shape, *, measured: bool) -> Eigenbasis:
-        """Tracked by products, where one of the factors is.
-
-        Where second moments are measured in the basis as it is kept, fp16 will do: rounding turns it by 2⁻¹², some
-        hundred times less than the sweeps may leave of a drift; but the gradient, whose rounding is divided by small
-        moments, is rotated in split fp16.
-        """
+        """Tracked by products, where one of the factors is."""
         found = [M for M in (P, Q) if isinstance(M, DeviceFactor)]
         if not any(M.by_products for M in found):
             return self.exact.eigenbasis(P, Q, shape, measured=measured)
-        halves = self._halves(shape, 1.0)
-        halves = min(halves, 1) if measured else halves
         values = {"P": shape.zeros(shape.outputs), "Q": shape.zeros(shape.inputs)}
         sides: dict[str, TrackedSide] = {}
         for M in found:
             if M.by_products:
-                size = factor.size(M.mean)
-                matrix = StoredMatrix.keep(shape.eye(size), halves, orthogonal=True)
-                sides[M.side] = TrackedSide(M.side, matrix, values[M.side], M.own, measured, self._rough(size))
+                sides[M.side] = self._basis(M, shape, values[M.side], measured)
         rough, has = self.precision == "half", (P is not None, Q is not None)
         return TrackedBasis(sides.get("P"), sides.get("Q"), values["P"], values["Q"], rough, has)
+
+    def _basis(self, M: DeviceFactor, shape: Shape, values: Tensor, measured: bool) -> TrackedSide:
+        """The identity, of which there is nothing to be seen before the first refresh."""
+        size = factor.size(M.mean)
+        rough = self.precision == "half" and size >= ROUGH_SIZE
+        return TrackedSide(M.side, StoredMatrix.basis(shape.eye(size)), values, M.own, measured, rough)
 
     def scalings(self, shape: Shape, basis: Eigenbasis, scaling: str, decay: float) -> Tensor:
         """In bfloat16, where that is enough; see `scalings`."""
@@ -270,7 +253,7 @@ class CudaBackend(Backend):
             context.health.count("floored_layers", (kept.flatten(1).amin(1) == 0).sum())
             return step.mul_(kept)
         c1, c2 = corrections_(steps, b1, b2, finite)
-        halves = isinstance(basis, TrackedBasis) and basis.halved
+        halves = isinstance(basis, TrackedBasis) and not basis.trivial
         scale = bound_scale(ROOM * step_bound(b1, b2)) if halves else 1.0
         out = None if rotated is grad or isinstance(rotated, Scaled) else rotated
         if halves:
@@ -283,7 +266,7 @@ class CudaBackend(Backend):
 
     def no_step(self, basis: Eigenbasis, grad: Float[Tensor, "K O I"]) -> Any:
         """In the form of the other steps, for which there are kernels."""
-        if not (isinstance(basis, TrackedBasis) and basis.halved):
+        if not isinstance(basis, TrackedBasis) or basis.trivial:
             return super().no_step(basis, grad)
         zeros = torch.zeros(grad.shape, dtype=torch.float16, device=grad.device)
         return Scaled(zeros, (torch.ones_like(basis.values_P[:, 0]),))
@@ -320,7 +303,7 @@ class CudaBackend(Backend):
     ) -> Any:  # fmt: skip
         """In one pass, over R where that is not the gradient itself; a basis in fp16 has the average in it, too."""
         numbers, moved = (basis.values_P, basis.values_Q, *added), None
-        halved = isinstance(basis, TrackedBasis) and basis.halved
+        halved = isinstance(basis, TrackedBasis) and not basis.trivial
         if average is not None:
             finite = all_finite(average.context)
             if finite is None or average.nesterov or not halved:
@@ -394,6 +377,7 @@ def _by_channel(basis: Eigenbasis) -> bool:
 def _rough(basis: Eigenbasis) -> list[tuple[Tensor, Tensor] | None]:
     """U_P and U_Q times a number for each group, as they lie there, and these numbers; None for the identity."""
     if isinstance(basis, TrackedBasis):
-        return [None if side is None else side.matrix.rough() for side in (basis.P, basis.Q)]
+        halves = (None if U is None else (U.hi, U.scale) for U in basis.matrices())
+        return [*halves]
     assert isinstance(basis, DenseBasis)
     return [None if U is None else (U, torch.ones_like(U[:, 0, 0])) for U in (basis.U_P, basis.U_Q)]

@@ -3,6 +3,9 @@
 A basis is begun by Cholesky and some sweeps (`linalg.first_basis`; a small one by `torch.linalg.eigh`), and takes a
 few sweeps (`linalg.jacobi`) at every refresh, whatever its factor has become. What is divided by is measured in
 the basis as it is: second moments (SOAP, EKFAC), or else ``diag(Uᵀ M U)``. What is not finite keeps the last basis.
+
+It is kept in fp16. Rounding turns it by 2⁻¹², some hundred times less than what sweeps may leave of a drift; but the
+gradient, whose rounding is divided by small moments, is rotated in split fp16, unless half precision will do.
 """
 
 from collections.abc import Callable
@@ -16,19 +19,16 @@ from torch import Tensor
 from layerwise.foundations.errors import NumericalError
 from layerwise.foundations.linalg import settled_eigh
 from layerwise.optim.backend import ALL, Eigenbasis, Factor, Side
-from layerwise.optim.channels import times_inputs
 from layerwise.optim.cuda import factor as factors
 from layerwise.optim.cuda.device_step import largest_of, run
 from layerwise.optim.cuda.factor import DeviceFactor
 from layerwise.optim.cuda.linalg import orthogonal
 from layerwise.optim.cuda.linalg.first_basis import iterated_once
-from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
-from layerwise.optim.cuda.linalg.jacobi import carried, tracked_basis
-from layerwise.optim.cuda.linalg.jacobi_fp16 import rayleigh_quotients, tracked_half
+from layerwise.optim.cuda.linalg.fp16 import Half
+from layerwise.optim.cuda.linalg.jacobi import rayleigh_quotients, tracked_basis
 from layerwise.optim.cuda.linalg.moments_in_new_basis import turn_between, turn_moments_, turn_momentum_
-from layerwise.optim.cuda.linalg.products import HALF_PAIRS
 from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.storage import Kept, StoredMatrix, operand_of
+from layerwise.optim.cuda.storage import StoredMatrix, operand_of
 from layerwise.optim.cuda.triton.device import on_gpu
 from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.rule import Context, Health
@@ -44,42 +44,28 @@ OFTEN = 5
 
 
 def rotated(
-    P: Kept | None,
-    X: Float[Tensor, "*B K O I"],
-    Q: Kept | None,
-    largest: Tensor | None = None,
-    *,
-    rough: bool = False,
-    bias: Tensor | None = None,
-) -> Float[Tensor, "*B K O I"] | Scaled:
-    """``U_Pᵀ X U_Q``, perhaps not yet divided, and never X itself if there is a basis.
+    P: Half | None, X: Float[Tensor, "K O I"], Q: Half | None, largest: Tensor | None = None, *, rough: bool = False
+) -> Tensor | Scaled:
+    """``U_Pᵀ X U_Q``, not yet divided, and X itself if there is no basis.
 
-    `largest` is what no entry of each matrix exceeds, where that is known. With a basis that is kept in fp16, X is
-    rounded to fp16 where `rough` will do, else split.
+    `largest` is what no entry of each matrix exceeds, where that is known. X is rounded to fp16 where `rough` will do,
+    else split.
     """
-    if isinstance(P, Tensor) or isinstance(Q, Tensor):
-        X = X if P is None else P.mT @ X  # type: ignore[operator]
-        return X if Q is None else times_inputs(X, Q, bias)  # type: ignore[arg-type]
     if P is None and Q is None:
         return X
     left = None if P is None else P.mT
     if rough:
         return orthogonal.rough_between(left, orthogonal.with_room(X, largest), Q)
-    return orthogonal.between(left, operand_of(X, largest), Q)  # type: ignore[arg-type]
+    return orthogonal.between(left, operand_of(X, largest), Q)
 
 
-def unrotated(
-    P: Kept | None, Y: Float[Tensor, "*B K O I"] | Half, Q: Kept | None, bias: Tensor | None = None
-) -> Float[Tensor, "*B K O I"] | Scaled:
-    """``U_P Y U_Qᵀ``, perhaps not yet divided. Nothing magnifies its rounding: of a basis in split fp16 the first
-    halves are enough. Y may be fp16 with room (`orthogonal`) where the basis is."""
-    if isinstance(Y, Tensor) and (isinstance(P, Tensor) or isinstance(Q, Tensor)):
-        Y = Y if P is None else P @ Y  # type: ignore[operator]
-        return Y if Q is None else times_inputs(Y, Q.mT, bias)  # type: ignore[arg-type]
-    if isinstance(Y, Tensor) and P is None and Q is None:
+def unrotated(P: Half | None, Y: Tensor | Half, Q: Half | None) -> Tensor | Scaled:
+    """``U_P Y U_Qᵀ``, not yet divided, of a Y in fp16 with room (`orthogonal`): nothing magnifies its rounding."""
+    if P is None and Q is None:
+        assert isinstance(Y, Tensor)
         return Y
     half = Y if isinstance(Y, Half) else orthogonal.with_room(Y)
-    return orthogonal.rough_between(P, half, None if Q is None else Q.mT)  # type: ignore[arg-type]
+    return orthogonal.rough_between(P, half, None if Q is None else Q.mT)
 
 
 def largest_before(known: list[Tensor], X: Float[Tensor, "K O I"]) -> Float[Tensor, "K"]:
@@ -103,6 +89,8 @@ class TrackedSide:
     measured after each sweep."""
     rough: bool = False
     """Whether the factor is rounded to fp16 for sweeps and for eigenvalues (`precision="half"`)."""
+    half_gradient: bool = False
+    """Of roots: whether gradients are rotated in fp16, not split."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Vectors and values."""
@@ -154,7 +142,7 @@ class TrackedSide:
     def _begin(self, factor: DeviceFactor, groups: slice, health: Health) -> None:
         """By sweeps where that is faster, else by eigh, for which the host waits. A factor of which there is no first
         iterate begins with the identity."""
-        if not (self.matrix.halved and begins_by_sweeps(self.values)):
+        if not begins_by_sweeps(self.values):
             self._decompose(factor, groups, health)
             return
         U, good = iterated_once(factor.dense(groups))
@@ -162,9 +150,8 @@ class TrackedSide:
         self._put(groups, U, self.values[groups], torch.ones_like(good))
         rehearsal = good.device.type == "meta"
         self._follow(factor, groups, 1 if rehearsal else FIRST_SWEEPS, Health(on_device=True))
-        kept = self.matrix.matrix(groups)
-        kept = kept if isinstance(kept, Half) else self.matrix.value(groups)
-        values = rayleigh_quotients(factors.operand(factor.mean[groups], self.rough), kept, HALF_PAIRS).clamp_min(0)
+        M = factors.operand(factor.mean[groups], self.rough)
+        values = rayleigh_quotients(M, self.matrix.half(groups)).clamp_min(0)
         finite = torch.isfinite(values).all(-1, keepdim=True)
         self.values[groups] = torch.where(finite, values, self.values[groups])
 
@@ -178,15 +165,10 @@ class TrackedSide:
         self._put(groups, U, s.clamp_min(0), good)
 
     def _follow(self, factor: DeviceFactor, groups: slice, sweeps: int, health: Health) -> None:
-        products, kept = self.matrix.products, self.matrix.matrix(groups)
-        M = factors.operand(factor.mean[groups], self.rough and isinstance(kept, Half))
-        M = M if isinstance(M, Half) else products.prepared(M, definite=True)
-        if isinstance(kept, Half):
-            U, values, couplings = tracked_half(M, kept, sweeps)
-        else:
-            U, values, couplings = tracked_basis(M, self.matrix.value(groups), sweeps, products)  # type: ignore[arg-type]
+        M = factors.operand(factor.mean[groups], self.rough)
+        U, values, couplings = tracked_basis(M, self.matrix.half(groups), sweeps)
         if not self.measured:
-            values = rayleigh_quotients(M, U, products)
+            values = rayleigh_quotients(M, U)
         good = torch.isfinite(values).all(-1) & torch.isfinite(couplings[-1])
         health.count("fallbacks", (~good).sum())
         self._put(groups, U, values.clamp_min(0), good)
@@ -203,23 +185,15 @@ class TrackedSide:
         if moments is None:
             renew()
             return
-        old, side = self.matrix.rough_copy(groups), "left" if self.side == "P" else "right"
+        old, side = self.matrix.half(groups), "left" if self.side == "P" else "right"
+        old = Half(old.hi.clone(), old.scale)  # of all groups the same, at all times
         renew()
-        U, (M, V) = self.matrix.matrix(groups), (None if X is None else X[groups] for X in moments)
-        U = U.half if isinstance(U, HalfPair) else U
+        U, (M, V) = self.matrix.half(groups), (None if X is None else X[groups] for X in moments)
         assert M is not None
-        if isinstance(U, Half) and isinstance(old, Half):
-            if V is None:
-                turn_momentum_(M, U, old, side)
-            else:
-                turn_moments_(M, V, turn_between(U, old), side)
-            return
-        assert isinstance(U, Tensor)  # of float64
-        assert isinstance(old, Tensor)
-        turn = U.mT @ old
-        if V is not None:
-            V.copy_(carried(V, turn, side))
-        M.copy_(turn @ M if side == "left" else M @ turn.mT)
+        if V is None:
+            turn_momentum_(M, U, old, side)
+        else:
+            turn_moments_(M, V, turn_between(U, old), side)
 
 
 def begins_by_sweeps(values: Float[Tensor, "K n"]) -> bool:
@@ -266,14 +240,9 @@ class TrackedBasis(Eigenbasis):
         return [side for side in (self.P, self.Q) if side is not None]
 
     @property
-    def halved(self) -> bool:
-        """Whether there is a basis, kept in fp16."""
-        return len(self.sides) > 0 and all(side.matrix.halved for side in self.sides)
-
-    @property
     def splits_gradient(self) -> bool:
         """Whether the gradient is multiplied in fp16."""
-        return any(side.matrix.halved for side in self.sides)
+        return not self.trivial
 
     def tensors(self) -> dict[str, Tensor]:
         """Of both sides."""
@@ -345,12 +314,12 @@ class TrackedBasis(Eigenbasis):
             elif factor is not None:
                 values.copy_(factor.dense())
 
-    def matrices(self) -> tuple[Kept | None, Kept | None]:
-        """U_P and U_Q as they are kept."""
-        P, Q = (None if side is None else side.matrix.matrix() for side in (self.P, self.Q))
+    def matrices(self) -> tuple[Half | None, Half | None]:
+        """U_P and U_Q."""
+        P, Q = (None if side is None else side.matrix.half() for side in (self.P, self.Q))
         return P, Q
 
-    def rotate(self, X: Float[Tensor, "*B K O I"], context: Context | None = None) -> Tensor | Scaled:
+    def rotate(self, X: Float[Tensor, "K O I"], context: Context | None = None) -> Tensor | Scaled:
         """``U_Pᵀ X U_Q``; a tensor, where no step is under way."""
         P, Q = self.matrices()
         R = rotated(P, X, Q, largest_of(X, context), rough=self.rough)

@@ -18,7 +18,7 @@ from layerwise.optim.cuda.device_step import all_finite
 from layerwise.optim.cuda.linalg import packed
 from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
 from layerwise.optim.cuda.linalg.packed import is_packed
-from layerwise.optim.cuda.linalg.products import HALF_PAIRS
+from layerwise.optim.cuda.linalg.split_fp16 import prepared
 from layerwise.optim.cuda.rows import StackRows, average_rows_
 from layerwise.optim.cuda.triton.device import available
 from layerwise.optim.reference import finite_moments, per_group, running_weight
@@ -66,7 +66,7 @@ def operand(M: Tensor, rough: bool = False) -> Tensor | HalfPair | Half:
     """A factor as a basis is refined with it: as it is, or the pair of what is packed; in one half where `rough`."""
     if is_packed(M):
         return packed.split(M, 1 if rough else 2)
-    return HALF_PAIRS.prepared(M, definite=True).half if rough else M
+    return prepared(M, definite=True).half if rough else M
 
 
 def damped(M: Tensor, shift: Float[Tensor, "K"], own: int, fill: Float[Tensor, "K"]) -> Tensor:

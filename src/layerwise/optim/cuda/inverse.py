@@ -17,7 +17,6 @@ from layerwise.optim.channels import times_inputs
 from layerwise.optim.cuda import factor as factors
 from layerwise.optim.cuda.basis import TrackedSide, largest_before, rotated, unrotated
 from layerwise.optim.cuda.device_step import largest_of, run
-from layerwise.optim.cuda.eigenbasis_elementwise import scaled
 from layerwise.optim.cuda.factor import DeviceFactor
 from layerwise.optim.cuda.fp16_steps import scaled_half
 from layerwise.optim.cuda.linalg import two_sided_product
@@ -32,7 +31,7 @@ from layerwise.optim.rule import Context, Health
 
 @dataclass
 class DeviceInverse:
-    """``(M + shift I)⁻¹`` of one side, kept in fp16 or float32."""
+    """``(M + shift I)⁻¹`` of one side, kept in fp16."""
 
     matrix: StoredMatrix
     own: int
@@ -49,7 +48,7 @@ class DeviceInverse:
         assert shift is not None
         mean = factor.mean_eigenvalue(groups)  # in padding: any number > 0
         M = factors.damped(factor.mean[groups], shift, factor.own, mean)
-        X, good = block_inverse(M, self.matrix.products)
+        X, good = block_inverse(M)
         health.count("fallbacks", (~good & (mean != 0)).sum())  # of zeros there is nothing to invert yet
         self.matrix.write(groups, X, good & (mean > 0))
 
@@ -77,8 +76,7 @@ class DeviceRoots(InverseRoots):
     @property
     def splits_gradient(self) -> bool:
         """Whether the gradient is multiplied in fp16."""
-        kept = [side.matrix for side in self.sides.values() if not isinstance(side, Tensor)]
-        return any(matrix.halved for matrix in kept)
+        return not all(isinstance(side, Tensor) for side in self.sides.values())
 
     def tensors(self) -> dict[str, Tensor]:
         """By side."""
@@ -173,15 +171,11 @@ class DeviceRoots(InverseRoots):
             None if side is None or shift is None else (side.values + shift.unsqueeze(-1)).pow(-power)
             for side, shift, power in zip((P, Q), shifts(*means(self.of)), self.power, strict=True)
         )
-        kept = [side.matrix for side in (P, Q) if side is not None]
-        U_P, U_Q = (None if side is None else side.matrix.matrix() for side in (P, Q))
-        rough = all(isinstance(matrix.matrix(), Half) for matrix in kept)
-        R = rotated(U_P, X, U_Q, largest_of(X, context), rough=rough)
-        if all(matrix.halved for matrix in kept):
-            Y = scaled_half(R, a, b, largest_before(self.before, X))
-        else:
-            Y = scaled(R, a, b, out=R.C if isinstance(R, Scaled) else R)
-        return unrotated(U_P, Y, U_Q)
+        U_P, U_Q = (None if side is None else side.matrix.half() for side in (P, Q))
+        R = rotated(
+            U_P, X, U_Q, largest_of(X, context), rough=all(side is None or side.half_gradient for side in (P, Q))
+        )
+        return unrotated(U_P, scaled_half(R, a, b, largest_before(self.before, X)), U_Q)
 
 
 def means(factors: tuple[Factor | None, Factor | None], groups: slice = ALL) -> list[Tensor | None]:

@@ -1,13 +1,12 @@
-"""Matrices that every step multiplies by: float32, or fp16 where a GPU's tensor cores multiply them.
+"""Matrices that every step multiplies by, in fp16: where a GPU's tensor cores multiply them.
 
-Split fp16 (2×fp16) is a pair (hi, lo) with a power of two for each group. That of a basis is always the same, see
-`linalg.orthogonal`: products with it rely on that. Inverses may be packed, ``[K, 2, T, 16, 16]``, and are unpacked
-whenever they are asked for. What is saved is float32 without padding, so that a checkpoint does not depend on the
-device.
+Split fp16 (2×fp16) is a pair (hi, lo) with a power of two for each group. A basis is one half, of a power of two that
+is always the same, see `linalg.orthogonal`: products with it rely on that. Inverses may be packed,
+``[K, 2, T, 16, 16]``, and are unpacked whenever they are asked for. What is saved is float32 without padding, so that a
+checkpoint does not depend on the device.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -15,8 +14,7 @@ from torch import Tensor
 
 from layerwise.optim.cuda.linalg import moments_in_new_basis, packed_fp16, two_sided_product
 from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
-from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE, basis_pair
-from layerwise.optim.cuda.linalg.products import HALF_PAIRS, TORCH, Products
+from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE, basis_half
 from layerwise.optim.cuda.linalg.split_fp16 import halved, power_of_two_scale, scaled_product, split
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton import splits
@@ -32,122 +30,87 @@ class StoredMatrix:
     """A matrix of each group, as it is kept."""
 
     data: Tensor
-    """``[K, n, n]``; in fp16 ``[K, h, n, n]``, h = 2 for split fp16 (hi, lo); or packed, ``[K, h, T, 16, 16]``."""
-    scale: Tensor | None = None
-    """Of fp16, ``[K]``."""
+    """``[K, h, n, n]``, h = 2 for split fp16 (hi, lo); or packed, ``[K, h, T, 16, 16]``."""
+    scale: Tensor
+    """``[K]``."""
     orthogonal: bool = False
+    """Whether it is a basis."""
 
     @classmethod
-    def keep(cls, X: Tensor, halves: int, *, orthogonal: bool = False, triangle: bool = False) -> "StoredMatrix":
-        """Begin to keep a matrix: as it is (0), in fp16 (1), or in split fp16 (2); of the latter, one `triangle`."""
-        if not halves:
-            return cls(X, None, orthogonal)
+    def keep(cls, X: Tensor, halves: int, *, triangle: bool = False) -> "StoredMatrix":
+        """Begin to keep a matrix: in fp16 (1), or in split fp16 (2); one `triangle` of it."""
+        ones = torch.ones(len(X), dtype=torch.float32, device=X.device)
         if triangle:
-            found = cls(packed_fp16.zeros(len(X), halves, X.shape[-1], X.device), _ones(X), orthogonal)
+            found = cls(packed_fp16.zeros(len(X), halves, X.shape[-1], X.device), ones)
         else:
-            data = torch.zeros(len(X), halves, *X.shape[1:], dtype=torch.float16, device=X.device)
-            found = cls(data, torch.full_like(_ones(X), BASIS_SCALE) if orthogonal else _ones(X), orthogonal)
-            if orthogonal:  # once: no kernel is compiled for it
-                scaled = BASIS_SCALE * X
-                data[:, 0] = scaled
-                data[:, 1:] = (scaled - data[:, 0]).unsqueeze(1)
-        if not orthogonal:  # as refreshes write, whose kernels look at a mask
-            found.write(ALL, X, torch.ones(len(X), dtype=torch.bool, device=X.device))
+            found = cls(torch.zeros(len(X), halves, *X.shape[1:], dtype=torch.float16, device=X.device), ones)
+        # As refreshes write, whose kernels look at a mask.
+        found.write(ALL, X, torch.ones(len(X), dtype=torch.bool, device=X.device))
         return found
 
-    @property
-    def halved(self) -> bool:
-        """Whether it is kept in fp16."""
-        return self.scale is not None
+    @classmethod
+    def basis(cls, U: Tensor) -> "StoredMatrix":
+        """Begin to keep a basis. Once: no kernel is compiled for it."""
+        scale = torch.full((len(U),), BASIS_SCALE, dtype=torch.float32, device=U.device)
+        return cls((BASIS_SCALE * U).half().unsqueeze(1), scale, orthogonal=True)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """As they are stored."""
-        return {name: self.data} | ({} if self.scale is None else {f"{name}_scale": self.scale})
+        return {name: self.data, f"{name}_scale": self.scale}
 
     def narrow(self, groups: slice) -> "StoredMatrix":
         """Some groups, over the same memory."""
-        return StoredMatrix(self.data[groups], None if self.scale is None else self.scale[groups], self.orthogonal)
+        return StoredMatrix(self.data[groups], self.scale[groups], self.orthogonal)
 
     def clone(self) -> "StoredMatrix":
         """A copy."""
-        return StoredMatrix(self.data.clone(), None if self.scale is None else self.scale.clone(), self.orthogonal)
+        return StoredMatrix(self.data.clone(), self.scale.clone(), self.orthogonal)
 
-    def matrix(self, groups: slice = ALL) -> Kept:
+    def matrix(self, groups: slice = ALL) -> HalfPair | Half:
         """As it is multiplied; of packed fp16, squares for the moment."""
-        halves = self.data[groups]
-        if self.scale is None:
-            return halves
-        scale = self.scale[groups]
+        halves, scale = self.data[groups], self.scale[groups]
         halves = packed_fp16.unpack(halves) if packed_fp16.is_packed(halves) else halves
         return Half(halves[:, 0], scale) if halves.shape[1] == 1 else HalfPair(halves[:, 0], halves[:, 1], scale)
 
+    def half(self, groups: slice = ALL) -> Half:
+        """A basis, as it is multiplied."""
+        return Half(self.data[groups][:, 0], self.scale[groups])
+
     def value(self, groups: slice = ALL) -> Tensor:
-        """In float32 (or float64)."""
+        """In float32."""
         found = self.matrix(groups)
-        if isinstance(found, Half):
-            return found.hi.float() / found.scale[:, None, None]
-        return found.value() if isinstance(found, HalfPair) else found
-
-    def rough(self) -> tuple[Tensor, Tensor]:
-        """The matrix times a number for each group, as it lies there: 11 bits or more; and these numbers ``[K]``."""
-        found = self.matrix()
-        return (found, torch.ones_like(found[:, 0, 0])) if isinstance(found, Tensor) else (found.hi, found.scale)
-
-    def operand(self, groups: slice) -> Tensor | HalfPair:
-        """To be refined: the pair, where one is kept, else its value."""
-        found = self.matrix(groups)
-        return found if isinstance(found, HalfPair) else self.value(groups)
-
-    def rough_copy(self, groups: slice) -> Tensor | Half:
-        """A copy that lasts when the matrix is replaced: its first half, where it is kept in fp16."""
-        found = self.matrix(groups)
-        return found.clone() if isinstance(found, Tensor) else Half(found.hi.clone(), found.scale.clone())
-
-    @property
-    def products(self) -> Products:
-        """How it is multiplied while it is refined: as it is kept."""
-        return HALF_PAIRS if self.halved else TORCH
+        return found.hi.float() / found.scale[:, None, None] if isinstance(found, Half) else found.value()
 
     def write(self, groups: slice, X: Tensor | Half, good: Tensor | None = None) -> None:
         """Replace some groups; where `good` is false they keep what they have. A half is one of the same scale."""
-        if isinstance(X, Half):
-            moments_in_new_basis.put_(self.data[groups][:, 0], X.hi, good)
-            return
-        if self.scale is None:
-            old = self.data[groups]
-            old.copy_(X if good is None else torch.where(good.view(-1, *[1] * (X.ndim - 1)), X, old))
-            return
         halves, scale = self.data[groups], self.scale[groups]
-        largest = two_sided_product.row_bound(X) if halves.shape[1] == 1 and not self.orthogonal else None
+        if self.orthogonal:
+            half = X if isinstance(X, Half) else basis_half(X)
+            moments_in_new_basis.put_(halves[:, 0], half.hi, good)
+            return
+        assert isinstance(X, Tensor)
+        largest = two_sided_product.row_bound(X) if halves.shape[1] == 1 else None
         if packed_fp16.is_packed(halves):
             packed_fp16.put_(halves, scale, X, good, largest)
-            return
-        if _by_kernels(X):
-            fixed: dict[str, Any] = {"bound": 1.0, "cut": True} if self.orthogonal else {}
-            fixed |= {} if largest is None else {"amax": largest}
-            if halves.shape[1] == 2:
-                splits.split(X, out=HalfPair(halves[:, 0], halves[:, 1], scale), where=good, **fixed)
-            else:
-                splits.halved(X, out=Half(halves[:, 0], scale), where=good, **fixed)
-            return
-        pair = basis_pair(X) if self.orthogonal else split(X, None if largest is None else power_of_two_scale(largest))
-        for place, half in enumerate((pair.hi, pair.lo)[: halves.shape[1]]):
-            halves[:, place] = half if good is None else torch.where(good.view(-1, 1, 1), half, halves[:, place])
-        scale.copy_(pair.scale if good is None else torch.where(good, pair.scale, scale))
+        elif _by_kernels(X) and halves.shape[1] == 2:
+            splits.split(X, out=HalfPair(halves[:, 0], halves[:, 1], scale), where=good)
+        elif _by_kernels(X):
+            splits.halved(X, out=Half(halves[:, 0], scale), where=good, amax=largest)
+        else:
+            pair = split(X, None if largest is None else power_of_two_scale(largest))
+            for place, half in enumerate((pair.hi, pair.lo)[: halves.shape[1]]):
+                halves[:, place] = half if good is None else torch.where(good.view(-1, 1, 1), half, halves[:, place])
+            scale.copy_(pair.scale if good is None else torch.where(good, pair.scale, scale))
 
     def saved(self, groups: slice, own: int) -> Tensor:
-        """Some groups in float32, without padding; a view, where that is what is kept."""
+        """Some groups in float32, without padding."""
         return self.value(groups)[:, :own, :own]
 
     def load(self, groups: slice, X: Tensor) -> None:
-        """Put that back, into padding and fp16 where there are such."""
-        whole = self.value(groups).clone()
+        """Put that back, into padding and fp16."""
+        whole = self.value(groups)
         whole[(ALL, *(slice(size) for size in X.shape[1:]))] = X.to(whole)
         self.write(groups, whole)
-
-
-def _ones(X: Tensor) -> Tensor:
-    return torch.ones(len(X), dtype=torch.float32, device=X.device)
 
 
 def between(

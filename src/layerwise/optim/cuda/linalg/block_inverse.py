@@ -18,20 +18,20 @@ import torch
 from jaxtyping import Bool, Float, Int8
 from torch import Tensor
 
-from layerwise.optim.cuda.linalg.products import TORCH, Products
+from layerwise.optim.cuda.linalg.split_fp16 import prepared, product
 from layerwise.optim.cuda.triton.device import MOST_MATRICES, available, ceil, kernels, on
 
 LEAF = 64
 """Rows of the blocks that one program of a kernel eliminates."""
 LARGE = 512
-"""Rows from which blocks are multiplied by `products`; smaller ones in float32, one launch a product."""
+"""Rows from which blocks are multiplied in split fp16; smaller ones in float32, one launch a product."""
 STRIP, ALIGNED = 1024, 16
 """Rows of X at least that are multiplied at a time for ``XᵀX``, since what is above the diagonal is zero; in units."""
 
 
 @torch.no_grad()
 def block_inverse(
-    M: Float[Tensor, "K n n"], products: Products = TORCH, *, leaf: int = LEAF, large: int = LARGE
+    M: Float[Tensor, "K n n"], *, leaf: int = LEAF, large: int = LARGE
 ) -> tuple[Float[Tensor, "K n n"], Bool[Tensor, "K"]]:
     """``M⁻¹``, and for which matrices it is right: those that are finite and positive definite. M is overwritten.
 
@@ -40,29 +40,24 @@ def block_inverse(
     ([[0.5, -0.5], [-0.5, 1.0]], [True, False])
     """
     good = torch.ones(len(M), dtype=torch.int8, device=M.device)
-    X = inverse_factor(M, good, products, leaf=leaf, large=large)
+    X = inverse_factor(M, good, leaf=leaf, large=large)
     with ieee_float32(M.device):
-        inverse = _gram(X, products, large)
+        inverse = _gram(X, large)
     # An entry of X that is not finite is in a sum of squares on the diagonal.
     return inverse, (good != 0) & torch.isfinite(inverse.diagonal(dim1=-2, dim2=-1)).all(-1)
 
 
 def inverse_factor(
-    M: Float[Tensor, "K n n"],
-    good: Int8[Tensor, "K"],
-    products: Products = TORCH,
-    *,
-    leaf: int = LEAF,
-    large: int = LARGE,
+    M: Float[Tensor, "K n n"], good: Int8[Tensor, "K"], *, leaf: int = LEAF, large: int = LARGE
 ) -> Float[Tensor, "K n n"]:
     """X, lower triangular, with ``X M Xᵀ = I``; zero is written into `good` where a pivot is not positive."""
     X = torch.zeros_like(M, memory_format=torch.contiguous_format)
     with ieee_float32(M.device):
-        _eliminate(M, X, good, products, leaf, large)
+        _eliminate(M, X, good, leaf, large)
     return X
 
 
-def _eliminate(M: Tensor, X: Tensor, good: Tensor, products: Products, leaf: int, large: int) -> None:
+def _eliminate(M: Tensor, X: Tensor, good: Tensor, leaf: int, large: int) -> None:
     n = M.shape[-1]
     if n <= leaf:
         leaf_inverse(M, X, good, leaf)
@@ -70,33 +65,33 @@ def _eliminate(M: Tensor, X: Tensor, good: Tensor, products: Products, leaf: int
     h = leaf * ceil(ceil(n, leaf), 2)
     B, C, X_21 = M[:, h:, :h], M[:, h:, h:], X[:, h:, :h]
     X_11, X_22 = X[:, :h, :h], X[:, h:, h:]
-    _eliminate(M[:, :h, :h], X_11, good, products, leaf, large)
+    _eliminate(M[:, :h, :h], X_11, good, leaf, large)
     if n < large:
         L = torch.bmm(B, X_11.mT)
         C.baddbmm_(L, L.mT, alpha=-1)
-        _eliminate(C, X_22, good, products, leaf, large)
+        _eliminate(C, X_22, good, leaf, large)
         X_21.baddbmm_(X_22, torch.bmm(L, X_11), alpha=-1)
         return
-    left = products.prepared(X_11)
-    L_ = products.prepared(products.precise(B, left.mT))
-    products.precise(L_, L_.mT, add=C, alpha=-1, symmetric=True, out=C)
-    _eliminate(C, X_22, good, products, leaf, large)
-    products.precise(X_22, products.precise(L_, left), alpha=-1, out=X_21)
+    left = prepared(X_11)
+    L_ = prepared(product(B, left.mT))
+    product(L_, L_.mT, add=C, alpha=-1, symmetric=True, out=C)
+    _eliminate(C, X_22, good, leaf, large)
+    product(X_22, product(L_, left), alpha=-1, out=X_21)
 
 
-def _gram(X: Tensor, products: Products, large: int) -> Tensor:
+def _gram(X: Tensor, large: int) -> Tensor:
     """``XᵀX`` of lower triangular matrices, the last rows first."""
     n = X.shape[-1]
     if n < large:
         return torch.bmm(X.mT, X)
     height = ALIGNED * ceil(n, ALIGNED * max(1, n // STRIP))
     *others, last = range(0, n, height)
-    rows = products.prepared(X[:, last:])
-    total = products.precise(rows.mT, rows, symmetric=True)
+    rows = prepared(X[:, last:])
+    total = product(rows.mT, rows, symmetric=True)
     for start in reversed(others):
         end = start + height
-        rows, corner = products.prepared(X[:, start:end, :end]), total[:, :end, :end]
-        products.precise(rows.mT, rows, add=corner, symmetric=True, out=corner)
+        rows, corner = prepared(X[:, start:end, :end]), total[:, :end, :end]
+        product(rows.mT, rows, add=corner, symmetric=True, out=corner)
     return total
 
 

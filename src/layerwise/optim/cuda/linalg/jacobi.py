@@ -1,21 +1,27 @@
-"""Eigenvectors kept up to date by products alone, while their matrix drifts.
+"""Eigenvectors kept up to date by products alone, while their matrix drifts; as one half, 2¹⁴ U in float16.
 
-U is nearly an eigenbasis of M: that of an earlier M, or one rounded to half precision. Then ``S = Uᵀ M U`` is nearly
-diagonal, and says how to turn U. Nothing here waits for the device; columns keep their places and are not sorted.
+U is nearly an eigenbasis of M: that of an earlier M. Then ``S = Uᵀ M U`` is nearly diagonal, and says how to turn U.
+Nothing here waits for the device; columns keep their places and are not sorted.
+
+Rounding turns the vectors of such a basis by 2⁻¹² or so of their length, in random directions. That is less than what
+a sweep leaves of a drift. A sweep is six products of halves, large ones cuBLAS's; with M rounded too it is four and a
+half; that moves entries of ``Uᵀ M U`` by 1e-4 of the mean eigenvalue or less, where training moves them by much more.
 """
 
-from typing import Any, Literal
+import math
+from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float16, Float32
 from torch import Tensor
 
-from layerwise.foundations.errors import InputError, describe
 from layerwise.foundations.linalg.probes import probe_columns
-from layerwise.optim.cuda.linalg.fp16 import HalfPair
-from layerwise.optim.cuda.linalg.products import TORCH, HalfPairProducts, Products
+from layerwise.optim.cuda.linalg import split_fp16
+from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
+from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE, bounded_pair, product_bound, writes_halves
+from layerwise.optim.cuda.linalg.split_fp16 import prepared
 from layerwise.optim.cuda.triton import products as triton_products
-from layerwise.optim.cuda.triton.device import MOST_MATRICES
+from layerwise.optim.cuda.triton.products import pair_product
 
 FUSED_SIZE = 64
 """Smaller matrices are not worth kernels of their own."""
@@ -31,76 +37,168 @@ STILL = 0.02
 With 0.05 EKFAC's directions erred by up to 1.03e-2 on factors of a training, however many sweeps; with this by 7e-3.
 """
 
+UNIT = 2.0**14
+"""Scale of E, of ``I + E + E²/2`` and of ``I − Vᵀ V``."""
+LARGE = 1536
+"""From this size on products with a result in float16 are cuBLAS's, if it writes that (`writes_halves`)."""
+
 
 def tracked_basis(
-    M: Float[Tensor, "*batch n n"] | HalfPair,
-    U: Float[Tensor, "*batch n n"],
+    M: Float[Tensor, "*batch n n"] | HalfPair | Half,
+    U: Half,
     sweeps: int = 1,
-    products: Products = TORCH,
     *,
     damping: int | float = 1e-3,
     still: int | float = STILL,
-    measured: bool = False,
-) -> tuple[Float[Tensor, "*batch n n"], Float[Tensor, "*batch n"], Float[Tensor, "rounds *batch"]]:
-    """The basis after some sweeps, the eigenvalues, and the `coupling` *before* each sweep, the first one first.
+) -> tuple[Half, Float32[Tensor, "*batch n"], Float32[Tensor, "sweeps *batch"]]:
+    """A basis with the fixed scale after some sweeps, the eigenvalues, and the `coupling` *before* each sweep.
 
-    A sweep is six products: two for S, two for ``V = U (I + E + E²/2)``, where E is the `rotation`, and two for a step
-    of Newton and Schulz, ``V + V (I − Vᵀ V)/2``, which makes V orthogonal again, rounding of U included. Three of them
-    only correct (E², ``U E``, ``V (I − Vᵀ V)``) and may be rough: half precision does. A sweep about
-    squares a small coupling; from an unrelated basis it converges too, in some twenty sweeps. Eigenvalues are those of
-    S to second order; `measured` spends two products more on eigenvalues and (last) coupling of the basis returned.
-    `damping`, relative to the mean eigenvalue, is the shift of `coupling`; with ``still=0`` and ``damping=0`` sweeps
-    converge to eigenvectors of separate eigenvalues to rounding (equal ones need `still`). Equal diagonal entries of S
-    do not turn, coupled or not: start from an eigenbasis, not from I. Where M is not finite the basis is returned as it
-    came, with a last coupling of infinity and eigenvalues that are not numbers.
+    A sweep is ``V = U (I + E + E²/2)``, where E is the `rotation`, and a step of Newton and Schulz,
+    ``V + V (I − Vᵀ V)/2``, which makes V orthogonal again, rounding of U included. It about squares a small coupling;
+    from an unrelated basis it converges too, in some twenty sweeps. Eigenvalues are those of S to second order.
+    `damping`, relative to the mean eigenvalue, is the shift of `coupling`. Equal diagonal entries of S do not turn,
+    coupled or not: start from an eigenbasis, not from I. Of an M that is one half, products are of halves alone. Where
+    something is not finite the last coupling is infinite, and the basis is of no use.
 
+    >>> from layerwise.optim.cuda.linalg.orthogonal import basis_half
     >>> M = torch.tensor([[2.0, 0.1], [0.1, 1.0]])
-    >>> U, values, couplings = tracked_basis(M, torch.eye(2), sweeps=2, damping=0)
-    >>> [[round(x, 4) for x in found.tolist()] for found in (values, torch.linalg.eigvalsh(M), couplings)]
-    [[2.0099, 0.9901], [0.9901, 2.0099], [0.0707, 0.0004]]
+    >>> U, values, couplings = tracked_basis(M, basis_half(torch.eye(2)), sweeps=2, damping=0)
+    >>> [[round(x, 3) for x in found.tolist()] for found in (values, torch.linalg.eigvalsh(M), couplings)]
+    [[2.01, 0.99], [0.99, 2.01], [0.071, 0.0]]
     """
-    if sweeps < 0 or sweeps + measured < 1:
-        raise InputError(describe(f"sweeps={sweeps}", "a number ≥ 1, or 0 with measured=True", "pass e.g. sweeps=1"))
-    fused, M_ = _takes(products, M, U), products.prepared(M, definite=True)
-    U = U.contiguous() if fused else U
-    V, values, couplings = U, U[..., 0], []
-    for _ in range(sweeps):
-        V, values, left = (_fused if fused else _sweep)(M_, V, damping, still, products)
+    M_ = M if isinstance(M, Half) else prepared(M, definite=True)
+    couplings, values = list[Tensor](), torch.empty(0)
+    U = Half(U.hi.contiguous(), U.scale)
+    for sweep in range(sweeps):
+        # A turn makes columns longer by up to a tenth. Of two sweeps only the second makes them orthogonal again.
+        V, values, left = _sweep(M_, U, damping, still, orthogonal=sweeps != 2 or sweep == 1)
+        if sweeps == 2 and sweep == 1:
+            values = values / (_column_dots(U.hi, U.hi)[1] / BASIS_SCALE**2)
+        U = V
         couplings.append(left)
-    if measured:
-        S, scale = _seen_from(M_, products.prepared(V), products)
-        values = scale * S.diagonal(dim1=-2, dim2=-1)
-        couplings.append(coupling(S, damping))
-    good = torch.isfinite(couplings[-1])[..., None, None]
-    return torch.where(good, V, U), values, torch.stack(couplings)
+    # S was computed of 2¹⁴ U and of M times its scale. Both reciprocals are exact, where the product may overflow.
+    return U, values / BASIS_SCALE * M_.scale.reciprocal()[..., None], torch.stack(couplings)
 
 
-def _sweep(M: Any, U: Tensor, damping: int | float, still: int | float, products: Products) -> tuple[Tensor, ...]:
-    U_ = products.prepared(U)
-    S, scale = _seen_from(M, U_, products)
-    E = rotation(S, damping, still)
-    E_ = products.prepared(E)
-    V = products.rough(U_, products.rough(E_, E_, add=E, alpha=0.5), add=U)
-    V_ = products.prepared(V)
-    V = products.rough(V_, products.precise(V_.mT, V_, alpha=-1, identity=1, symmetric=True), add=V, alpha=0.5)
+def rayleigh_quotients(M: Float[Tensor, "*batch n n"] | HalfPair | Half, U: Half) -> Float[Tensor, "*batch n"]:
+    """``uᵀ M u / uᵀ u`` of the columns of a basis, which is not rounded further: eigenvalues as this basis has them.
+
+    >>> from layerwise.optim.cuda.linalg.orthogonal import basis_half
+    >>> rayleigh_quotients(torch.tensor([[2.0, 1.0], [1.0, 4.0]]), basis_half(torch.eye(2))).tolist()
+    [2.0, 4.0]
+    """
+    U = Half(U.hi.contiguous(), U.scale)
+    if isinstance(M, Half):
+        C = _image(M, U)
+        C, unit = C.hi, (M.scale * C.scale).reciprocal()
+    else:
+        pair = prepared(M, definite=True)
+        C, unit = split_fp16.whole_product(pair, U)[0], pair.scale.reciprocal()
+    dots, squares = _column_dots(C, U.hi)
+    return dots / squares * unit[..., None]
+
+
+def _sweep(
+    M: HalfPair | Half, U: Half, damping: int | float, still: int | float, orthogonal: bool
+) -> tuple[Half, Tensor, Tensor]:
+    C = _image(M, U)
+    if _takes(U):
+        from layerwise.optim.cuda.triton import jacobi as triton_sweeps
+
+        found = triton_sweeps.rotation(pair_product(U.mT, C, symmetric=True, whole=True), damping, still)
+        F, E = torch.empty_like(found.E.hi), found.E
+        how: dict[str, Any] = {"alpha": found.alpha, "beta": found.beta, "identity": UNIT}
+        pair_product(E, E, symmetric=True, skew=True, add=E.hi, out=F, **how)
+        values, left = found.values, found.left
+    else:
+        F, values, left = _rotation(U, C, damping, still)
+    V = _turned(U, F)
+    V = _corrected(V, _defect(V, F)) if orthogonal else V
     # What is not finite in V, or in I − VᵀV, is in every row by now.
-    left = _or_infinite(coupling(S, damping) + 0 * V[..., 0, :].sum(-1))
-    return V, scale * second_order(S, E), left
+    left = left + 0 * V.hi[..., 0, :].float().sum(-1)
+    return V, values, left.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
-def _takes(products: Products, M: Tensor | HalfPair, U: Tensor) -> bool:
-    """Whether `triton.jacobi` takes these."""
-    if not isinstance(products, HalfPairProducts) or not triton_products.available(M.device):
-        return False
-    stacks = U.ndim == 3 and len(U) <= MOST_MATRICES and U.dtype == torch.float32
-    stacks = stacks and (isinstance(M, HalfPair) or M.dtype == torch.float32)
-    return stacks and M.shape[-1] >= FUSED_SIZE and M.shape[-1] % triton_products.ALIGNED == 0
+def _column_dots(C: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the columns of V with those of C, and their squares."""
+    if V.dtype == torch.float16 and V.ndim == 3 and triton_products.available(V.device):
+        from layerwise.optim.cuda.triton import jacobi as triton_sweeps
+
+        return triton_sweeps.column_dots(C, V)
+    single = torch.promote_types(C.dtype, torch.float32)
+    return (C.to(single) * V).sum(-2), torch.linalg.vector_norm(V, dim=-2, dtype=single).square()
 
 
-def _fused(M: Any, U: Tensor, damping: int | float, still: int | float, _: Products) -> tuple[Tensor, ...]:
-    from layerwise.optim.cuda.triton import jacobi as triton_sweeps
+def _image(M: HalfPair | Half, U: Half) -> HalfPair | Half:
+    """``M U`` as a pair or in float16, as M is: with entries of M below 2¹⁵, those of ``M u`` are below 2¹⁵ √n."""
+    if isinstance(M, HalfPair):
+        C, _ = split_fp16.whole_product(M, U)
+        return bounded_pair(C, product_bound(U.shape[-1]))
+    down = 2.0 ** -(split_fp16.TOP_EXPONENT + math.ceil(math.log2(U.shape[-1]) / 2))
+    scale, out = torch.full_like(U.scale, down), torch.empty_like(U.hi, memory_format=torch.contiguous_format)
+    if by_cublas(U):
+        return Half(torch.baddbmm(U.hi, M.hi, U.hi, beta=0, alpha=down, out=out), scale)
+    if _takes(U):
+        unscaled = Half(M.hi, U.scale)  # its own scale is divided out at the end
+        return Half(pair_product(unscaled, U, alpha=down * BASIS_SCALE**2, out=out), scale)
+    C, _ = split_fp16.scaled_product(M, U)
+    return Half(C.mul_(down).half(), scale)
 
-    return triton_sweeps.sweep(M, U, damping, still)
+
+def _turned(U: Half, F: Float16[Tensor, "*batch n n"]) -> Half:
+    """``U F`` in float16. That F has the identity spares a copy of U, and rounds lengths of columns by up to 2⁻¹¹: the
+    next step makes them 1 again."""
+    out = torch.empty_like(U.hi, memory_format=torch.contiguous_format)
+    if by_cublas(U):
+        return Half(torch.baddbmm(out, U.hi, F, beta=0, alpha=1 / UNIT, out=out), U.scale)
+    if _takes(U):
+        return Half(pair_product(U, Half(F, torch.full_like(U.scale, UNIT)), alpha=BASIS_SCALE, out=out), U.scale)
+    return Half(((U.hi.float() @ F.float()) / UNIT).half(), U.scale)
+
+
+def _corrected(V: Half, N: Float16[Tensor, "*batch n n"]) -> Half:
+    """``V + V N/2`` in float16."""
+    if by_cublas(V):
+        return Half(torch.baddbmm(V.hi, V.hi, N, alpha=0.5 / UNIT), V.scale)
+    if _takes(V):
+        N_, out = Half(N, torch.full_like(V.scale, UNIT)), torch.empty_like(V.hi)
+        return Half(pair_product(V, N_, add=V.hi, alpha=0.5 * BASIS_SCALE, out=out), V.scale)
+    return Half(torch.add(V.hi.float(), V.hi.float() @ N.float(), alpha=0.5 / UNIT).half(), V.scale)
+
+
+def _defect(V: Half, out: Float16[Tensor, "*batch n n"]) -> Float16[Tensor, "*batch n n"]:
+    """``I − Vᵀ V`` in float16; `out` may be written over."""
+    if _takes(V):
+        return pair_product(V.mT, V, alpha=-UNIT, identity=UNIT, symmetric=True, out=out)
+    C = V.hi.mT.float() @ V.hi.float()
+    eye = torch.eye(C.shape[-1], device=C.device)
+    return (UNIT * (eye - C / BASIS_SCALE**2)).half()
+
+
+def by_cublas(U: Half) -> bool:
+    """Whether products of bases with a result in float16 are cuBLAS's."""
+    return U.shape[-1] >= LARGE and writes_halves(U)
+
+
+def _takes(U: Half) -> bool:
+    """Whether there are kernels for it."""
+    return U.hi.ndim == 3 and U.shape[-1] >= FUSED_SIZE and triton_products.takes(U, U)
+
+
+# --- by torch ---------------------------------------------------------------------------------------------------------
+
+
+def _rotation(U: Half, C: HalfPair | Half, damping: int | float, still: int | float) -> tuple[Tensor, Tensor, Tensor]:
+    """``I + E + E²/2`` in float16, eigenvalues and coupling, by torch."""
+    S, scale = split_fp16.whole_product(U.mT, C)
+    S = S / scale[..., None, None]
+    S = (S + S.mT) / 2
+    mean = S.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True).clamp(min=torch.finfo(S.dtype).tiny)
+    S = S / mean[..., None]
+    E = rotation(S, damping, still)
+    E_ = Half((UNIT * E).half(), torch.full_like(mean[..., 0], UNIT))
+    F = UNIT * (E + 0.5 * split_fp16.rough_product(E_, E_) + torch.eye(U.shape[-1], device=E.device))
+    return F.half(), mean * second_order(S, E), coupling(S, damping)
 
 
 def coupling(S: Float[Tensor, "*batch n n"], damping: int | float = 1e-3) -> Float[Tensor, "*batch"]:
@@ -114,8 +212,9 @@ def coupling(S: Float[Tensor, "*batch n n"], damping: int | float = 1e-3) -> Flo
     diagonal = S.diagonal(dim1=-2, dim2=-1)
     D = diagonal.clamp(min=0) + damping * diagonal.mean(-1, keepdim=True)
     weight = D.clamp(min=torch.finfo(S.dtype).tiny ** 0.5).rsqrt()
-    squares = (weight[..., :, None] * S * weight[..., None, :]).square().masked_fill(_on_diagonal(S), 0)
-    return _or_infinite(squares.sum((-2, -1)).div(S.shape[-1]).sqrt())
+    on_diagonal = torch.eye(S.shape[-1], dtype=torch.bool, device=S.device)
+    squares = (weight[..., :, None] * S * weight[..., None, :]).square().masked_fill(on_diagonal, 0)
+    return squares.sum((-2, -1)).div(S.shape[-1]).sqrt().nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def rotation(
@@ -140,36 +239,6 @@ def rotation(
     return E / (MARGIN * _spectral_norm(E)).clamp(min=1)[..., None, None]
 
 
-def carried(
-    V: Float[Tensor, "K O I"],
-    turn: Float[Tensor, "K n n"],
-    side: Literal["left", "right"],
-    products: Products = TORCH,
-) -> Float[Tensor, "K O I"]:
-    """Second moments seen from a new basis on one side, coordinates taken as uncorrelated. One product.
-
-    ``V'_j = Σᵢ W_ji V_i``, W the squares of the `turn` ``U_newᵀ U_old``, whose rows are made to add up to one. Exact
-    where the basis is only reordered or its signs change; the total is kept. The product may be rough: no term is
-    negative, so that its relative error is that of the terms.
-
-    >>> swapped = torch.eye(2).flip(0)[None]
-    >>> carried(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]), swapped, "left").tolist()
-    [[[3.0, 4.0], [1.0, 2.0]]]
-    """
-    if side not in ("left", "right"):
-        raise InputError(describe(f"side={side!r}", "'left' or 'right'", "name the side of V that U acts on"))
-    W = turn.square()
-    W = W / W.sum(-1, keepdim=True)
-    return products.rough(W, V) if side == "left" else products.rough(V, W.mT)
-
-
-def _seen_from(M: Any, U: Any, products: Products) -> tuple[Tensor, Tensor]:
-    """``Uᵀ M U`` over its mean eigenvalue, and that ``[*batch, 1]``: squares of small numbers must not underflow."""
-    S = products.precise(U.mT, products.precise(M, U), symmetric=True)
-    scale = S.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True).clamp(min=torch.finfo(S.dtype).tiny)
-    return S / scale[..., None], scale
-
-
 def second_order(S: Tensor, E: Tensor) -> Tensor:
     """The diagonal of S once turned by E."""
     diagonal = S.diagonal(dim1=-2, dim2=-1)
@@ -177,18 +246,10 @@ def second_order(S: Tensor, E: Tensor) -> Tensor:
     return (diagonal + (E * (2 * S - E * gap)).sum(-2)).clamp(min=0)
 
 
-def _spectral_norm(E: Tensor, applications: int = APPLICATIONS) -> Tensor:
+def _spectral_norm(E: Tensor) -> Tensor:
     """An estimate from below, by the power method on a few columns."""
     v = probe_columns(E.shape[-1], 16, like=E)
-    for _ in range(applications):
+    for _ in range(APPLICATIONS):
         v = v / v.norm(dim=-2, keepdim=True).clamp(min=torch.finfo(E.dtype).tiny)
         v = E @ v
     return v.norm(dim=-2).amax(-1)
-
-
-def _or_infinite(x: Tensor) -> Tensor:
-    return x.nan_to_num(nan=torch.inf, posinf=torch.inf)
-
-
-def _on_diagonal(S: Tensor) -> Tensor:
-    return torch.eye(S.shape[-1], dtype=torch.bool, device=S.device)

@@ -9,7 +9,7 @@ from torch import Tensor
 from layerwise.optim.cuda.eigenbasis_elementwise import scaled
 from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.linalg.fp16 import Half
-from layerwise.optim.cuda.linalg.jacobi_fp16 import by_cublas
+from layerwise.optim.cuda.linalg.jacobi import by_cublas
 from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE, rough_between, turned, with_room
 from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton.device import MOST_MATRICES, ceil, kernels, on
@@ -42,9 +42,11 @@ def turn_between(U_new: Half, U_old: Half) -> Half:
 def turn_moments_(
     M: Float32[Tensor, "K O I"], V: Float32[Tensor, "K O I"], turn: Half, side: Literal["left", "right"]
 ) -> None:
-    """First and second moments as a new basis on one side sees them, in place; see `jacobi.carried`.
+    """First and second moments as a new basis on one side sees them, in place.
 
-    No second moment becomes smaller than what half precision can tell from zero: steps divide by it.
+    With T the turn from the old basis, the second ones are ``W V``, W the squares of T's entries, whose rows are made
+    to add up to one: right where coordinates are uncorrelated, and their total is kept. None becomes smaller than what
+    half precision can tell from zero: steps divide by it.
 
     >>> from layerwise.optim.cuda.linalg.orthogonal import basis_half
     >>> M, V, swap = torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[1.0, 3.0]]]), torch.eye(2).flip(0)[None]

@@ -29,22 +29,16 @@ TILE, PROCESSORS = 128 * 256, 132
 """Of cuBLAS's larger products, and of a large GPU."""
 
 
-def basis_pair(U: Float[Tensor, "*K n n"]) -> HalfPair:
-    """An orthogonal matrix as a pair with the fixed scale.
-
-    >>> basis_pair(torch.eye(2)).scale, basis_pair(0.1 * torch.eye(2)).scale
-    (tensor(16384.), tensor(16384.))
-    """
-    return bounded_pair(U, 1.0)
-
-
 def basis_half(U: Float[Tensor, "*K n n"]) -> Half:
     """An orthogonal matrix as one half with the fixed scale.
 
-    >>> basis_half(torch.eye(2)).hi.tolist()
-    [[16384.0, 0.0], [0.0, 16384.0]]
+    >>> basis_half(torch.eye(2)).hi.tolist(), basis_half(0.1 * torch.eye(2)).scale
+    ([[16384.0, 0.0], [0.0, 16384.0]], tensor(16384.))
     """
-    return basis_pair(U).half
+    if _on_kernels(U):
+        return triton_splits.halved(U, bound=1.0, cut=True)
+    scale = torch.full(U.shape[:-2], BASIS_SCALE, dtype=torch.float32, device=U.device)
+    return Half(cut(U.float() * BASIS_SCALE, torch.float16).half(), scale)
 
 
 def bounded_pair(X: Float[Tensor, "*K m n"], bound: float) -> HalfPair:
@@ -73,18 +67,18 @@ def with_room(Y: Float[Tensor, "K m n"], largest: Float32[Tensor, "K"] | None = 
     return Half((Y * scale[..., None, None]).half(), scale)
 
 
-def rough_between(P: HalfPair | Half | None, Y: Half, Q: HalfPair | Half | None) -> Scaled:
+def rough_between(P: Half | None, Y: Half, Q: Half | None) -> Scaled:
     """``P Y Q`` of orthogonal matrices with the fixed scale (one may be missing) and a Y with room, in 11 bits.
 
     The product with the smaller matrix comes first, and is in float16. Large ones are cuBLAS's, which needs little more
     than half of Triton's time for them, and their result is in float16, too: half the bytes for who reads it next.
 
-    >>> U = basis_pair(torch.eye(2)[None].flip(-1))
+    >>> U = basis_half(torch.eye(2)[None].flip(-1))
     >>> found = rough_between(U, with_room(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])), None)
     >>> (found.C / found.scales[0]).tolist()
     [[[3.0, 4.0], [1.0, 2.0]]]
     """
-    sides = [(split_fp16.halved(U), left) for U, left in ((P, True), (Q, False)) if U is not None]
+    sides = [(U, left) for U, left in ((P, True), (Q, False)) if U is not None]
     *first, (U, left) = sorted(sides, key=lambda side: side[0].shape[-1])
     for smaller, before in first:
         Y = Half(turned(smaller, Y.hi, before), Y.scale)
@@ -120,12 +114,11 @@ def _narrow(A: Half, B: Half, U: Half, scale: Float32[Tensor, "K"]) -> Scaled:
     return Scaled(out, (scale * down,))
 
 
-def between(P: HalfPair | Half | None, X: HalfPair, Q: HalfPair | Half | None) -> Scaled:
-    """``P X Q`` in pairs: without a search for the largest entry of what the first product leaves.
+def between(P: Half | None, X: HalfPair, Q: Half | None) -> Scaled:
+    """``P X Q`` of a pair and bases, which are taken for exact: X, and what the first product leaves, are multiplied in
+    both halves, without a search for the largest entry of that.
 
-    A basis of one half is taken for exact: then X, and what the first product leaves, are multiplied in both halves.
-
-    >>> U = basis_pair(torch.eye(2)[None].flip(-1))
+    >>> U = basis_half(torch.eye(2)[None].flip(-1))
     >>> found = between(U, split_fp16.split(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]])), U)
     >>> (found.C / found.scales[0] / found.scales[1]).tolist()
     [[[4.0, 3.0], [2.0, 1.0]]]

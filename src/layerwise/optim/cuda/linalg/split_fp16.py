@@ -16,7 +16,7 @@ the largest singular values of G are the most damped, so 11 bits of G leave an e
 Nothing here asks the device for a value: no host synchronisation.
 """
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float32
@@ -94,46 +94,63 @@ def power_of_two_scale(amax: Float32[Tensor, "*batch"]) -> Float32[Tensor, "*bat
     return torch.where(torch.isfinite(amax), scale, torch.full_like(scale, float("nan")))
 
 
-@overload
-def product(A: HalfPair, B: HalfPair, out_scaled: Literal[False] = False, *, symmetric: bool = False) -> Tensor: ...
-@overload
-def product(A: HalfPair, B: HalfPair, out_scaled: Literal[True]) -> tuple[Tensor, Tensor]: ...
+def prepared(X: Float[Tensor, "..."] | HalfPair, *, definite: bool = False) -> HalfPair:
+    """X as a pair, an operand of several products; `definite`: no entry is larger than the largest of the diagonal."""
+    if isinstance(X, HalfPair) or not definite:
+        return X if isinstance(X, HalfPair) else split(X)
+    largest = X.diagonal(dim1=-2, dim2=-1).amax(-1).float()
+    return _triton().split(X, amax=largest) if on_kernels(X) else split(X, power_of_two_scale(largest))
+
+
 def product(
-    A: HalfPair, B: HalfPair, out_scaled: bool = False, *, symmetric: bool = False
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The products ``A B`` in float32, batch axes broadcast; with `out_scaled` the pair ``(C, scale)``, A B = C/scale.
+    A: Float[Tensor, "..."] | HalfPair,
+    B: Float[Tensor, "..."] | HalfPair,
+    *,
+    add: Float[Tensor, "..."] | None = None,
+    alpha: int | float = 1,
+    identity: int | float = 0,
+    symmetric: bool = False,
+    out: Float[Tensor, "..."] | None = None,
+) -> Float[Tensor, "..."]:
+    """``identity·I + add + alpha·A B`` in float32, batch axes broadcast; written into `out`, which may be `add`.
 
-    The unscaled form saves a pass over C where the caller scales it anyway; its scale overflows when both
-    matrices are smaller than about 2⁻⁵⁰. Products below about 2⁻¹¹⁹ become zero in either form. Say `symmetric` where
-    the product is known to be: a GPU may then compute half of it.
+    A result that is said to be `symmetric` is exactly that, as `add` is then: a GPU computes half of it. Products below
+    about 2⁻¹¹⁹ become zero.
 
-    >>> A = split(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    >>> product(A, A.mT).tolist()
-    [[5.0, 11.0], [11.0, 25.0]]
-    >>> C, scale = product(A, A, out_scaled=True)
-    >>> (C / scale).tolist()
-    [[7.0, 10.0], [15.0, 22.0]]
+    >>> A = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> product(A, A.mT, alpha=-1, identity=1, symmetric=True).tolist()
+    [[-4.0, -11.0], [-11.0, -24.0]]
     """
-    _check_axes(A, B)
-    if not out_scaled and _triton().takes(A, B):
-        return _triton().pair_product(A, B, symmetric=symmetric)
-    C = _summed(_terms(A, B))
-    return (C, A.scale * B.scale) if out_scaled else _unscaled(C, A, B)
+    left, right = prepared(A), prepared(B)
+    _check_axes(left, right)
+    beside = add is None or (add.stride(-1) == 1 and add.shape[:-2] == left.shape[:-2])
+    if beside and _triton().takes(left, right):
+        how: dict[str, Any] = {"alpha": alpha, "identity": identity, "symmetric": symmetric, "out": out}
+        return _triton().pair_product(left, right, add=add, **how)
+    C = _unscaled(_summed(_terms(left, right)), left, right)
+    if add is not None:
+        C = torch.add(add, C, alpha=alpha)
+    elif alpha != 1:
+        C = C * alpha
+    if identity != 0:
+        C = C + identity * torch.eye(C.shape[-1], dtype=C.dtype, device=C.device)
+    C = (C + C.mT) / 2 if symmetric and (add is not None or identity != 0) else C
+    return C if out is None else out.copy_(C)
 
 
 def scaled_product(A: HalfPair | Half, B: HalfPair | Half) -> tuple[Tensor, Tensor]:
     """``(C, scale)`` with ``A B = C/scale``, of pairs or of halves: a chain of products need divide only once.
 
-    On a GPU these are cuBLAS's products, which for large matrices are faster than Triton's.
+    On a GPU these are cuBLAS's products, which for large matrices are faster than Triton's. The scale overflows when
+    both matrices are smaller than about 2⁻⁵⁰.
 
     >>> C, scale = scaled_product(halved(torch.eye(2)), halved(torch.eye(2)))
     >>> (C / scale).tolist()
     [[1.0, 0.0], [0.0, 1.0]]
     """
-    if isinstance(A, HalfPair) and isinstance(B, HalfPair):
-        return product(A, B, out_scaled=True)
     _check_axes(A, B)
-    return _summed([(A.hi, B.hi)]), A.scale * B.scale
+    pairs = isinstance(A, HalfPair) and isinstance(B, HalfPair)
+    return _summed(_terms(A, B) if pairs else [(A.hi, B.hi)]), A.scale * B.scale
 
 
 def whole_product(A: HalfPair | Half, B: HalfPair | Half) -> tuple[Tensor, Tensor]:
@@ -156,23 +173,10 @@ def _terms(A: HalfPair | Half, B: HalfPair | Half) -> list[tuple[Tensor, Tensor]
     return [*small, (A.hi, B.hi)]
 
 
-def multiply(
-    A: Float[Tensor, "..."] | HalfPair, B: Float[Tensor, "..."] | HalfPair, *, symmetric: bool = False
-) -> Tensor:
-    """The products ``A B`` in float32 of matrices or pairs, splitting what is not split.
-
-    >>> multiply(torch.eye(2), torch.tensor([[1.0], [2.0]])).tolist()
-    [[1.0], [2.0]]
-    """
-    left = A if isinstance(A, HalfPair) else split(A)
-    right = B if isinstance(B, HalfPair) else split(B)
-    return product(left, right, symmetric=symmetric)
-
-
 def rough_product(
     A: Float[Tensor, "..."] | HalfPair | Half, B: Float[Tensor, "..."] | HalfPair | Half, *, symmetric: bool = False
 ) -> Tensor:
-    """The products ``A B`` of first halves, 11 bits each, summed in float32: a third of the work of `multiply`.
+    """The products ``A B`` of first halves, 11 bits each, summed in float32: a third of the work of `product`.
 
     >>> rough_product(torch.eye(2), torch.tensor([[1.0], [1 / 3]])).tolist()
     [[1.0], [0.333251953125]]

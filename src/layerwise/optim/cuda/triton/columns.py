@@ -75,8 +75,8 @@ def average_grams_(
             )  # fmt: skip
         launch.border_kernel[(K,)](
             mean, count, weight, skipped, sums, squares, byte(all_finite, device), by, float(alpha), *_memory(decay),
-            n, parts, blocks, K, mean.stride(0), mean.stride(1), BORDER=border, PACKED=is_packed(mean), COLUMNS=BORDER_COLUMNS, GROUPS=max(64, power_of_two(K)), PARTS=LOOKED_AT,
-            num_warps=8,
+            n, parts, blocks, K, mean.stride(0), mean.stride(1), BORDER=border, PACKED=is_packed(mean),
+            COLUMNS=BORDER_COLUMNS, GROUPS=max(64, power_of_two(K)), PARTS=LOOKED_AT, num_warps=8,
         )  # fmt: skip
     made = X if rounded is None else rounded
     if is_packed(mean):

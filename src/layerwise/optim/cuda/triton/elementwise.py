@@ -60,8 +60,8 @@ def adam_(
         entries, groups = entries * groups, 1
     with on(M.device):
         kernels("elementwise_kernels").adam_kernel[(blocks(entries), groups)](
-            M, V, G, listed(scales, 0), step, byte(all_finite, M.device), correction1.contiguous(), correction2.contiguous(),
-            correction2 if floor is None else floor.contiguous(),
+            M, V, G, listed(scales, 0), step, byte(all_finite, M.device), correction1.contiguous(),
+            correction2.contiguous(), correction2 if floor is None else floor.contiguous(),
             float(1 - beta1), float(beta2), float(1 - beta2), float(eps), float(factor), entries, max(flat, 1),
             M.stride(0), V.stride(0), G.stride(0), step.stride(0),
             SCALES=len(scales), ROTATED=rotated, FLAT=flat > 0 and groups == 1, HAS_FLOOR=floor is not None, **BLOCK,
@@ -116,8 +116,8 @@ def momentum_update_(
     partial = torch.empty(len(M), blocks(entries), dtype=torch.float32, device=M.device)
     with on(M.device):
         kernels("elementwise_kernels").momentum_update_kernel[(blocks(entries), len(M))](
-            M, G, update, partial, byte(all_finite, M.device), float(1 - mu), float(mu), entries, M.stride(0), G.stride(0),
-            NESTEROV=nesterov, **BLOCK,
+            M, G, update, partial, byte(all_finite, M.device), float(1 - mu), float(mu), entries, M.stride(0),
+            G.stride(0), NESTEROV=nesterov, **BLOCK,
         )  # fmt: skip
     return update, partial.sum(1)
 

@@ -265,9 +265,7 @@ def momentum_update_kernel(
 
 @_jit_varying("groups")
 @no_type_check
-def corrections_kernel(
-    steps, correction1, correction2, all_finite, log1, log2, groups, BLOCK: tl.constexpr
-):
+def corrections_kernel(steps, correction1, correction2, all_finite, log1, log2, groups, BLOCK: tl.constexpr):
     """One more step in a step that is taken, and 1 − βᵗ."""
     at, inside = block(groups, BLOCK)
     t = tl.load(steps + at, mask=inside, other=0.0)

@@ -1,7 +1,7 @@
-"""A sweep of `jacobi.tracked_basis` on a GPU: pairs of float16, and as few kernels and passes as that takes.
+"""What a sweep of `jacobi.tracked_basis` has beside its products, on a GPU, in few launches.
 
-Entries of an orthogonal basis and of a rotation are bounded, so that their powers of two need no search: rounding
-leaves at most 2⁻³⁸ beside 11 or 22 bits. What is not bounded so overflows and is found in the first row of the result.
+Entries of a rotation are bounded, so that their powers of two need no search: rounding leaves at most 2⁻³⁸ beside 11
+bits. What is not bounded so overflows and is found in the first row of the result.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,9 @@ from jaxtyping import Float, Float16, Float32
 from torch import Tensor
 
 from layerwise.foundations.linalg.probes import signs
-from layerwise.optim.cuda.linalg.split_fp16 import Half, HalfPair
+from layerwise.optim.cuda.linalg.split_fp16 import Half
 from layerwise.optim.cuda.triton.device import ceil, kernels, on
-from layerwise.optim.cuda.triton.products import Tiles, pair_product, split
 
-ENTRY_BOUND = 2.0  # of a basis; pairs hold four times as much
 UNIT = 2.0**14  # scale of E, of E + E²/2 and of I − VᵀV
 PROBES = 16  # columns, the least that tensor cores take
 APPLICATIONS, MARGIN = 4, 1.15  # as in `jacobi`, which says why
@@ -34,32 +32,6 @@ class Rotation:
     beta: Float32[Tensor, "K"]
     values: Float32[Tensor, "K n"]
     left: Float32[Tensor, "K"]
-
-
-def sweep(
-    M: HalfPair,
-    U: Float32[Tensor, "K n n"],
-    damping: int | float,
-    still: int | float,
-    tiles: Tiles | None = None,
-) -> tuple[Float32[Tensor, "K n n"], Float32[Tensor, "K n"], Float32[Tensor, "K"]]:
-    """The basis after one sweep, eigenvalues, and the coupling before: infinite where something is not finite."""
-    basis = split(U, bound=ENTRY_BOUND)
-    S = pair_product(basis.mT, split(pair_product(M, basis, tiles=tiles)), symmetric=True, tiles=tiles)
-    found = rotation(S, damping, still)
-    E, F = found.E, Half(torch.empty_like(found.E.hi), found.E.scale)
-    # E is antisymmetric, its square symmetric: half of the tiles are enough for E + E²/2.
-    pair_product(E, E, symmetric=True, skew=True, add=E.hi, alpha=found.alpha, beta=found.beta, out=F.hi, tiles=tiles)
-    V = pair_product(basis.half, F, add=U, tiles=tiles)
-    turned, N = split(V, bound=ENTRY_BOUND), F  # F has been used
-    pair_product(turned.mT, turned, alpha=-UNIT, identity=UNIT, symmetric=True, out=N.hi, tiles=tiles)
-    V = pair_product(turned.half, N, add=V, out=V, alpha=0.5, tiles=tiles)
-    return V, found.values, left_or_infinite(found.left, V)
-
-
-def left_or_infinite(left: Tensor, V: Tensor) -> Tensor:
-    """Infinity where V is not finite: ``V (I − VᵀV)`` brings what is not to every row."""
-    return (left + 0 * V[..., 0, :].sum(-1)).nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
 def rotation(S: Float32[Tensor, "K n n"], damping: int | float, still: int | float) -> Rotation:

@@ -11,7 +11,7 @@ from layerwise.foundations.errors import InputError, describe
 from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
 from layerwise.optim.cuda.triton.device import ceil, kernels, on
 from layerwise.optim.cuda.triton.products import GRAM_TILES, Tiles, launch_gram
-from layerwise.optim.cuda.triton.splits import largest_parts
+from layerwise.optim.cuda.triton.splits import largest_of
 
 BLOCK = 64
 MIRROR_BLOCK, MIRROR_WARPS = 128, 8
@@ -112,17 +112,13 @@ def put_(
     where: Bool[Tensor, "K"] | None = None,
     largest: Float32[Tensor, "K"] | None = None,
 ) -> None:
-    """`packed_fp16.put_`; where nothing bounds the entries, after one more launch that looks for the largest."""
-    X = X if X.stride(-1) == 1 else X.contiguous()
+    """`packed_fp16.put_`; where nothing bounds the entries, after a search for the largest."""
+    X, n = X if X.stride(-1) == 1 else X.contiguous(), X.shape[-1]
     if X.numel():
-        parts, n = (
-            largest_parts(X) if largest is None else largest.contiguous().view(torch.int32).view(-1, 1),
-            X.shape[-1],
-        )
+        largest = largest_of(X) if largest is None else largest.contiguous()
         with on(X.device):
             kernels("packed_kernels").put_kernel[(_blocks(n), len(X))](
-                _whole(H), scale, X, parts, parts.shape[1],
-                X if where is None else where.contiguous().view(torch.uint8),
+                _whole(H), scale, X, largest, X if where is None else where.contiguous().view(torch.uint8),
                 n, H.stride(0), H.stride(1), X.stride(0), X.stride(1),
                 PAIR=H.shape[1] == 2, MASKED=where is not None,
                 TILE=H.shape[-1], BLOCK=BLOCK, num_warps=8,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import no_type_check
 
 from layerwise.optim.cuda.triton.product_kernels import _jit, _jit_varying, lower_tile, packed_at, tl, triton
-from layerwise.optim.cuda.triton.split_kernels import largest_of, power_of_two
+from layerwise.optim.cuda.triton.split_kernels import power_of_two
 
 __all__ = ["ema_kernel", "mirror_kernel", "put_kernel", "square_kernel", "triton"]
 
@@ -101,10 +101,10 @@ def mirror_kernel(out, P, n, P_k, P_half, HALVES: tl.constexpr, TILE: tl.constex
         tl.store(out + here, x, mask=inside)
 
 
-@_jit_varying("parts", by_group=("scale", "largest", "where"))
+@_jit_varying(by_group=("scale", "largest", "where"))
 @no_type_check
 def put_kernel(
-    P, scale, X, largest, parts, where, n, P_k, P_half, X_k, X_row,
+    P, scale, X, largest, where, n, P_k, P_half, X_k, X_row,
     PAIR: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """hi and, with PAIR, lo of scale·X on one block on or below the diagonal, into tiles; see `split_kernel`."""
@@ -113,7 +113,7 @@ def put_kernel(
     if MASKED:
         wanted = tl.load(where + k) != 0
     if wanted:
-        factor = power_of_two(largest_of(largest + k * parts, parts))
+        factor = power_of_two(tl.load(largest + k).to(tl.int32, bitcast=True))
         if index == 0:
             tl.store(scale + k, factor)
         i, j = lower_tile(index)

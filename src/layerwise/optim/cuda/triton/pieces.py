@@ -81,7 +81,8 @@ def finish_(
     """
     with on(D.device):
         kernels("piece_kernels").finish_kernel[(len(tiles),)](
-            tiles, pieces, addresses, like, D, listed(scales, 0), momentum, factor, rates, byte(all_finite, D.device), float(mu),
+            tiles, pieces, addresses, like, D, listed(scales, 0), momentum, factor, rates,
+            byte(all_finite, D.device), float(mu),
             SCALES=len(scales), HAS_MOMENTUM=momentum is not None, NESTEROV=nesterov and momentum is not None,
             HAS_FACTOR=factor is not None, **_how(aligned),
         )  # fmt: skip
@@ -111,8 +112,8 @@ def adamw_(
     how = _how(aligned) | {"ROWS": ADAMW_ROWS, "num_warps": ADAMW_WARPS}
     with on(M.device):
         kernels("piece_kernels").adamw_kernel[(len(tiles), ROWS // ADAMW_ROWS)](
-            tiles, pieces, *addresses, like, M, V, *corrections, rates, byte(all_finite, M.device), float(scale), float(1 - b1),
-            float(b2), float(1 - b2), float(eps), **how,
+            tiles, pieces, *addresses, like, M, V, *corrections, rates, byte(all_finite, M.device), float(scale),
+            float(1 - b1), float(b2), float(1 - b2), float(eps), **how,
         )  # fmt: skip
 
 

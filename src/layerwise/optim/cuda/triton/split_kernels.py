@@ -6,7 +6,7 @@ from typing import no_type_check
 
 from layerwise.optim.cuda.triton.product_kernels import _jit, _jit_varying, tl, triton
 
-__all__ = ["largest_kernel", "split_kernel", "triton"]
+__all__ = ["split_kernel", "triton"]
 
 
 @_jit
@@ -17,17 +17,6 @@ def power_of_two(bits):
     scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
     scale = tl.where(bits == 0, 1.0, scale)
     return tl.where((bits & 0x7F800000) == 0x7F800000, float("nan"), scale)
-
-
-@_jit
-@no_type_check
-def largest_of(bits, parts, BLOCK: tl.constexpr = 128):
-    """The largest of the parts' magnitudes."""
-    found = tl.zeros([BLOCK], dtype=tl.int32)
-    for start in range(0, parts, BLOCK):
-        part = start + tl.arange(0, BLOCK)
-        found = tl.maximum(found, tl.load(bits + part, mask=part < parts, other=0))
-    return tl.max(found, 0)
 
 
 @_jit
@@ -61,30 +50,17 @@ def entry(X, at, width, X_row, LINEAR: tl.constexpr):
     return place
 
 
-@_jit_varying("repeats")
-@no_type_check
-def largest_kernel(parts, X, entries, width, X_k, X_row, repeats, LINEAR: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest magnitude of one part of a matrix, as bits: integers of the same order, in which NaN comes last."""
-    index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    largest = tl.zeros([BLOCK], dtype=tl.int32)
-    for q in range(repeats):
-        at = (index * repeats + q) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(entry(X + k * X_k, at, width, X_row, LINEAR), mask=at < entries, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    tl.store(parts + k * tl.num_programs(0) + index, tl.max(largest, 0))
-
-
-@_jit_varying("parts", by_group=("scale", "largest", "where"))
+@_jit_varying(by_group=("scale", "largest", "where"))
 @no_type_check
 def split_kernel(
-    hi, lo, scale, X, largest, parts, where, number, entries, width, X_k, X_row, out_k,
+    hi, lo, scale, X, largest, where, number, entries, width, X_k, X_row, out_k,
     FROM: tl.constexpr, PAIR: tl.constexpr, LINEAR: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """hi and, with PAIR, lo of scale·X in one pass.
 
-    FROM says where the scale is found: 0 given, 1 from the bits of the largest magnitudes of some parts and a number, 2
-    that number alone. With CUT finite entries that float16 cannot hold are cut off.
+    FROM says where the scale is found: 0 given, 1 from the largest magnitude and a number, 2 that number alone. With
+    CUT finite entries that float16 cannot hold are cut off.
     """
     index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
     wanted = True
@@ -94,7 +70,7 @@ def split_kernel(
         if FROM == 0:
             factor = tl.load(scale + k)
         elif FROM == 1:
-            factor = power_of_two(largest_of(largest + k * parts, parts)) * number
+            factor = power_of_two(tl.load(largest + k).to(tl.int32, bitcast=True)) * number
         else:
             factor = number
         if FROM != 0:  # noqa: SIM102 (decided when compiled, the next when run)

@@ -1,19 +1,16 @@
-"""`split_fp16.split` and `split_fp16.halved` on a GPU: one pass for the largest entries, and one more."""
+"""`split_fp16.split` and `split_fp16.halved` on a GPU: a search for the largest entries, by torch, and one pass."""
 
 import math
 
 import torch
-from jaxtyping import Bool, Float, Float32, Int32
+from jaxtyping import Bool, Float, Float32
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.optim.cuda.linalg.split_fp16 import TOP_EXPONENT, Half, HalfPair
-from layerwise.optim.cuda.triton.arguments import power_of_two
 from layerwise.optim.cuda.triton.device import ceil, kernels, on
 
 SPLIT_BLOCK = 4096
-MOST_PARTS, MOST_REPEATS = 128, 16
-"""Parts of a matrix, each with a largest entry of its own; blocks of a part."""
 HEADROOM = 8.0
 """How much larger than at the last time entries may be, for a scale that is foreseen to fit; and how much smaller."""
 GIVEN, FROM_LARGEST, FROM_BOUND = range(3)
@@ -29,7 +26,7 @@ def split(
     out: HalfPair | None = None,
     where: Bool[Tensor, "*K"] | None = None,
 ) -> HalfPair:
-    """The same as `split_fp16.split` in one pass over X, and one more for its largest entries, unless they are known.
+    """The same as `split_fp16.split` in one pass over X, and another for its largest entries, unless they are known.
 
     `amax` or `bound` (one number for all) says what no entry exceeds; twice that is held in any case, and with `cut`
     finite entries that are not are cut off, else they become infinite or NaN. With `out`, matrices with contiguous
@@ -87,16 +84,15 @@ def _launch(
             scale.fill_(1.0)
         return
     X = _stacked(X)
-    source, parts = GIVEN if given else FROM_LARGEST if bound is None else FROM_BOUND, X
-    if source == FROM_LARGEST:
-        parts = largest_parts(X) if amax is None else _bits(amax)
-    count = parts.shape[1] if source == FROM_LARGEST else 1
+    source = GIVEN if given else FROM_LARGEST if bound is None else FROM_BOUND
+    if source == FROM_LARGEST and amax is None:
+        amax = largest_of(X)
     out_k = _matrix_stride(hi)
     if (lo is not None and out_k != _matrix_stride(lo)) or hi.shape[-2:] != (m, n) or not scale.is_contiguous():
         raise InputError(describe(f"out of shape {tuple(hi.shape)}", "halves alike, of the shape of X", "allocate it"))
     with on(X.device):
         kernels("split_kernels").split_kernel[(ceil(m * n, SPLIT_BLOCK), X.shape[0])](
-            hi, hi if lo is None else lo, scale, X, parts, count,
+            hi, hi if lo is None else lo, scale, X, scale if amax is None else amax.reshape(-1).float().contiguous(),
             X if where is None else where.contiguous().view(torch.uint8),
             (1.0 if bound is None else bound_scale(bound)) / room,
             m * n, n, X.stride(0), X.stride(1), out_k,
@@ -105,21 +101,9 @@ def _launch(
         )  # fmt: skip
 
 
-def largest_parts(X: Float[Tensor, "K m n"]) -> Int32[Tensor, "K parts"]:
-    """The largest magnitude of each part of each matrix, as the bits of a float32; one pass, whose order is no matter.
-
-    NaN counts as the largest of all, so that it stays visible.
-    """
-    X = _stacked(X)
-    K, m, n = X.shape
-    blocks = ceil(m * n, SPLIT_BLOCK)
-    repeats = min(power_of_two(ceil(blocks, MOST_PARTS)), MOST_REPEATS)
-    parts = torch.empty(K, ceil(blocks, repeats), dtype=torch.int32, device=X.device)
-    with on(X.device):
-        kernels("split_kernels").largest_kernel[(parts.shape[1], K)](
-            parts, X, m * n, n, X.stride(0), X.stride(1), repeats, LINEAR=_linear(X), BLOCK=SPLIT_BLOCK, num_warps=8
-        )  # fmt: skip
-    return parts
+def largest_of(X: Float[Tensor, "K m n"]) -> Float[Tensor, "K"]:
+    """The largest magnitude of each matrix; NaN where there is one."""
+    return torch.linalg.vector_norm(X, torch.inf, dim=(-2, -1))
 
 
 def _stacked(X: Tensor) -> Tensor:
@@ -130,11 +114,6 @@ def _stacked(X: Tensor) -> Tensor:
 
 def _linear(X: Tensor) -> bool:
     return X.stride(1) == X.shape[2] or X.shape[1] == 1
-
-
-def _bits(amax: Tensor) -> Tensor:
-    """Magnitudes as one part of each matrix."""
-    return amax.reshape(-1, 1).float().contiguous().view(torch.int32)
 
 
 def bound_scale(bound: int | float) -> float:
