@@ -17,7 +17,7 @@ from layerwise.optim.cuda.pieces import Tables
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.elementwise import GradientDescent
 from layerwise.optim.reference import Reference
-from layerwise.optim.rule import Context, Health, Requirements
+from layerwise.optim.rule import Context, Health, Requirements, UpdateRule
 from layerwise.optim.statistics.accumulate import Accumulator
 from layerwise.optim.step import update
 from layerwise.optim.step.clip import Clip
@@ -51,6 +51,7 @@ def stack_of(
     transposed: bool = False,
     grads: Sequence[Tensor] | None = None,
     own_groups: dict[str, dict[str, Any]] | None = None,
+    rule: UpdateRule | None = None,
     **given: Any,
 ) -> Stack:
     """One layer a weight, ``[O, I]`` or as embeddings have it, `transposed`, ``[I, O]``; parameters are the tensors
@@ -67,7 +68,7 @@ def stack_of(
         ordered = [f"{k}.{part}" for part in ("weight", "bias") for k in range(len(weights))]
         for name, grad in zip(ordered, grads, strict=False):
             params[name].grad = grad
-    stack = Stack(GradientDescent(), tuple(specs), options(**given), params, Padding(zeros=padding))
+    stack = Stack(rule or GradientDescent(), tuple(specs), options(**given), params, Padding(zeros=padding))
     stack.own_groups = {name: options(**group) for name, group in (own_groups or {}).items()}
     return stack
 
@@ -95,7 +96,9 @@ class Passes:
     @torch.no_grad()
     def gather(self, scale: float, all_finite: Tensor) -> Tensor:
         """All gradients times a number."""
-        return self.executor._gradient(self.stack, scale, all_finite)[0]
+        found = self.executor._gradient(self.stack, scale, all_finite, None)[0]
+        assert isinstance(found, Tensor)
+        return found
 
     @torch.no_grad()
     def finish_(self, D: Tensor | Scaled, all_finite: Tensor, factor: float | Tensor = 1.0) -> None:

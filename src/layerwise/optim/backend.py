@@ -36,17 +36,26 @@ def norms(X: Float[Tensor, "K O I"]) -> Float[Tensor, "K"]:
 
 @dataclass(frozen=True)
 class Average:
-    """What a quotient in a basis is of, in place of the gradient: its running average there."""
+    """Running averages that take the gradient in before a quotient in a basis is made: its own, which is divided in
+    its place, and that of its squares, which it is divided by."""
 
-    M: Float[Tensor, "K O I"]
+    M: Float[Tensor, "K O I"] | None
     decay: float
     nesterov: bool
+    squares: float | None
+    """The decay of the scalings s; None: they stay."""
     context: Context
 
-    def moved(self, R: Float[Tensor, "K O I"], backend: "Backend") -> Float[Tensor, "K O I"]:
-        """M, or what is one step ahead of it, once it has taken the gradient R in."""
+    def moved(self, R: Any, s: Tensor, backend: "Backend") -> Any:
+        """M, or what is one step ahead of it, once both have taken R in; R, where there is no M."""
+        if self.squares is not None:
+            backend.average_squares_(s, R, self.squares, self.context)
+        if self.M is None:
+            return R
+        R = backend.tensor(R)
         backend.average_(self.M, R, self.decay, self.context)
-        return R.lerp(self.M, self.decay) if self.nesterov else self.M
+        M = self.M.to(R.dtype)
+        return R.lerp(M, self.decay) if self.nesterov else M
 
 
 class Kept(ABC):
@@ -213,6 +222,10 @@ class Backend(ABC):
         """Second moments in a basis, ``[K, O, I]``: of examples, or averages with a decay."""
         return shape.zeros(shape.outputs, shape.inputs)
 
+    def momentum(self, shape: Shape) -> Tensor:
+        """An average of gradients, ``[K, O, I]``, zeros at first."""
+        return shape.zeros(shape.outputs, shape.inputs)
+
     def padding(self, requirements: Requirements, O: int, I: int, like: Tensor, one_hot: bool) -> tuple[int, int]:
         """Zeros to be added to a stack's rows and columns."""
         return 0, 0
@@ -290,11 +303,11 @@ class Backend(ABC):
 
     @abstractmethod
     def damped_quotient(
-        self, R: Any, s: Tensor, basis: Eigenbasis, added: tuple[Tensor | None, Tensor | None, Tensor], grad: Tensor,
+        self, R: Any, s: Tensor, basis: Eigenbasis, added: tuple[Tensor | None, Tensor | None, Tensor], grad: Any,
         average: Average | None = None,
     ) -> Any:  # fmt: skip
-        """``R / (s + s_P·right + left·s_Q + constant)`` with `added` (left, right, constant); or that of an `average`
-        into which R is taken before."""
+        """``R / (s + s_P·right + left·s_Q + constant)`` with `added` (left, right, constant), s and what is divided
+        being the averages into which R is taken before, where there are such."""
 
     @abstractmethod
     def factored_damping(

@@ -500,11 +500,11 @@ class Reference(Backend):
         s.copy_(torch.where(good, torch.lerp(squares, s, decay), s))
 
     def damped_quotient(
-        self, R: Tensor, s: Tensor, basis: Eigenbasis, added: tuple[Tensor | None, Tensor | None, Tensor], grad: Tensor,
+        self, R: Tensor, s: Tensor, basis: Eigenbasis, added: tuple[Tensor | None, Tensor | None, Tensor], grad: Any,
         average: Average | None = None,
     ) -> Tensor:  # fmt: skip
         """Entry by entry."""
-        R = R if average is None else average.moved(R, self)
+        R = R if average is None else average.moved(R, s, self)
         return R / damped_scalings(s, basis, *added)
 
     def factored_damping(

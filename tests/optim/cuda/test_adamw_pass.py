@@ -53,7 +53,7 @@ def test_steps_are_those_of_torch(shape: tuple[int, int, int], how: str, dtype: 
     passes = Passes(stack_of(weights, biases, grads=grads[0], **given))
     own = passes.tables.reads(passes.stack)
     assert own is not None
-    m, v = own.room().zero_(), own.room().zero_()
+    m, v = own.room(torch.float32).zero_(), own.room(torch.float32).zero_()
     steps = torch.zeros(K)
     for t, step in enumerate(grads):
         ordered = [f"{k}.{part}" for part in ("weight", "bias") for k in range(K)]

@@ -5,13 +5,17 @@ import torch
 from torch import Tensor
 
 from interpreter import INTERPRETED
+from layerwise.optim.backend import Average
 from layerwise.optim.cuda import elementwise, fp16_steps
+from layerwise.optim.cuda.backend import CudaBackend
+from layerwise.optim.cuda.device_step import DeviceStep
 from layerwise.optim.cuda.eigenbasis_elementwise import damped_quotient, scaled
-from layerwise.optim.cuda.fp16_steps import HEADROOM, Moved, damped_half, scaled_half
+from layerwise.optim.cuda.fp16_steps import HEADROOM, damped_half, moves, scaled_half
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import ROOM
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton import elementwise as triton_elementwise
+from layerwise.optim.rule import Context
 from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted
@@ -70,29 +74,58 @@ def test_quotients_as_steps_go_on(course: str, with_factors: bool, dtype: torch.
         check(damped_half(not_divided(R), s, added, before), expected, before)
 
 
+def quotient_of_averages(
+    R: Tensor, s: Tensor, before: Tensor, taken: bool, M: Tensor | None = None, squares: float | None = None
+) -> Half:
+    """As the backend makes it: in one pass by kernels, one after the other by torch."""
+    context = Context(7, 0.1, 0.1, True, {}, examples=6, device_step=DeviceStep(torch.tensor(taken)))
+    added, average = (None, None, None, None, torch.ones(K)), Average(M, 0.875, False, squares, context)
+    X = not_divided(R)
+    if moves(average, s, X.C):
+        return damped_half(X, s, added, before, average)
+    return damped_half(average.moved(X, s, CudaBackend()), s, added, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("taken", [True, False])
-def test_quotients_of_an_average(taken: bool):
+def test_quotients_of_an_average(taken: bool, dtype: torch.dtype):
     """M is moved, and divided in place of R; in a step that is left out it stays, and R is zero."""
-    s, before, one = randn(*SHAPE, seed=1).square() + 0.1, torch.zeros(K), torch.ones(K)
-    M, R = randn(*SHAPE, seed=2), taken * randn(*SHAPE, seed=3)
-    expected = torch.lerp(M, R, 0.125) if taken else M.clone()
-    added = (None, None, None, None, one)
+    s, before = randn(*SHAPE, seed=1).square() + 0.1, torch.zeros(K)
+    M, R = randn(*SHAPE, seed=2).to(dtype), taken * randn(*SHAPE, seed=3)
+    expected = torch.lerp(M.float(), R, 0.125).to(dtype) if taken else M.clone()
     for _ in range(2):  # the second time with a scale that was foreseen
         moved = M.clone()
-        half = damped_half(not_divided(R), s, added, before, Moved(moved, 0.125, torch.tensor(taken)))
-        torch.testing.assert_close(moved, expected, rtol=1e-6, atol=1e-7)
-        check(half, damped_quotient(expected.clone(), s, *added), before)
+        half = quotient_of_averages(R, s, before, taken, moved)
+        torch.testing.assert_close(moved, expected, rtol=1e-6 if dtype == torch.float32 else 2.0**-7, atol=1e-7)
+        check(half, moved.float() / (s + 1), before)
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_an_average_takes_in_what_is_finite(bad: float):
     """Of an entry that is not, it stays: else every later step, and after a refresh every entry, would have it."""
-    s, one, M, R = torch.ones(*SHAPE), torch.ones(K), randn(*SHAPE, seed=2), randn(*SHAPE, seed=3)
+    s, M, R = torch.ones(*SHAPE), randn(*SHAPE, seed=2), randn(*SHAPE, seed=3)
     R[1, 2, 3] = bad
     expected = torch.lerp(M, R, 0.125)
     expected[1, 2, 3] = M[1, 2, 3]
-    damped_half(not_divided(R), s, (None, None, None, None, one), torch.zeros(K), Moved(M, 0.125, torch.tensor(True)))
+    quotient_of_averages(R, s, torch.zeros(K), True, M)
     torch.testing.assert_close(M, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("averaged", [True, False])
+@pytest.mark.parametrize("taken", [True, False])
+def test_squares_are_averaged_before(taken: bool, averaged: bool, dtype: torch.dtype):
+    """And divided by as they are kept. A square that overflows leaves its mean; so does a step that is left out."""
+    s, M, R = (randn(*SHAPE, seed=1).square() + 0.1).to(dtype), randn(*SHAPE, seed=2), randn(*SHAPE, seed=3)
+    R[1, 2, 3] = 1e30
+    expected = s.float().lerp(6 * R.square(), 0.25) if taken else s.float()
+    expected[1, 2, 3] = s[1, 2, 3]
+    m = torch.lerp(M, R, 0.125) if taken else M
+    moved = M.clone() if averaged else None
+    half = quotient_of_averages(R, s, torch.zeros(K), taken, moved, squares=0.75)
+    torch.testing.assert_close(s, expected.to(dtype), rtol=2.0**-7 if dtype == torch.bfloat16 else 1e-6, atol=0)
+    Y, others = (m if averaged else R) / (s.float() + 1), [0, 2]
+    torch.testing.assert_close((half.hi.float() / half.scale.view(-1, 1, 1))[others], Y[others], rtol=2e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("course", COURSES)

@@ -11,9 +11,13 @@ import layerwise as lw
 from interpreter import INTERPRETED, only_interpreted
 from layerwise.foundations.errors import InputError
 from layerwise.optim.cuda import pieces
+from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton.pieces import COLUMNS, ROWS
 from layerwise.optim.engine import Layerwise
+from layerwise.optim.kronecker import KroneckerRoots
+from layerwise.optim.step.stack import Stack
+from layerwise.optim.step.update import weight_norms
 from random_tensors import randn
 from stacked_layers import Passes, options, stack_of
 
@@ -126,6 +130,34 @@ def test_magnitudes(dtype: torch.dtype):
         grad = p.grad
         assert grad is not None
         torch.testing.assert_close(size, grad.float().abs().max(), rtol=0, atol=0, equal_nan=True)
+
+
+@only_interpreted
+@pytest.mark.parametrize("all_finite", STEPS, ids=["open", "shut"])
+@pytest.mark.parametrize("shape", LAYERS)
+def test_gather_in_half_precision(shape: tuple[int, int, int], all_finite: Tensor):
+    """In 11 bits, with room for products with orthogonal matrices, each group with a power of two of its own."""
+    K, o, i = shape
+    sizes = powers(*(7 * k % 40 - 20 for k in range(K))).view(-1, 1, 1)
+    for padding in ((0, 0), (3, 5)):
+        weights, _ = layers(K, o, i)
+        dW = sizes * torch.stack(layers(K, o, i)[0])
+        passes = passes_of(weights, padding=padding, grads=[*dW])
+        own, expected = passes.tables.reads(passes.stack), torch.zeros(K, o + padding[0], i + padding[1])
+        assert own is not None
+        expected[:, :o, :i] = -0.5 * dW
+        largest = expected.abs().amax((1, 2))
+        found = passes.tables.gather(own, -0.5, all_finite, largest if all_finite is OPEN else 0 * largest)
+        assert isinstance(found, Half)
+        assert found.hi.dtype == torch.float16
+        value = found.hi.float() / found.scale.view(-1, 1, 1)
+        if all_finite is SHUT:
+            assert not found.hi.any()
+            assert found.scale.isfinite().all()
+            continue
+        torch.testing.assert_close(value, expected, rtol=2.0**-11, atol=0.0)
+        top = found.hi.abs().amax((1, 2)).float()
+        assert bool(((top >= 2.0**6) & (top <= 2.0**7)).all())
 
 
 # --- the end of a step ------------------------------------------------------------------------------------------
@@ -281,6 +313,51 @@ def test_finish_tells_autograd():
     versions = {name: p._version for name, p in passes.stack.params.items()}
     passes.finish_(torch.ones(1, 4, 6), OPEN)
     assert all(p._version > versions[name] for name, p in passes.stack.params.items())
+
+
+# --- norms of weights -------------------------------------------------------------------------------------------
+
+
+@only_interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", LAYERS)
+def test_norms_of_weights_are_those_that_the_last_step_left(shape: tuple[int, int, int], dtype: torch.dtype):
+    """Of a step that is left out those of before; and measured anew where somebody else has written."""
+    (weights, biases), rule = layers(*shape, dtype), KroneckerRoots()
+    for biased in (False, True):
+        passes = passes_of(weights, biases if biased else None, lr=0.5, weight_decay=0.25, rule=rule)
+        stack, D = passes.stack, torch.randn(shape[0], shape[1], shape[2] + biased)
+
+        def close_to_measured(passes: Passes = passes, stack: Stack = stack) -> None:
+            found = passes.tables.weight_norms(stack)
+            assert found is not None
+            close(found, weight_norms(stack), 1e-5)
+
+        close_to_measured()
+        passes.finish_(D, OPEN)
+        close_to_measured()
+        passes.tables.send()
+        passes.finish_(torch.full_like(D, torch.nan), SHUT)
+        close_to_measured()
+        with torch.no_grad():
+            stack.params["0.weight"].mul_(3.0)
+        passes.tables.send()
+        close_to_measured()
+
+
+@only_interpreted
+def test_norms_of_weights_are_measured_only_where_somebody_has_written(monkeypatch: pytest.MonkeyPatch):
+    passes = passes_of([randn(5, 7)], rule=KroneckerRoots())
+    measured = list[int]()
+    monkeypatch.setattr(pieces.StackPieces, "measure", lambda own: measured.append(len(own.tiles)))
+    for _ in range(3):
+        passes.finish_(torch.ones(1, 5, 7), OPEN)
+        passes.tables.send()
+    assert not measured
+    passes.tables.forget_norms()
+    passes.tables.send()
+    assert len(measured) == 1
+    assert passes_of([randn(5, 7)]).tables.weight_norms(passes.stack) is None  # of a rule that does not ask for them
 
 
 # --- rates ------------------------------------------------------------------------------------------------------

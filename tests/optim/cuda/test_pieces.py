@@ -150,7 +150,7 @@ class ByTables:
         return found
 
     def gathered(self, tensors: list[Tensor]) -> Tensor:
-        out = self.pieces.room().fill_(torch.nan)
+        out = self.pieces.room(torch.float32).fill_(torch.nan)
         flat = (out.mT if self.pieces.transposed else out).reshape(-1)
         for entries, places in self.views(tensors, out):
             assert flat[places].isnan().all()  # nothing is written twice

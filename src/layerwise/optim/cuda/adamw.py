@@ -7,15 +7,15 @@ would be three passes: 48 bytes an entry, where this reads and writes 28.
 from torch import Tensor
 
 from layerwise.optim.cuda.adam_corrections import corrections_
+from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.pieces import StackPieces, Tables
 from layerwise.optim.elementwise import AdamRule
 from layerwise.optim.step.update import Executor, Part
 
 
 def takes(executor: Executor, own: StackPieces) -> bool:
-    """Whether a stack's step is AdamW's and nothing else."""
-    plain = executor.clip.kind is None and executor.graft.method is None and not executor.damping.adaptive
-    return plain and isinstance(own.stack.rule, AdamRule) and not executor.momentum_of(own.stack)
+    """Whether a stack's step, in an executor that `is_plain`, is AdamW's and nothing else."""
+    return isinstance(own.stack.rule, AdamRule) and not executor.momentum_of(own.stack)
 
 
 def not_gathered(own: StackPieces) -> Tensor:
@@ -23,13 +23,13 @@ def not_gathered(own: StackPieces) -> Tensor:
     return own.like[:0]
 
 
-def is_gathered(grad: Tensor) -> bool:
+def is_gathered(grad: Tensor | Half) -> bool:
     """Whether a stack's gradient was gathered.
 
     >>> is_gathered(Tensor(2, 3, 0)), is_gathered(Tensor(0))
     (True, False)
     """
-    return grad.ndim == 3
+    return len(grad.shape) == 3
 
 
 def step_(part: Part, tables: Tables) -> None:

@@ -21,7 +21,7 @@ from layerwise.optim.cuda.eigenbasis_elementwise import damped_quotient, divided
 from layerwise.optim.cuda.elementwise import adam_, adam_norms_, ema_, momentum_update_, rotated_adam_
 from layerwise.optim.cuda.factor import DeviceFactor
 from layerwise.optim.cuda.factored_damping import factored_damping
-from layerwise.optim.cuda.fp16_steps import Moved, damped_half
+from layerwise.optim.cuda.fp16_steps import damped_half, moves
 from layerwise.optim.cuda.inverse import DeviceInverse, DeviceRoots
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import ROOM
@@ -31,7 +31,7 @@ from layerwise.optim.cuda.pieces import laid_out
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.scalings import kept_dtype
 from layerwise.optim.cuda.storage import StoredMatrix
-from layerwise.optim.cuda.triton.device import on_gpu
+from layerwise.optim.cuda.triton.device import available, on_gpu
 from layerwise.optim.cuda.triton.splits import bound_scale
 from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.eigenbasis import squares_of_layer
@@ -145,6 +145,12 @@ class CudaBackend(Backend):
         rough = self.precision == "half" and size >= ROUGH_SIZE
         return TrackedSide(M.side, StoredMatrix.basis(shape.eye(size)), values, M.own, measured, rough)
 
+    def momentum(self, shape: Shape) -> Tensor:
+        """In bfloat16 where products are in half precision; what that rounds is less than gradients are rounded by."""
+        half = self.precision == "half" and shape.dtype == torch.float32 and available(shape.device)
+        dtype = torch.bfloat16 if half else shape.dtype
+        return shape.zeros(shape.outputs, shape.inputs, dtype=dtype)
+
     def scalings(self, shape: Shape, basis: Eigenbasis, scaling: str, decay: float) -> Tensor:
         """In bfloat16, where that is enough; see `scalings`."""
         dtype = kept_dtype(shape, scaling, decay) if isinstance(basis, TrackedBasis) else shape.dtype
@@ -167,14 +173,16 @@ class CudaBackend(Backend):
         return unscaled(X)
 
     def gradient_moments(
-        self, grad: Float[Tensor, "K O I"], sides: Sequence[Side], context: Context
+        self, grad: Float[Tensor, "K O I"] | Half, sides: Sequence[Side], context: Context
     ) -> Iterator[tuple[Side, Tensor]]:
         """On a GPU in fp16, split where the gradient has more bits; one triangle."""
-        if not on_gpu(grad.device) or grad.dtype != torch.float32:
+        if isinstance(grad, Tensor) and not (on_gpu(grad.device) and grad.dtype == torch.float32):
             yield from self.exact.gradient_moments(grad, sides, context)
             return
         rough = self.precision == "half"
-        X: Any = (storage.half_of if rough else storage.operand_of)(grad, largest_of(grad, context)) if sides else None
+        X: Any = grad
+        if sides and isinstance(grad, Tensor):
+            X = (storage.half_of if rough else storage.operand_of)(grad, largest_of(grad, context))
         for side in sides:
             pair = (X, X.mT) if side == "P" else (X.mT, X)
             yield side, (rough_product if rough else product)(*pair, symmetric=True)
@@ -197,36 +205,41 @@ class CudaBackend(Backend):
         return m / (1 - b1**t) / (v.sqrt() / (1 - b2**t).sqrt()).add_(eps)
 
     def adam_norms_(
-        self, state: State, grad: Float[Tensor, "K O I"], betas: tuple[float, float], eps: float, context: Context,
-        apart: int = 1,
+        self, state: State, grad: Float[Tensor, "K O I"] | Half, betas: tuple[float, float], eps: float,
+        context: Context, apart: int = 1,
     ) -> Float[Tensor, "K"]:  # fmt: skip
         """In the pass that moves the moments, and bounds m for who multiplies it; the step is not written."""
-        if all_finite(context) is None or grad.dtype != torch.float32:
+        if isinstance(grad, Half):
+            transposed = False
+        elif all_finite(context) is None or grad.dtype != torch.float32:
             return super().adam_norms_(state, grad, betas, eps, context, apart)
-        transposed = apart == 1 and not grad.is_contiguous() and grad.mT.is_contiguous()
+        else:
+            transposed = apart == 1 and not grad.is_contiguous() and grad.mT.is_contiguous()
         found, largest = adam_norms_(**self._moments(state, grad, transposed, betas, eps, context), apart=apart)
         context.device_step.bound_m(state["m"], largest)
         return found
 
     def average_(self, mean: Float[Tensor, "K O I"], X: Float[Tensor, "K O I"], decay: float, context: Context) -> None:
-        """With a weight on the device."""
-        mean.lerp_(X, taken(1 - decay, X, context))
+        """With a weight on the device; what is not finite would stay so for ever."""
+        former = mean.to(X.dtype)
+        mean.copy_(torch.where(torch.isfinite(X), former.lerp(X, taken(1 - decay, X, context)), former))
 
     @staticmethod
     def _moments(
-        state: State, grad: Tensor, transposed: bool, betas: tuple[float, float], eps: float, context: Context
+        state: State, grad: Tensor | Half, transposed: bool, betas: tuple[float, float], eps: float, context: Context
     ) -> dict[str, Any]:
         """Adam's moments and the gradient with matrices in one piece each, and its numbers."""
         (b1, b2), finite = betas, all_finite(context)
         for name in ("m", "v"):
             state[name] = laid_out(state[name], transposed)
-        m, v, g = (X.mT if transposed else X.contiguous() for X in (state["m"], state["v"], grad))
+        m, v = (X.mT if transposed else X.contiguous() for X in (state["m"], state["v"]))
+        g = Scaled(grad.hi, (grad.scale,)) if isinstance(grad, Half) else grad.mT if transposed else grad.contiguous()
         c1, c2 = corrections_(state["steps"], b1, b2, finite)
         numbers = {"beta1": b1, "beta2": b2, "eps": eps, "correction1": c1, "correction2": c2, "all_finite": finite}
         return {"m": m, "v": v, "g": g, **numbers}
 
     def adam_in_basis_(
-        self, state: State, rotated: Any, grad: Tensor, betas: tuple[float, float], eps: float,
+        self, state: State, rotated: Any, grad: Tensor | Half, betas: tuple[float, float], eps: float,
         floor: Callable[[Tensor], Tensor | None], context: Context,
     ) -> Any:  # fmt: skip
         """In one pass; not over the gradient itself, which a stack without factors has in place of R.
@@ -237,9 +250,10 @@ class CudaBackend(Backend):
         """
         (b1, b2), finite, basis = betas, all_finite(context), state["basis"]
         if finite is None:
+            assert isinstance(grad, Tensor)
             return self.exact.adam_in_basis_(state, unscaled(rotated), grad, betas, eps, floor, context)
         M, V, steps = state["M"], state["V"], state["steps"]
-        if grad.dtype != torch.float32:
+        if isinstance(grad, Tensor) and grad.dtype != torch.float32:
             rotated = unscaled(rotated)
             steps += taken(1.0, grad, context)
             M.lerp_(rotated, taken(1 - b1, grad, context))
@@ -264,7 +278,7 @@ class CudaBackend(Backend):
         )  # fmt: skip
         return Half(Y, torch.full_like(c1, scale)) if halves else Y
 
-    def no_step(self, basis: Eigenbasis, grad: Float[Tensor, "K O I"]) -> Any:
+    def no_step(self, basis: Eigenbasis, grad: Any) -> Any:
         """In the form of the other steps, for which there are kernels."""
         if not isinstance(basis, TrackedBasis) or basis.trivial:
             return super().no_step(basis, grad)
@@ -298,20 +312,15 @@ class CudaBackend(Backend):
         s.copy_(torch.where(good, torch.lerp(squares, former, decay), former))
 
     def damped_quotient(
-        self, R: Any, s: Tensor, basis: Eigenbasis, added: tuple[Tensor | None, Tensor | None, Tensor], grad: Tensor,
+        self, R: Any, s: Tensor, basis: Eigenbasis, added: tuple[Tensor | None, Tensor | None, Tensor], grad: Any,
         average: Average | None = None,
     ) -> Any:  # fmt: skip
-        """In one pass, over R where that is not the gradient itself; a basis in fp16 has the average in it, too."""
-        numbers, moved = (basis.values_P, basis.values_Q, *added), None
-        halved = isinstance(basis, TrackedBasis) and not basis.trivial
-        if average is not None:
-            finite = all_finite(average.context)
-            if finite is None or average.nesterov or not halved:
-                return damped_quotient(average.moved(unscaled(R), self), s, *numbers)
-            moved = Moved(average.M, 1 - average.decay, finite)
-        if isinstance(basis, TrackedBasis) and halved:
-            return damped_half(R, s, numbers, largest_before(basis.before, grad), moved)
-        held = R.C if isinstance(R, Scaled) else R
+        """In one pass, over R where that is not the gradient itself; a basis in fp16 has the averages in it, too."""
+        numbers, held = (basis.values_P, basis.values_Q, *added), R.C if isinstance(R, Scaled) else R
+        if average is not None and not (isinstance(basis, TrackedBasis) and moves(average, s, held)):
+            R, average, held = average.moved(R, s, self), None, grad if average.M is not None else held
+        if isinstance(basis, TrackedBasis) and not basis.trivial:
+            return damped_half(R, s, numbers, largest_before(basis.before, grad), average)
         return damped_quotient(R, s, *numbers, out=None if held is grad else held)
 
     def factored_damping(

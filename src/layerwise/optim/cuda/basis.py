@@ -44,16 +44,18 @@ OFTEN = 5
 
 
 def rotated(
-    P: Half | None, X: Float[Tensor, "K O I"], Q: Half | None, largest: Tensor | None = None, *, rough: bool = False
+    P: Half | None, X: Tensor | Half, Q: Half | None, largest: Tensor | None = None, *, rough: bool = False
 ) -> Tensor | Scaled:
     """``U_Pᵀ X U_Q``, not yet divided, and X itself if there is no basis.
 
     `largest` is what no entry of each matrix exceeds, where that is known. X is rounded to fp16 where `rough` will do,
-    else split.
+    if it is not in fp16 with room already, else split.
     """
+    left = None if P is None else P.mT
+    if isinstance(X, Half):
+        return orthogonal.rough_between(left, X, Q)
     if P is None and Q is None:
         return X
-    left = None if P is None else P.mT
     if rough:
         return orthogonal.rough_between(left, orthogonal.with_room(X, largest), Q)
     return orthogonal.between(left, operand_of(X, largest), Q)
@@ -68,10 +70,10 @@ def unrotated(P: Half | None, Y: Tensor | Half, Q: Half | None) -> Tensor | Scal
     return orthogonal.rough_between(P, half, None if Q is None else Q.mT)
 
 
-def largest_before(known: list[Tensor], X: Float[Tensor, "K O I"]) -> Float[Tensor, "K"]:
+def largest_before(known: list[Tensor], X: Tensor | Half) -> Float[Tensor, "K"]:
     """What a product or a step in the basis left of each group at the last step, its largest entry; zeros at first."""
-    if not known or len(known[0]) != len(X):
-        known[:] = [torch.zeros(len(X), dtype=torch.float32, device=X.device)]
+    if not known or len(known[0]) != X.shape[0]:
+        known[:] = [torch.zeros(X.shape[0], dtype=torch.float32, device=X.device)]
     return known[0]
 
 
@@ -244,6 +246,11 @@ class TrackedBasis(Eigenbasis):
         """Whether the gradient is multiplied in fp16."""
         return not self.trivial
 
+    @property
+    def takes_half(self) -> bool:
+        """Whether it rotates a gradient that was gathered in fp16 with room."""
+        return self.rough and not self.trivial
+
     def tensors(self) -> dict[str, Tensor]:
         """Of both sides."""
         found = self._values(ALL)
@@ -319,7 +326,7 @@ class TrackedBasis(Eigenbasis):
         P, Q = (None if side is None else side.matrix.half() for side in (self.P, self.Q))
         return P, Q
 
-    def rotate(self, X: Float[Tensor, "K O I"], context: Context | None = None) -> Tensor | Scaled:
+    def rotate(self, X: Tensor | Half, context: Context | None = None) -> Tensor | Scaled:
         """``U_Pᵀ X U_Q``; a tensor, where no step is under way."""
         P, Q = self.matrices()
         R = rotated(P, X, Q, largest_of(X, context), rough=self.rough)

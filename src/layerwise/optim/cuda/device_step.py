@@ -17,7 +17,7 @@ class DeviceStep:
     all_finite: Bool[Tensor, ""]
     """Whether all gradients are finite; the opposite of what `torch.amp` calls found_inf. Where it is false the step is
     left out: kernels write nothing, and what is added elsewhere has the weight 0."""
-    gradient: Tensor | None = None
+    gradient: Any = None
     """The step's own, where it is split into fp16: the only tensor that `largest` is about."""
     largest: Float[Tensor, "K"] | None = None
     """What none of its entries exceeds, one number a group, where that is known."""
@@ -40,7 +40,7 @@ class DeviceStep:
         """What a pass has found of the averaged gradient."""
         self._m = (m, largest)
 
-    def largest_of(self, X: Tensor) -> Tensor | None:
+    def largest_of(self, X: Any) -> Tensor | None:
         """`largest`, if this is the step's gradient, or its average, and not another tensor."""
         if self._m is not None and X is self._m[0]:
             return self._m[1]
@@ -58,7 +58,7 @@ def taken(weight: float, like: Tensor, context: Context) -> float | Tensor:
     return weight if finite is None else finite.to(like) * weight
 
 
-def largest_of(X: Tensor, context: Context | None) -> Tensor | None:
+def largest_of(X: Any, context: Context | None) -> Tensor | None:
     """What no entry of each group exceeds, where that is known of X."""
     step: Any = None if context is None else context.device_step
     return None if step is None else step.largest_of(X)

@@ -150,11 +150,11 @@ def _adam(
     M: Tensor, V: Tensor, G: Tensor | Scaled, out: Tensor | None, factor: int | float, numbers: tuple[Any, ...]
 ) -> Tensor:
     G, scales = parts(G)
-    step = torch.empty(M.shape, dtype=M.dtype, device=M.device) if out is None else out
+    step = torch.empty(V.shape, dtype=V.dtype, device=V.device) if out is None else out
     for name, X in (("M", M), ("V", V), ("the gradient", G), ("out", step)):
         check_whole(X, name)
     if M.numel():
-        way_of(M, others=(V, G, step)).adam_(M, V, G, scales, step, factor, *numbers)
+        way_of(V, others=(M, G, step)).adam_(M, V, G, scales, step, factor, *numbers)
     return step
 
 

@@ -22,6 +22,7 @@ from layerwise.optim.cuda.deferred_statistics import DeferredStatistics
 from layerwise.optim.cuda.device_step import DeviceStep
 from layerwise.optim.cuda.gradient_sizes import GradientSizes, bounds, sizes_of
 from layerwise.optim.cuda.graphs import Graphs
+from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.pieces import Tables
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.stagger import LAUNCHES, SWEEPS_LAUNCHES, Work, balanced, decomposition_cost
@@ -41,8 +42,8 @@ class Gathered:
 
     all_finite: dict[torch.device, Tensor]
     """Whether the step is taken, as each device knows."""
-    grads: list[Tensor]
-    """Of stacks whose step is AdamW's none is gathered (`adamw`)."""
+    grads: list[Tensor | Half]
+    """Of stacks whose step is AdamW's none is gathered (`adamw`); in fp16 where it is only rotated."""
     active: list[list[bool]]
     """Which layers have a gradient."""
     largest: list[Tensor | None]
@@ -107,6 +108,10 @@ class AsynchronousExecutor(Executor):
                     together(list(parts), seen)
                 self.learn(parts, seen)
                 self.descend(parts)
+        except BaseException:  # whatever has become of the weights
+            for tables in self.tables.values():
+                tables.forget_norms()
+            raise
         finally:
             self.health.on_device = False
 
@@ -124,24 +129,27 @@ class AsynchronousExecutor(Executor):
                 sizes[device] = on_device
         finite = self._all_finite(scale, sizes)
         grads, active, largest = [], [], dict[int, Tensor]()
-        for stack in self.stacks:
-            grad, on = self._gradient(stack, scale, finite[stack.shape.device], whole)
-            grads.append(grad)
-            active.append(on)
         for device, on_device in finite.items():
             split = [stack for stack in self.stacks if stack.shape.device == device and splits_gradient(stack)]
             if split and device in sizes:
                 largest |= bounds(split, sizes[device], on_device, scale, places.setdefault(device, {}))
+        for stack in self.stacks:
+            grad, on = self._gradient(stack, scale, finite[stack.shape.device], largest.get(id(stack)), whole)
+            grads.append(grad)
+            active.append(on)
         return Gathered(finite, grads, active, [largest.get(id(stack)) for stack in self.stacks], scale)
 
-    def _gradient(self, stack: Stack, scale: float, finite: Tensor, whole: bool = False) -> tuple[Tensor, list[bool]]:
+    def _gradient(
+        self, stack: Stack, scale: float, finite: Tensor, largest: Tensor | None, whole: bool = False
+    ) -> tuple[Tensor | Half, list[bool]]:
         """All gradients times a number, and which layers have one; zero where there is none or the step is left out."""
         tables = self.tables[stack.shape.device]
-        own = tables.reads(stack)
-        if own is not None and not whole and adamw.takes(self, own):
+        own, plain = tables.reads(stack), not whole and self.is_plain
+        if own is not None and plain and adamw.takes(self, own):
             return adamw.not_gathered(own), [True] * len(stack.specs)
         if own is not None:
-            return tables.gather(own, scale, finite), [True] * len(stack.specs)
+            half = plain and len(stack.specs) == stack.groups and takes_half(stack)
+            return tables.gather(own, scale, finite, largest if half else None), [True] * len(stack.specs)
         grad, active = stack.gradient(scale)
         return torch.where(finite.to(grad.device), grad, 0.0).contiguous(), active
 
@@ -157,6 +165,11 @@ class AsynchronousExecutor(Executor):
         taken = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
         self.health.count("skipped_steps", (~taken).to(torch.int64))
         return {stack.shape.device: taken.to(stack.shape.device) for stack in self.stacks}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether directions are taken as they are: not clipped, grafted, or asked what they would change."""
+        return self.clip.kind is None and self.graft.method is None and not self.damping.adaptive
 
     def parts(self, contexts: Sequence[Context], gathered: Gathered) -> list[Part]:
         """Everything a step knows of each stack."""
@@ -292,7 +305,9 @@ class AsynchronousExecutor(Executor):
         D, wanted = self.size.unsized(stack, part.handed, part.context)
         C, scales = elementwise.parts(D)
         C, size = spectral_cap.capped(part, C)
-        by = divisor(self.size, stack, wanted, size, scales, part.lr)
+        by = divisor(
+            self.size, stack, wanted, size, scales, part.lr, self.tables[stack.shape.device].weight_norms(stack)
+        )
         return Scaled(C.contiguous(), (*scales, by.to(C.device)))
 
     def _clip_factor(self, parts: Sequence[Part], directions: Sequence[Tensor | Scaled]) -> float | Tensor:
@@ -333,6 +348,7 @@ class AsynchronousExecutor(Executor):
         """``W ← (1 − η·decay) W − η · update`` for active layers, by plain torch; nothing in a step left out."""
         stack, tables = part.stack, self.tables[part.stack.shape.device]
         finite, shape = part.context.device_step.all_finite.to(update.device), stack.shape
+        tables.forget_norms()
         rates = {name: tables.rate_of(stack, name).to(update) for name in (None, *stack.own_groups)}
         for (spec, groups), on in zip(stack.layers, part.active, strict=True):
             if not on:
@@ -383,6 +399,16 @@ def splits_gradient(stack: Stack) -> bool:
         entries = kept(stack.state)
         stack.memory["splits gradient"] = any(getattr(entry, "splits_gradient", False) for entry in entries)
     return stack.memory["splits gradient"]
+
+
+def takes_half(stack: Stack) -> bool:
+    """Whether the rule does nothing with the gradient but rotate it, in fp16."""
+    if "takes half" not in stack.memory:
+        entries = kept(stack.state)
+        stack.memory["takes half"] = stack.requires.only_rotates and any(
+            getattr(entry, "takes_half", False) for entry in entries
+        )
+    return stack.memory["takes half"]
 
 
 def dot(X: Tensor | Scaled, Y: Tensor) -> Tensor:

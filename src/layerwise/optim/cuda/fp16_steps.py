@@ -9,15 +9,16 @@ reads two numbers.
 Without the kernels a step is written in float32, and then rounded.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
+from layerwise.optim.backend import Average
 from layerwise.optim.cuda import elementwise
 from layerwise.optim.cuda.checks import check_alike, check_whole
+from layerwise.optim.cuda.device_step import all_finite
 from layerwise.optim.cuda.eigenbasis_elementwise import damped_quotient, scaled
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import ROOM, with_room
@@ -26,16 +27,12 @@ from layerwise.optim.cuda.triton import elementwise as triton_elementwise
 from layerwise.optim.cuda.triton.arguments import bits, byte, listed
 from layerwise.optim.cuda.triton.device import kernels, on
 from layerwise.optim.cuda.triton.splits import HEADROOM
-from layerwise.optim.cuda.unscaled import unscaled
 
 
-@dataclass(frozen=True)
-class Moved:
-    """An average ``M ← M + weight (R − M)`` that a quotient is of; where all_finite is false, nothing is moved."""
-
-    M: Float[Tensor, "K O I"]
-    weight: float
-    all_finite: Bool[Tensor, ""]
+def moves(average: Average, s: Tensor, R: Tensor) -> bool:
+    """Whether the pass of a quotient moves averages, too: where it is a kernel, and they are divided as they are."""
+    by_kernel = elementwise.way_of(s, others=(R,), half=True) is triton_elementwise
+    return by_kernel and all_finite(average.context) is not None and not average.nesterov
 
 
 Numbers = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]
@@ -47,12 +44,12 @@ def damped_half(
     s: Float[Tensor, "K O I"],
     added: Numbers,
     before: Float[Tensor, "K"],
-    moved: Moved | None = None,
+    average: Average | None = None,
 ) -> Half:
     """`eigenbasis_elementwise.damped_quotient` in fp16 with room.
 
     `added` are its s_P, s_Q, left, right and constant. `before`, the largest magnitudes of the last step or zeros,
-    becomes those of this one. R may be written over. With `moved` the quotient is that of an average of R.
+    becomes those of this one. An `average` that it `moves` takes R in before, and stays in a step that is left out.
 
     >>> before, none = torch.zeros(1), (None, None, None, None, torch.ones(1))
     >>> half = damped_half(torch.full((1, 1, 1), 6.0), torch.full((1, 1, 1), 2.0), none, before)
@@ -62,24 +59,22 @@ def damped_half(
     X, scales = elementwise.parts(R)
     check_alike(s, {"R": X})
     if elementwise.way_of(s, others=(X,), half=True) is not triton_elementwise:
-        if moved is not None:
-            X = unscaled(R)
-            moved.M.lerp_(torch.where(torch.isfinite(X), X, moved.M), moved.all_finite.to(moved.M) * moved.weight)
-            return with_room(damped_quotient(moved.M, s, *added, largest=before), before)
-        return with_room(damped_quotient(R, s, *added, out=X, largest=before), before)
+        return with_room(damped_quotient(R, s, *added, largest=before), before)
     K, O, I = s.shape
     numbers = [None if x is None or added[2] is None else x.contiguous() for x in added[:4]] + [added[4].contiguous()]
     hi, scale, largest = _room(X)
     tiny, strides = torch.finfo(s.dtype).tiny, (s.stride(0), hi.stride(0))
+    finite, M, numbers_of_averages, squares = None, None, (0.0, 0.0, 1.0), None
+    if average is not None:
+        finite, M, squares = all_finite(average.context), average.M, average.squares
+        kept = 1.0 if squares is None else squares
+        numbers_of_averages = (float(1 - average.decay), float(1 - kept), float(average.context.examples))
     with on(s.device):
         grid, has_factors = (triton_elementwise.tiles(O, I), K), added[2] is not None
-        M, averaged = None, (None, 0.0)
-        if moved is not None:
-            M, averaged = moved.M, (byte(moved.all_finite, s.device), float(moved.weight))
         kernels("eigenbasis_kernels").damped_quotient_kernel[grid](
-            X, listed(scales, 0), s, hi, *numbers, bits(largest), bits(before), tiny, M, *averaged,
-            O, I, X.stride(0), *strides, 0 if M is None else M.stride(0),
-            HAS_LARGEST=True, AVERAGED=M is not None, **_kinds(scales, HAS_FACTORS=has_factors),
+            X, listed(scales, 0), s, hi, *numbers, bits(largest), bits(before), tiny, byte(finite, s.device), M,
+            *numbers_of_averages, O, I, X.stride(0), *strides, 0 if M is None else M.stride(0), HAS_LARGEST=True,
+            AVERAGED=M is not None, SQUARED=squares is not None, **_kinds(scales, HAS_FACTORS=has_factors),
         )  # fmt: skip
         X, scales = (X, scales) if M is None else (M, ())  # which has been moved by now
         kernels("eigenbasis_kernels").quotient_again_kernel[grid](

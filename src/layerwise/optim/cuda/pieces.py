@@ -6,23 +6,26 @@ which tile of which piece it has, and where that lies. Addresses are data, not a
 with some gradients reads those of the next step once their addresses are sent, and keeps no copy of them.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int32, Int64
+from jaxtyping import Bool, Float, Float32, Int32, Int64
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
 from layerwise.layers.form import Form, Part
+from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton import pieces as passes
 from layerwise.optim.cuda.triton.device import available
-from layerwise.optim.cuda.triton.pieces import COLUMNS, ROWS, VECTOR
+from layerwise.optim.cuda.triton.pieces import COLUMNS, FINISH, ROWS, VECTOR
 from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.options import rate
 from layerwise.optim.step.stack import Stack
+from layerwise.optim.step.update import weight_norms
 
 TAKEN = (torch.float32, torch.bfloat16, torch.float16)
 """Types that the kernels read; they compute in float32."""
@@ -170,6 +173,9 @@ class StackPieces:
     aligned: bool
     like: Tensor
     """Of the parameters' type."""
+    squares: Float32[Tensor, "K parts"] | None
+    """Sums of squares of the weights of each matrix, part by part, as the last step left them; of stacks of matrices
+    whose parts are as many."""
 
     @classmethod
     def of(cls, stack: Stack, slots: dict[int, int], rates: dict[str, int]) -> "StackPieces | None":
@@ -190,22 +196,35 @@ class StackPieces:
                 at = (layout, groups.start, slots[id(p)], rates[part.name])
                 found += (_of_weight if part is form.weight else _of_bias)(form, part, p, *at)
         covered = sum(min(piece.rows * piece.columns, piece.limit) for piece in found)
+        tiles, counts = [piece.tiles(number) for number, piece in enumerate(found)], Counter[int]()
+        for piece, own in zip(found, tiles, strict=True):
+            counts[piece.group] += len(own)
+        squares, alike = None, len(counts) == len(forms) == shape.groups and len({*counts.values()}) == 1
+        if alike and stack.requires.matrices_only:
+            squares = shape.zeros(counts[0] * (ROWS // FINISH[0]))
         return cls(
             stack,
             torch.tensor([astuple(piece) for piece in found]).to(shape.device),
-            torch.cat([piece.tiles(number) for number, piece in enumerate(found)]).to(shape.device),
+            torch.cat(tiles).to(shape.device),
             transposed,
             covered < shape.groups * shape.outputs * shape.inputs,
             all(piece.aligned for piece in found),
             torch.empty(1, dtype=dtypes.pop(), device=shape.device),
+            squares,
         )
 
-    def room(self) -> Float[Tensor, "K O I"]:
+    def room(self, dtype: torch.dtype) -> Float[Tensor, "K O I"]:
         """A stack to gather into."""
         shape, make = self.stack.shape, torch.zeros if self.padded else torch.empty
         sides = (shape.inputs, shape.outputs) if self.transposed else (shape.outputs, shape.inputs)
-        found = make(shape.groups, *sides, dtype=shape.dtype, device=shape.device)
+        found = make(shape.groups, *sides, dtype=dtype, device=shape.device)
         return found.mT if self.transposed else found
+
+    def measure(self) -> None:
+        """The weights, as they are now."""
+        if self.squares is not None:
+            self.squares.zero_()
+            self.squares[:, 0] = weight_norms(self.stack).square()
 
     def laid_out(self, X: Float[Tensor, "K O I"]) -> Float[Tensor, "K O I"]:
         """The same in the order of the pieces; as it is, where it has it."""
@@ -245,6 +264,8 @@ class Tables:
         self.rates = torch.zeros(len(self._groups), 2, dtype=torch.float64 if double else torch.float32, device=device)
         self._rate_rows = self.rates.unbind()
         self._sent: list[list[Any]] = [[], [], []]
+        self._versions: list[int] = []
+        """Of parameters whose norms are measured by the steps, if nobody else writes to them."""
         self.complete, self.aligned = False, False
         """Whether the kernels can read all gradients of this step; and by vectors, as what they write."""
 
@@ -256,6 +277,9 @@ class Tables:
             found = StackPieces.of(stack, self.slots, rows) if available(self.device) else None
             if found is not None:
                 self.pieces[id(stack)] = found
+        self._measured = [
+            p for own in self.pieces.values() if own.squares is not None for p in own.stack.params.values()
+        ]
         listed = {id(p) for found in self.pieces.values() for p in found.stack.params.values()}
         self._expected = [(p, p.dtype, p.stride()) if id(p) in listed else (p, None, ()) for p in self.params]
 
@@ -285,6 +309,21 @@ class Tables:
             self.aligned = not any(address % 16 for numbers in self._sent[:2] for address in numbers)
         lrs = [(rate(group, fallback), group["weight_decay"]) for group, fallback in self._groups]
         self._put(self.rates, 2, [x for lr, decay in lrs for x in (1 - lr * decay, lr)])
+        versions = [p._version for p in self._measured]
+        if versions != self._versions:
+            for own in self.pieces.values():
+                own.measure()
+        self._versions = [version + 1 for version in versions]  # as a step leaves them
+
+    def forget_norms(self) -> None:
+        """Of weights: a step is not made by the kernels."""
+        self._versions = []
+
+    def weight_norms(self, stack: Stack) -> Float[Tensor, "K"] | None:
+        """As the last step left them, where that was measured; what somebody writes into ``p.data`` comes later."""
+        own = self.pieces.get(id(stack))
+        known = own is not None and own.squares is not None and stack.weight_norms is None
+        return own.squares.sum(1).sqrt() if known else None  # type: ignore[union-attr]
 
     def _put(self, table: Tensor, which: int, numbers: list[Any]) -> bool:
         """Whether there was anything to send. Nobody waits: what is copied from is kept until it is."""
@@ -322,11 +361,16 @@ class Tables:
             passes.magnitudes_(bits, own.tiles, own.table, self.gradients, own.like, aligned)
         return bits.view(torch.float32)
 
-    def gather(self, own: StackPieces, factor: float, all_finite: Bool[Tensor, ""]) -> Float[Tensor, "K O I"]:
-        """A stack's gradients times a number; zeros in a step that is left out."""
-        out, aligned = own.room(), own.aligned and self.aligned
-        passes.gather_(out, own.tiles, own.table, self.gradients, own.like, factor, all_finite, aligned)
-        return out
+    def gather(
+        self, own: StackPieces, factor: float, all_finite: Bool[Tensor, ""], largest: Float[Tensor, "K"] | None = None
+    ) -> Float[Tensor, "K O I"] | Half:
+        """A stack's gradients times a number; zeros in a step that is left out. In fp16 with room where the `largest`
+        magnitudes are given."""
+        out, aligned = own.room(torch.float32 if largest is None else torch.float16), own.aligned and self.aligned
+        scale = None if largest is None else torch.empty_like(largest)
+        at = (own.tiles, own.table, self.gradients, own.like)
+        passes.gather_(out, *at, factor, all_finite, scale, largest, aligned)
+        return out if scale is None else Half(out, scale)
 
     def finish_(
         self,
@@ -349,7 +393,7 @@ class Tables:
         factor = None if factor is None else factor.to(self.device, torch.float32)
         passes.finish_(
             own.tiles, own.table, self.parameters, own.like, C, scales, momentum, self.rates, mu, nesterov, factor,
-            all_finite, aligned,
+            all_finite, own.squares, aligned,
         )  # fmt: skip
         # Autograd sees changes that torch makes; those of a kernel it must be told of.
         torch.autograd.graph.increment_version([*own.stack.params.values()])

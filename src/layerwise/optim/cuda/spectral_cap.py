@@ -29,4 +29,4 @@ def _is_read_again(part: Part, C: Tensor) -> bool:
     """Whether the direction is the gradient or lies in the state, as that of a rule with nothing to multiply by."""
     place = C.untyped_storage().data_ptr()
     others = (part.grad, part.handed, *tensors(part.stack.state).values())
-    return any(X.untyped_storage().data_ptr() == place for X in others)
+    return any(X.untyped_storage().data_ptr() == place for X in others if isinstance(X, Tensor))

@@ -19,11 +19,16 @@ def divisor(
     norms: Float[Tensor, "K"],
     scales: Sequence[Tensor],
     lr: float | Tensor,
+    weights: Float[Tensor, "K"] | None = None,
 ) -> Float[Tensor, "K"]:
-    """One over the ratio, group by group, of directions whose `norms` are still to be divided by all `scales`."""
+    """One over the ratio, group by group, of directions whose `norms` are still to be divided by all `scales`.
+
+    `weights` are the norms of the stack's weights, where they are known.
+    """
     single = all(X.dtype == torch.float32 for X in (wanted, norms, *scales))
     if isinstance(lr, Tensor) and single and available(wanted.device):
-        return triton_elementwise.divisor(wanted, norms, weight_norms(stack), least_norm(stack), scales, lr)
+        weights = weight_norms(stack) if weights is None else weights
+        return triton_elementwise.divisor(wanted, norms, weights, least_norm(stack), scales, lr)
     for scale in scales:
         norms = norms / scale
     return size.ratio(stack, wanted, norms, lr).reciprocal().clamp(min=torch.finfo(torch.float32).tiny)

@@ -70,6 +70,7 @@ class CorrectedEigenvalues(UpdateRule):
             examples_over=self.examples_over,
             capturable=True,
             deferrable=True,
+            only_rotates=True,
             refused=None if shape is None or all(self.pair.sides(shape)) else large,
         )
 
@@ -79,7 +80,7 @@ class CorrectedEigenvalues(UpdateRule):
         measured = self.scaling != "none"
         state["basis"] = backend.eigenbasis(state.get("P"), state.get("Q"), shape, measured=measured)
         state["s"] = backend.scalings(shape, state["basis"], self.scaling, self.scaling_decay)
-        return state | ({"M": shape.zeros(shape.outputs, shape.inputs)} if self.averages else {})
+        return state | ({"M": backend.momentum(shape)} if self.averages else {})
 
     def taken_over(self, found: dict[str, Tensor], sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         """The average of the gradient: as it is, where its basis comes with it; else AdamW's m, which earlier versions
@@ -131,18 +132,19 @@ class CorrectedEigenvalues(UpdateRule):
             backend.replace_scalings_(s[groups], total, seen.examples, good, context)
             start += len(total)
 
-    def direction(self, state: State, grad: Float[Tensor, "K O I"], context: Context) -> Any:
+    def direction(self, state: State, grad: Any, context: Context) -> Any:
         """Into the basis, averaged there, divided by the damped scalings, and back."""
         basis, s, backend = state["basis"], state["s"], context.backend
-        R = basis.rotate(grad, context)
+        R, squares = basis.rotate(grad, context), None
         if self.scaling == "running":
             own = context.gradient is None or grad is context.gradient
-            of_gradient = R if own else basis.rotate(context.gradient, context)
-            backend.average_squares_(s, of_gradient, self.scaling_decay, context)
-        average = None
-        if self.averages:  # without momentum M is the gradient itself
-            mu, nesterov = context.option("momentum", 0.0), context.option("nesterov", False)
-            average = Average(state["M"], mu, nesterov, context)
+            if own and self.split != "exact":  # else what is added depends on s: it is to be moved before
+                squares = self.scaling_decay
+            else:
+                of_gradient = R if own else basis.rotate(context.gradient, context)
+                backend.average_squares_(s, of_gradient, self.scaling_decay, context)
+        mu, nesterov = context.option("momentum", 0.0), context.option("nesterov", False)
+        average = Average(state.get("M"), mu, nesterov, squares, context)  # without momentum M is the gradient itself
         Y = backend.damped_quotient(R, s, basis, self._added(state, context), grad, average)
         return basis.unrotate(Y, context)
 

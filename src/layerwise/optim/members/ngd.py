@@ -217,14 +217,15 @@ class NGD(Layerwise):
         mine = [part for part in parts if part.stack.rule is self.rule]
         known = {name: sums for name, sums in seen.items() if sums.recorded}
         if mine and known:
-            grads = {}
+            grads: dict[str, Tensor] = {}
             for part in mine:
                 for spec, groups in part.stack.layers:
                     if spec.name in known:
                         grads[spec.name] = part.grad[groups]
             answer = self._solve(grads, known)
             for part in mine:
-                pieces = [answer.get(spec.name, part.grad[groups]) for spec, groups in part.stack.layers]
+                grad: Tensor = part.grad
+                pieces = [answer.get(spec.name, grad[groups]) for spec, groups in part.stack.layers]
                 part.handed = torch.cat(pieces)
 
     def _solve(self, grads: dict[str, Tensor], known: dict[str, Sums]) -> dict[str, Tensor]:

@@ -50,13 +50,14 @@ class RotatedAdam(UpdateRule):
             renewed=("V", "M"),
             own_momentum="betas",
             capturable=True,
+            only_rotates=True,
         )
 
     def init(self, shape: Shape, backend: Backend) -> State:
         """Factors, their basis, both moments with a count of steps, and whether the basis has begun."""
         state = self.pair.init(shape, backend, (0.0, 0.0))
         state["basis"] = backend.eigenbasis(state.get("P"), state.get("Q"), shape, measured=True)
-        state |= {name: shape.zeros(shape.outputs, shape.inputs) for name in ("M", "V")}
+        state |= {"M": backend.momentum(shape), "V": shape.zeros(shape.outputs, shape.inputs)}
         return state | {"steps": shape.zeros(), "begun": shape.zeros()}
 
     def refresh(self, state: State, groups: slice, context: Context) -> None:
@@ -67,7 +68,7 @@ class RotatedAdam(UpdateRule):
             basis.follow_(state.get("P"), state.get("Q"), groups, context, state["M"], state["V"])
             context.health.refreshes += 1
 
-    def direction(self, state: State, grad: Float[Tensor, "K O I"], context: Context) -> Any:
+    def direction(self, state: State, grad: Any, context: Context) -> Any:
         """Adam's direction in the basis, rotated back. The factors are updated after it, as in the paper; the first
         step only sets the basis, as in the authors' code."""
         begins = self._begins(state, context)
@@ -112,14 +113,14 @@ class RotatedAdam(UpdateRule):
             context.memory["begun"] = bool((state["begun"] != 0).any())
         return not context.memory["begun"]
 
-    def _begin(self, state: State, grad: Tensor, context: Context) -> None:
+    def _begin(self, state: State, grad: Any, context: Context) -> None:
         self._take_gradient(state, grad, context)
         state["basis"].begin_(state.get("P"), state.get("Q"), context)
         context.health.refreshes += 1
         state["begun"].fill_(1)
         context.memory["begun"] = True
 
-    def _take_gradient(self, state: State, grad: Tensor, context: Context) -> None:
+    def _take_gradient(self, state: State, grad: Any, context: Context) -> None:
         """Plain averages from zero, as in the paper: no bias correction, which the basis does not feel."""
         decay = context.options.get("betas", self.betas)[1]
         sides: list[Side] = [side for side in ("P", "Q") if side in state]

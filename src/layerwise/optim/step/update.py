@@ -105,7 +105,7 @@ class UpdateSize:
         D = D if stack.requires.flat_spectrum else capped(D, size, (shape.own_outputs, shape.own_inputs))
         return D * ratio  # zeros stay so
 
-    def unsized(self, stack: Stack, grad: Float[Tensor, "K O I"], context: Context) -> tuple[Any, Float[Tensor, "K"]]:
+    def unsized(self, stack: Stack, grad: Any, context: Context) -> tuple[Any, Float[Tensor, "K"]]:
         """The same direction as the rule leaves it, and the norm of AdamW's update; for `ratio`."""
         averaged, wanted = self._averaged(stack, grad, context)
         return stack.rule.direction(stack.state, averaged, context), wanted
@@ -115,7 +115,7 @@ class UpdateSize:
         limits = torch.finfo(size.dtype)
         return (self.bounded(stack, wanted, lr) / size.clamp_min(limits.tiny)).clamp(max=limits.max)
 
-    def _averaged(self, stack: Stack, grad: Tensor, context: Context) -> tuple[Tensor, Float[Tensor, "K"]]:
+    def _averaged(self, stack: Stack, grad: Any, context: Context) -> tuple[Any, Float[Tensor, "K"]]:
         """What the rule gets in the gradient's place, and the norm of AdamW's update."""
         mu, (b1, b2) = 0.0 if stack.requires.own_momentum else stack.group["momentum"], self.betas or BETAS
         state, apart = stack.state, _rows_apart(stack)
@@ -125,7 +125,7 @@ class UpdateSize:
         state["graft_m"], state["graft_v"] = m, _ = moments["m"], moments["v"]  # a backend may lay them out anew
         if not mu or stack.requires.averages:  # none is wanted, or the rule has its own
             return grad, wanted
-        return (grad.lerp(m, mu) if stack.group["nesterov"] else m), wanted
+        return (grad.lerp(m.to(grad.dtype), mu) if stack.group["nesterov"] else m), wanted
 
     @staticmethod
     def bounded(stack: Stack, wanted: Float[Tensor, "K"], lr: float | Tensor) -> Float[Tensor, "K"]:
@@ -184,9 +184,9 @@ def _begin_moments(stack: Stack) -> None:
     if known.get("v") in (rows["v"], shape.outputs):  # m was kept by a rule itself, in a form of its own
         if known["v"] != rows["v"]:
             state["graft_v"] = state["graft_v"][:, ::apart][:, : rows["v"]].clone()
-        state["graft_m"] = shape.zeros(rows["m"], shape.inputs)
+        state["graft_m"] = stack.averaged_rows(rows["m"])
         return
-    state |= {f"graft_{name}": shape.zeros(count, shape.inputs) for name, count in rows.items()}
+    state |= {"graft_m": stack.averaged_rows(rows["m"]), "graft_v": shape.zeros(rows["v"], shape.inputs)}
     state["graft_steps"] = shape.zeros()
 
 
@@ -231,10 +231,11 @@ class Part:
 
     stack: Stack
     context: Context
-    grad: Tensor
+    grad: Any
+    """``[K, O, I]``; a GPU may have gathered it in half precision (`Requirements.only_rotates`)."""
     active: list[bool]
     """Which layers have a gradient."""
-    handed: Tensor
+    handed: Any
     """What the rule gets in the gradient's place; the gradient, mostly."""
     before: dict[str, Tensor] | None = None
     """The state as it was, where some layers have no gradient and keep theirs."""

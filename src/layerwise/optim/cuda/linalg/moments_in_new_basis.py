@@ -40,7 +40,7 @@ def turn_between(U_new: Half, U_old: Half) -> Half:
 
 
 def turn_moments_(
-    M: Float32[Tensor, "K O I"], V: Float32[Tensor, "K O I"], turn: Half, side: Literal["left", "right"]
+    M: Float[Tensor, "K O I"], V: Float32[Tensor, "K O I"], turn: Half, side: Literal["left", "right"]
 ) -> None:
     """First and second moments as a new basis on one side sees them, in place.
 
@@ -61,7 +61,7 @@ def turn_moments_(
     torch.mul(C, inverse, out=M)
 
 
-def turn_momentum_(M: Float32[Tensor, "K O I"], U_new: Half, U_old: Half, side: Literal["left", "right"]) -> None:
+def turn_momentum_(M: Float[Tensor, "K O I"], U_new: Half, U_old: Half, side: Literal["left", "right"]) -> None:
     """First moments alone, in place: out of the old basis and into the new one, which is fewer multiplications than by
     the product of the two bases where M is narrower than they are, and otherwise as many.
 

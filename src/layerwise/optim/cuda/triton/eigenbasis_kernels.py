@@ -21,19 +21,24 @@ from layerwise.optim.cuda.triton.split_kernels import final_scale, foreseen_scal
 
 @_jit
 @no_type_check
+def moved_squares(former, r, w, factor):
+    """former + w·(factor·r² − former); an entry whose square is not finite is left."""
+    x = factor * (r * r)
+    return tl.where(x < float("inf"), tl.where(w == 1.0, x, former + w * (x - former)), former)
+
+
+@_jit
+@no_type_check
 def squares_ema_kernel(s, R, scales, weight, factor, entries, s_k, R_k, SCALES: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of s + weight·(factor·R² − s); an entry whose square is not finite is left."""
+    """One block of running means of squares."""
     k = tl.program_id(1).to(tl.int64)
     w = tl.load(weight + k)
     if w != 0.0:  # a weight of zero leaves the means alone, and costs nothing
         at, inside = block(entries, BLOCK)
         r = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
-        x = factor * (r * r)
         former = tl.load(s + k * s_k + at, mask=inside, other=0.0).to(tl.float32)
-        new = tl.where(w == 1.0, x, former + w * (x - former))
         # What is left is written as it was: a mask of its own for every entry would make narrow stores.
-        new = tl.where(x < float("inf"), new, former)
-        tl.store(s + k * s_k + at, stored(new, s.dtype.element_ty), mask=inside)
+        tl.store(s + k * s_k + at, stored(moved_squares(former, r, w, factor), s.dtype.element_ty), mask=inside)
 
 
 @_jit
@@ -51,15 +56,16 @@ def divisor(s_P, s_Q, left, right, constant, k, rows, columns, rows_total, width
 @_jit_varying(by_group=("largest",))
 @no_type_check
 def damped_quotient_kernel(
-    R, scales, s, out, s_P, s_Q, left, right, constant, largest, before, tiny, M, all_finite, weight,
-    rows_total, width, R_k, s_k, out_k, M_k,
+    R, scales, s, out, s_P, s_Q, left, right, constant, largest, before, tiny, all_finite, M, weight, squares_weight,
+    factor, rows_total, width, R_k, s_k, out_k, M_k,
     SCALES: tl.constexpr, HAS_FACTORS: tl.constexpr, HAS_LARGEST: tl.constexpr, AVERAGED: tl.constexpr,
-    ROOM: tl.constexpr, HEADROOM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SQUARED: tl.constexpr, ROOM: tl.constexpr, HEADROOM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One tile of R/(s + max(s_P·right + left·s_Q + constant, tiny)).
 
-    With AVERAGED the average M is moved towards R, and divided in its place; it stays in a step that is left out. With
-    ROOM the quotient is multiplied by the scale that was foreseen.
+    With AVERAGED the average M is moved towards R, and divided in its place; with SQUARED the means s are moved towards
+    factor·R² before; in a step that is left out both stay. With ROOM the quotient is multiplied by the scale that was
+    foreseen.
     """
     k = tl.program_id(1).to(tl.int64)
     rows, columns = tile(width, ROWS, COLUMNS)
@@ -67,12 +73,19 @@ def damped_quotient_kernel(
     at = rows * width + columns
     added = divisor(s_P, s_Q, left, right, constant, k, rows, columns, rows_total, width, tiny, HAS_FACTORS)
     r = unscaled(tl.load(R + k * R_k + at, mask=inside, other=0.0).to(tl.float32), scales, k, SCALES)
+    mean = tl.load(s + k * s_k + at, mask=inside, other=1.0).to(tl.float32)
+    if SQUARED:  # a weight of zero leaves the means as they are
+        w = tl.where(tl.load(all_finite) != 0, squares_weight, 0.0)
+        kept = stored(moved_squares(mean, r, w, factor), s.dtype.element_ty)
+        tl.store(s + k * s_k + at, kept, mask=inside)
+        mean = kept.to(tl.float32)
     if AVERAGED:
-        m = tl.load(M + k * M_k + at, mask=inside, other=0.0)
+        m = tl.load(M + k * M_k + at, mask=inside, other=0.0).to(tl.float32)
         taken = tl.load(all_finite) != 0
         r = tl.where(taken & (tl.abs(r) < float("inf")), lerp(m, r, weight), m)  # else it would stay so for ever
-        tl.store(M + k * M_k + at, r, mask=inside & taken)
-    y = tl.div_rn(r, tl.load(s + k * s_k + at, mask=inside, other=1.0).to(tl.float32) + added)
+        r = r.to(M.dtype.element_ty).to(tl.float32)
+        tl.store(M + k * M_k + at, r.to(M.dtype.element_ty), mask=inside & taken)
+    y = tl.div_rn(r, mean + added)
     written = y
     if ROOM > 0:
         written = y * foreseen_scale(before, k, ROOM, HEADROOM)

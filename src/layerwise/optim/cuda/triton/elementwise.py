@@ -8,6 +8,7 @@ from torch import Tensor
 
 from layerwise.optim.cuda.triton.arguments import (
     AllFinite,
+    always,
     bits,
     byte,
     listed,
@@ -182,9 +183,9 @@ def damped_quotient(
     with on(s.device):
         kernels("eigenbasis_kernels").damped_quotient_kernel[(tiles(O, I), K)](
             R, listed(scales, 0), s, out, *factors, constant.contiguous(), bits(largest), None,
-            torch.finfo(s.dtype).tiny, None, None, 0.0, O, I, R.stride(0), s.stride(0), out.stride(0), 0,
-            SCALES=len(scales), HAS_FACTORS=left is not None, HAS_LARGEST=largest is not None, AVERAGED=False,
-            ROOM=0, HEADROOM=0, **TILE,
+            torch.finfo(s.dtype).tiny, always(s.device), None, 0.0, 0.0, 1.0, O, I, R.stride(0), s.stride(0),
+            out.stride(0), 0, SCALES=len(scales), HAS_FACTORS=left is not None, HAS_LARGEST=largest is not None,
+            AVERAGED=False, SQUARED=False, ROOM=0, HEADROOM=0, **TILE,
         )  # fmt: skip
 
 

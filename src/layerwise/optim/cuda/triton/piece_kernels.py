@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-from layerwise.optim.cuda.triton.elementwise_kernels import _jit, lerp, tl, triton, unscaled
+from layerwise.optim.cuda.triton.elementwise_kernels import _jit, _jit_varying, lerp, tl, triton, unscaled
+from layerwise.optim.cuda.triton.split_kernels import power_of_two
 
 __all__ = ["adamw_kernel", "finish_kernel", "gather_kernel", "magnitude_kernel", "triton"]
 
@@ -59,27 +60,33 @@ def magnitude_kernel(
         tl.atomic_max(here, largest)
 
 
-@_jit
+@_jit_varying(by_group=("scale", "largest"))
 @no_type_check
 def gather_kernel(
-    out, tiles, pieces, addresses, like, all_finite, factor,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FIELDS: tl.constexpr, ALIGNED: tl.constexpr,
+    out, tiles, pieces, addresses, like, all_finite, factor, scale, largest, room,
+    HALF: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FIELDS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of factor times the parameters' tensors; zeros in a step that is left out."""
+    """One tile of factor times the parameters' tensors; zeros in a step that is left out. As a HALF it is multiplied by
+    the power of two that the group's largest magnitude leaves room for."""
     piece, there, here, inside = located(tiles, pieces, ROWS, COLUMNS, FIELDS, ALIGNED)
     taken = inside & (tl.load(all_finite) != 0)
     x = tl.load(pointer(addresses, piece, like, ALIGNED) + there, mask=taken, other=0.0).to(tl.float32)
-    tl.store(out + here, factor * x, mask=inside)
+    if HALF:
+        group = tl.load(piece + 9)
+        by = power_of_two(tl.load(largest + group).to(tl.int32, bitcast=True)) / room
+        factor = factor * by
+        tl.store(scale + group, by)  # every program of a group has the same
+    tl.store(out + here, (factor * x).to(out.dtype.element_ty), mask=inside)
 
 
 @_jit
 @no_type_check
 def finish_kernel(
-    tiles, pieces, addresses, like, D, scales, momentum, factor_at, rates, all_finite, mu,
+    tiles, pieces, addresses, like, D, scales, momentum, factor_at, rates, all_finite, mu, squares,
     SCALES: tl.constexpr, HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, HAS_FACTOR: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FIELDS: tl.constexpr, ALIGNED: tl.constexpr,
+    HAS_SQUARES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FIELDS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Momentum and parameters of one tile: W ← keep·W − lr·update."""
+    """Momentum and parameters of one tile: W ← keep·W − lr·update; and the sum of squares of what W has become."""
     piece, there, here, inside = located(tiles, pieces, ROWS, COLUMNS, FIELDS, ALIGNED)
     taken = inside & (tl.load(all_finite) != 0)
     update = tl.load(D + here, mask=taken, other=0.0).to(tl.float32)
@@ -93,7 +100,12 @@ def finish_kernel(
     rate = rates + 2 * tl.load(piece + 10)
     W = pointer(addresses, piece, like, ALIGNED) + there
     new = tl.load(rate) * tl.load(W, mask=taken, other=0.0).to(tl.float32) - tl.load(rate + 1) * update
-    tl.store(W, new.to(like.dtype.element_ty), mask=taken)
+    new = new.to(like.dtype.element_ty)
+    tl.store(W, new, mask=taken)
+    if HAS_SQUARES:
+        kept = tl.where(inside, new.to(tl.float32), 0.0)
+        here = squares + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        tl.store(here, tl.sum(tl.sum(kept * kept, 1), 0), mask=tl.load(all_finite) != 0)
 
 
 @_jit
