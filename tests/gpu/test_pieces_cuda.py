@@ -8,10 +8,13 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.optim.cuda import pieces
+from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.pieces import StackPieces
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton import piece_kernels
 from layerwise.optim.cuda.triton.products import available
+from layerwise.optim.kronecker import KroneckerRoots
+from layerwise.optim.step.update import weight_norms
 from random_tensors import cuda_randn as randn
 from stacked_layers import Passes, stack_of
 from waiting import nothing_waits
@@ -71,6 +74,42 @@ def test_gather(shape: tuple[int, int, int, tuple[int, int]], dtype: torch.dtype
             if biased:
                 expected[:, :o, i] = 0.5 * torch.stack(db).float()
         assert torch.equal(passes.gather(0.5, mask_of(taken)), expected)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gather_in_half_precision(shape: tuple[int, int, int, tuple[int, int]], taken: bool):
+    K, o, i, padding = shape
+    weights, grads = layers(K, o, i, torch.float32)[0], layers(K, o, i, torch.float32)[0]
+    passes = Passes(stack_of(weights, padding=padding, grads=grads))
+    own, expected = passes.tables.reads(passes.stack), torch.zeros(K, o + padding[0], i + padding[1], device="cuda")
+    assert own is not None
+    expected[:, :o, :i] = 0.5 * torch.stack(grads)
+    largest = expected.abs().amax((1, 2)) * taken
+    found = passes.tables.gather(own, 0.5, mask_of(taken), largest)
+    assert isinstance(found, Half)
+    value = found.hi.float() / found.scale.view(-1, 1, 1)
+    torch.testing.assert_close(value, expected if taken else 0 * expected, rtol=2.0**-11, atol=0)
+    assert not taken or bool((found.hi.abs().amax((1, 2)).float() <= 2.0**7).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norms_of_weights(shape: tuple[int, int, int, tuple[int, int]], dtype: torch.dtype):
+    """As the last step left them, and measured anew where somebody has written."""
+    K, o, i, padding = shape
+    passes = Passes(stack_of(layers(K, o, i, dtype)[0], padding=padding, rule=KroneckerRoots(), weight_decay=0.3))
+    D = randn(K, o + padding[0], i + padding[1], seed=5)
+    for taken in (True, True, False):
+        passes.finish_(D, mask_of(taken))
+        found = passes.tables.weight_norms(passes.stack)
+        assert found is not None
+        torch.testing.assert_close(found, weight_norms(passes.stack), rtol=1e-5, atol=0)
+        passes.tables.send()
+    with torch.no_grad():
+        passes.stack.params["0.weight"].mul_(3)
+    passes.tables.send()
+    torch.testing.assert_close(passes.tables.weight_norms(passes.stack), weight_norms(passes.stack), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

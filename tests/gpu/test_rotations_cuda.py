@@ -9,7 +9,7 @@ from layerwise.optim.cuda.eigenbasis_elementwise import damped_quotient, scaled,
 from layerwise.optim.cuda.fp16_steps import damped_half, scaled_half
 from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.linalg.fp16 import Half
-from layerwise.optim.cuda.linalg.orthogonal import basis_pair, between, rough_between, with_room
+from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE, basis_half, between, rough_between, with_room
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton.products import available
 from layerwise.optim.cuda.unscaled import unscaled
@@ -40,10 +40,11 @@ def error(found: Scaled, expected: Tensor) -> float:
 def test_there_and_back(size: tuple[int, int, int]):
     K, O, I = size
     U, V, X = basis(K, O, 1), basis(K, I, 2), randn(*size, seed=3) * torch.logspace(0, -4, I, device="cuda")
-    P, Q = basis_pair(U), basis_pair(V)
+    P, Q = basis_half(U), basis_half(V)
     assert P.scale.tolist() == [2.0**14] * K
     R = between(P.mT, split_fp16.split(X), Q)
-    assert error(R, U.double().mT @ X.double() @ V.double()) < 3e-6
+    exact = [half.hi.double() / BASIS_SCALE for half in (P, Q)]  # they are taken for it
+    assert error(R, exact[0].mT @ X.double() @ exact[1]) < 3e-6
     found = rough_between(P, with_room(X), Q.mT)
     assert error(found, U.double() @ X.double() @ V.double().mT) < 1e-3
 
@@ -53,7 +54,7 @@ def test_large_results_are_written_in_float16(spread: float):
     """By cuBLAS, both products; also of one entry alone, and where one entry of the result has nearly all."""
     K, O, I = 12, 768, 784
     U, V = basis(K, O, 1), basis(K, I, 2)
-    P, Q = basis_pair(U), basis_pair(V)
+    P, Q = basis_half(U), basis_half(V)
     X = randn(K, O, I, seed=3) * torch.logspace(0, -spread, I, device="cuda")
     X[1] = 0
     X[1, 3, 5] = 1e-3
@@ -117,7 +118,7 @@ def test_float16_is_cut_off_and_nan_stays():
 
 def test_a_step_is_captured_without_synchronization():
     K, O, I = 2, 96, 64
-    P, Q, G = basis_pair(basis(K, O, 1)), basis_pair(basis(K, I, 2)), randn(K, O, I)
+    P, Q, G = basis_half(basis(K, O, 1)), basis_half(basis(K, I, 2)), randn(K, O, I)
     s, one, W = torch.ones_like(G), torch.ones(K, device="cuda"), [torch.zeros(O, I, device="cuda") for _ in range(K)]
     passes, taken = Passes(stack_of(W, lr=1.0)), torch.ones((), dtype=torch.bool, device="cuda")
     assert passes.tables.pieces

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim.statistics.output import read
+from layerwise.optim.statistics.output import draw_some, read
 
 pytestmark = pytest.mark.usefixtures("untyped")
 N, C = 24, 7
@@ -205,3 +205,14 @@ def test_a_backward_without_a_step_decides_nothing():
     F.mse_loss(model(torch.randn(N, 6)), VALUES).backward()
     step(opt, model, lambda f: F.cross_entropy(f, LABELS))
     assert "likelihood=auto (categorical)" in repr(opt)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(8, 5), (4, 6, 2000), (4, 5, 3, 3)])
+@pytest.mark.parametrize("law", ["categorical", "bernoulli"])
+def test_labels_that_nobody_wants(law: str, shape: tuple[int, ...], dtype: torch.dtype):
+    """Of any output that may be recognised, and of no random numbers but their own."""
+    state, f = torch.get_rng_state(), torch.ones(shape, dtype=dtype)
+    classes = shape[1] if len(shape) != 3 else shape[2]
+    assert draw_some(law, f).shape == (2, 1, classes)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -191,6 +191,22 @@ def test_others_may_go_on_while_one_compiles(may_begin: bool, compiler: Any, mon
     assert held == [*([False] if may_begin else []), False, True]
 
 
+def test_processes_that_begin_before_there_is_a_job(compiler: Any):
+    compile_processes.begin(2)
+    first, second = compile_processes._IDLE
+    with asking():
+        compiler.compile("a_kernel")
+    assert processes(compiler.notes()) == [second._process.pid, os.getpid()]
+    compile_processes.end()
+    assert all(process._process.returncode is not None for process in (first, second))
+
+
+def test_none_begin_where_python_cannot_be_begun(compiler: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compile_processes, "may_begin", lambda: False)
+    compile_processes.begin(2)
+    assert compile_processes._IDLE == []
+
+
 def test_an_interrupt_is_for_the_program(compiler: Any, capfd: pytest.CaptureFixture[str]):
     with asking():
         compiler.compile("a_kernel")

@@ -22,7 +22,7 @@ from gpt_block import Block
 from layerwise.optim.cuda.deferred_statistics import PendingRows
 from layerwise.optim.cuda.rehearsal import kind_of, rehearse
 from layerwise.optim.cuda.rows import StackRows
-from layerwise.optim.cuda.triton import ahead, compile_processes, device
+from layerwise.optim.cuda.triton import ahead, cache_key, compile_processes, device
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.rule import Context, Observation, State, UpdateRule, tensors
 from layerwise.optim.step.refresh_schedule import Turn
@@ -250,6 +250,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(ahead, "_KNOWN", set())
     monkeypatch.setattr(ahead, "_THREADS", {})
     monkeypatch.setattr(ahead, "_PREPARING", {})
+    monkeypatch.setattr(cache_key, "recall", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return SimpleNamespace(module=SimpleNamespace(a_kernel=Kernel()), notes=notes)
@@ -330,16 +331,25 @@ def test_a_launch_waits_for_its_kernel_and_compiles_nothing(kernel: Any):
     assert ahead.launched(kernel.module) is kernel.module  # once all are there, nothing is in between
 
 
-def test_kernels_wait_for_what_is_prepared_once(kernel: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ahead, "_read_triton", lambda: (time.sleep(0.1), kernel.notes.append("read")))
-    monkeypatch.setattr(ahead, "_load_driver", lambda device: kernel.notes.append(f"loaded for {device}"))
+@pytest.mark.parametrize("known", [True, False])
+def test_kernels_wait_for_what_is_prepared_once(known: bool, kernel: Any, monkeypatch: pytest.MonkeyPatch):
+    """Where this Triton is new, its key is made and processes begin meanwhile; and end, if there is nothing to do."""
+    notes = kernel.notes
+    monkeypatch.setattr(cache_key, "recall", lambda: notes.append("recalled") or known)
+    monkeypatch.setattr(cache_key, "remember", lambda: (time.sleep(0.1), notes.append("remembered")))
+    monkeypatch.setattr(ahead, "_load_driver", lambda device: notes.append(f"loaded for {device}"))
+    monkeypatch.setattr(compile_processes, "begin", lambda count: notes.append(f"{count > 0} processes"))
+    monkeypatch.setattr(compile_processes, "end", lambda: notes.append("ended"))
     ahead.prepare(META)
+    with ahead.listing(META):
+        pass
+    assert [*notes] == ["loaded for meta", "recalled", *([] if known else ["True processes", "remembered"]), "ended"]
+    notes.clear()
     with ahead.listing(META):
         launch(kernel, 16)
         launch(kernel, 1)
     launch(kernel, 16)
-    assert kernel.notes[:2] == ["loaded for meta", "read"]
-    assert kernel.notes[2:] == [("compiled", "compile a_kernel")] * 2 + [("launched", "MainThread")]
+    assert notes == [("compiled", "compile a_kernel")] * 2 + ["ended", ("launched", "MainThread")]
 
 
 def test_where_there_may_be_no_more_threads_launches_compile(kernel: Any, monkeypatch: pytest.MonkeyPatch):

@@ -6,6 +6,7 @@ loss was multiplied by.
 """
 
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +14,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from layerwise.foundations import likelihoods
 from layerwise.foundations.errors import LayerwiseError, describe
+from layerwise.foundations.random import stream
+from layerwise.layers.capture.model_call import as_statistics
 from layerwise.optim.statistics.loss_scale import LossScale, class_axis
 
 MOST_ROWS = 4096
@@ -125,6 +129,21 @@ def _one(c: Float[Tensor, "N"], weight: Float[Tensor, "N"], rounding: float) -> 
     return mean if spread <= 5 * rounding * abs(mean) else None
 
 
+@torch.no_grad()
+def draw_some(law: str, f: Tensor) -> Tensor:
+    """Labels of two rows, which nobody wants: so that a device has loaded the code when the first batch is due to have
+    some, ten steps later perhaps, which would take an H200 some 5 ms.
+
+    >>> draw_some("categorical", torch.zeros(2, 4, 3)).shape  # vectors, of two rows at one position
+    torch.Size([2, 1, 3])
+    """
+    likelihood = likelihoods.resolve(law)
+    rows = f.detach().movedim(class_axis(f), -1).flatten(0, -2)[:2] if f.ndim > 1 else f.detach()[:2]
+    rows = rows if likelihood.samples_half else as_statistics(rows)
+    terms = likelihood.standardize_asked(rows, None, None, lambda t: t, None)
+    return likelihood.sample(terms, stream(0, "labels"))
+
+
 @dataclass
 class OutputReader:
     """Reads backwards until the likelihood is known, and holds what was declared of the loss against them."""
@@ -157,6 +176,9 @@ class OutputReader:
         if found.sure or self.looks >= LOOKS:
             self.seen = found
             self._compare(found, examples, tokens)
+            if self.asks and found.law is not None and f.is_cuda:
+                with suppress(LayerwiseError):  # whoever draws labels will say what is wrong
+                    draw_some(found.law, f)
 
     def _compare(self, found: Reading, examples: int, tokens: int) -> None:
         """By what the gradient would have to be multiplied, as it was declared and as it came."""

@@ -11,7 +11,7 @@ takes a second and can begin sooner (`prepare`).
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerwise.optim.cuda.triton import compile_processes
+from layerwise.optim.cuda.triton import cache_key, compile_processes
 
 ALIGNED = 16
 """What addresses and integers are a multiple of, or not: Triton compiles a kernel for each case."""
@@ -45,6 +45,9 @@ work: several at once would only take the interpreter's lock from each other, an
 listed first are there first."""
 _SLOTS = threading.BoundedSemaphore(_at_a_time())
 _PREPARING: dict[torch.device, list[threading.Thread]] = {}
+_IS_NEW = threading.Event()
+"""That this Triton has compiled nothing of ours here, as far as its cache says: processes begin before there is a
+kernel for them."""
 _LOCK = threading.RLock()
 """Of this module's tables."""
 _KNOWN: set[Hashable] = set()
@@ -59,11 +62,18 @@ _THREADS: dict[str, list[threading.Thread]] = {}
 def listing(device: torch.device) -> Iterator[None]:
     """Launches in this thread compile for this device, in the background, and run nothing."""
     prepare(device)
+    if _IS_NEW.is_set():
+        _IS_NEW.clear()
+        _begin_to_prepare(device, lambda: compile_processes.begin(_at_a_time()))
     _STATE.device = device
     try:
         yield
     finally:
         _STATE.device = None
+        if not _UNDONE:  # nothing was listed that is not known
+            for thread in _PREPARING[device]:
+                thread.join()
+            compile_processes.end()
 
 
 def launched(module: Any) -> Any:
@@ -173,19 +183,17 @@ def prepare(device: torch.device) -> None:
         if device in _PREPARING:
             return
         _PREPARING[device] = []
-        for task in (_read_triton, lambda: _load_driver(device)):
-            thread = threading.Thread(target=task, name="prepare to compile")
-            with suppress(RuntimeError):  # no more threads: whoever compiles first does it
-                thread.start()
-                _PREPARING[device].append(thread)
+        _begin_to_prepare(device, lambda: _load_driver(device))
+        if not cache_key.recall():
+            _IS_NEW.set()
+            _begin_to_prepare(device, cache_key.remember)
 
 
-def _read_triton() -> None:
-    """The key of its own files, by which compiled kernels are kept: a third of a second, more at a first reading."""
-    with suppress(ImportError):  # it lies elsewhere in other versions
-        from triton.runtime.cache import triton_key  # pyright: ignore[reportMissingImports]
-
-        triton_key()
+def _begin_to_prepare(device: torch.device, task: Callable[[], None]) -> None:
+    thread = threading.Thread(target=task, name="prepare to compile")
+    with suppress(RuntimeError):  # no more threads: whoever compiles first does it
+        thread.start()
+        _PREPARING[device].append(thread)
 
 
 def _load_driver(device: torch.device) -> None:

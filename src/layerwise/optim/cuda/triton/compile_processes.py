@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import wait
@@ -37,19 +37,22 @@ _STATE = threading.local()
 class Process:
     """One that compiles, a kernel at a time."""
 
-    def __init__(self, packages: Mapping[str, list[str]], key: str | None) -> None:
+    def __init__(self) -> None:
         command = [sys.executable, "-P", "-S", __file__]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._said = pickle.dumps((sys.path, dict(packages), key))
+        self._say(sys.path)
+
+    def _say(self, what: Any) -> None:
+        requests = self._process.stdin
+        assert requests is not None
+        requests.write(pickle.dumps(what))
+        requests.flush()
 
     def compile(self, job: tuple[Any, ...]) -> bytes:
         """`DONE` or `FAILED`; or that there was no answer."""
-        answers, requests = self._process.stdout, self._process.stdin
+        self._say((_packages(job[0]), _key_of_triton(), *job))
+        answers = self._process.stdout
         assert answers is not None
-        assert requests is not None
-        requests.write(self._said + pickle.dumps(job))
-        requests.flush()
-        self._said = b""
         return os.read(answers.fileno(), 1) if wait([answers.fileno()], LONGEST) else b""
 
     def end(self) -> None:
@@ -93,6 +96,15 @@ def asked(lock: threading.Lock):
         _STATE.lock = None
 
 
+def begin(count: int) -> None:
+    """So many processes, before there is anything to do: they read Triton meanwhile."""
+    with suppress(Exception):  # no more processes: threads compile
+        for _ in range(count if may_begin() else 0):
+            process = Process()
+            with _LOCK:
+                _IDLE.append(process)
+
+
 def may_begin() -> bool:
     """Whether Python can be begun anew: not where a program has it built in, nor where that has failed."""
     is_python = Path(sys.executable or "").name.startswith("python") and not getattr(sys, "frozen", False)
@@ -114,7 +126,7 @@ def _first(job: tuple[Any, ...]) -> bool:
         process = _IDLE.pop() if _IDLE else None
     answer = b""
     with suppress(Exception):  # no more processes, or a job that cannot be sent
-        process = process or Process(_packages(job[0]), _key_of_triton())
+        process = process or Process()
         answer = process.compile(job)
     if process is not None and answer in (DONE, FAILED):
         with _LOCK:
@@ -134,7 +146,7 @@ def _packages(module: str) -> dict[str, list[str]]:
 
 
 def _key_of_triton() -> str | None:
-    """A hash over all its files, which takes each process a third of a second."""
+    """What stands for it in the keys of its cache (`cache_key`), which a process need not find out."""
     with suppress(Exception):
         from triton.runtime.cache import triton_key  # pyright: ignore[reportMissingImports]
 
@@ -166,20 +178,20 @@ def _serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the program, which ends this
     jobs, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    path, packages, key = pickle.load(jobs)
-    sys.path[:] = path
-    for name, folders in packages.items():  # only their files: what they import themselves is not needed
-        package = types.ModuleType(name)
-        package.__path__ = folders
-        sys.modules[name] = package
-    if key is not None:
-        with suppress(ImportError):
-            vars(importlib.import_module("triton.runtime.cache"))["triton_key"] = lambda: key
+    sys.path[:] = pickle.load(jobs)
+    with suppress(ImportError):  # a job will fail
+        importlib.import_module("triton.compiler")
     while True:
         try:
-            job = pickle.load(jobs)
+            packages, key, *job = pickle.load(jobs)
         except EOFError:
             return
+        for name in packages.keys() - sys.modules.keys():  # only their files: what they import is not needed
+            sys.modules[name] = package = types.ModuleType(name)
+            package.__path__ = packages[name]
+        if key is not None:
+            with suppress(ImportError):
+                vars(importlib.import_module("triton.runtime.cache"))["triton_key"] = lambda key=key: key
         try:
             answers.write(DONE if _done(*job) else FAILED)
         except BrokenPipeError:  # the program is gone

@@ -1,0 +1,101 @@
+"""The hash over Triton's files is made once for all processes, and anew when a file has changed: with a stand-in."""
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from layerwise.optim.cuda.triton import cache_key
+
+CACHE = """
+from pathlib import Path
+def triton_key():
+    here = Path(__file__)
+    with open(here.parents[2] / "made", "a") as made:
+        made.write("x")
+    return here.read_text()[-1]
+# 1"""
+
+
+@pytest.fixture
+def triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of a package of that name, which notes beside it how often its key was made."""
+    folder = tmp_path / "triton"
+    for name, text in {
+        "__init__.py": "",
+        "runtime/__init__.py": "",
+        "runtime/cache.py": CACHE,
+        "knobs.py": "from types import SimpleNamespace\n"
+        f"cache = SimpleNamespace(dir={str(tmp_path / 'kept' / 'deep')!r})\n",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    again(monkeypatch)
+    yield folder
+    again(monkeypatch)
+
+
+def again(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As another process imports it."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
+    importlib.invalidate_caches()
+
+
+def key() -> str:
+    return importlib.import_module("triton.runtime.cache").triton_key()
+
+
+def made(triton: Path) -> int:
+    return len((triton.parent / "made").read_text())
+
+
+def test_it_is_made_once(triton: Path, monkeypatch: pytest.MonkeyPatch):
+    assert not cache_key.recall()
+    cache_key.remember()
+    assert made(triton) == 1
+    again(monkeypatch)
+    assert cache_key.recall()
+    assert key() == "1"
+    assert made(triton) == 1
+    assert [path.name for path in (triton.parent / "kept" / "deep").iterdir()] == [cache_key.NAME]
+
+
+@pytest.mark.parametrize("change", ["size", "time", "another file", "gone"])
+def test_it_is_made_anew_where_a_file_has_changed(change: str, triton: Path, monkeypatch: pytest.MonkeyPatch):
+    cache_key.remember()
+    again(monkeypatch)
+    file = triton / "runtime" / "cache.py"
+    if change == "size":
+        file.write_text(CACHE + "2", encoding="utf-8")
+    elif change == "time":
+        told = file.stat()
+        file.write_text(CACHE[:-1] + "2", encoding="utf-8")
+        os.utime(file, ns=(told.st_atime_ns, told.st_mtime_ns + 1))
+    elif change == "another file":
+        (triton / "more.py").write_text("", encoding="utf-8")
+    else:
+        (triton / "knobs.py").rename(triton / "elsewhere.py")
+    assert not cache_key.recall()
+    assert key() == ("2" if change in ("size", "time") else "1")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 1, "key": "other"}'])
+def test_what_is_no_record_counts_for_nothing(text: str, triton: Path):
+    place = triton.parent / "kept" / "deep" / cache_key.NAME
+    place.parent.mkdir(parents=True)
+    place.write_text(text, encoding="utf-8")
+    assert not cache_key.recall()
+    assert key() == "1"
+
+
+def test_where_nothing_can_be_written(triton: Path, monkeypatch: pytest.MonkeyPatch):
+    (triton.parent / "kept").write_text("a file", encoding="utf-8")
+    cache_key.remember()
+    assert not cache_key.recall()
+    assert key() == "1"
