@@ -9,14 +9,13 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.optim.cuda import elementwise, elementwise_torch, executor
-from layerwise.optim.cuda.adam_corrections import corrections_
+from layerwise.optim.cuda.elementwise import corrections_
 from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.pieces import StackPieces
-from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.scaled import Scaled, unscaled
 from layerwise.optim.cuda.triton import elementwise as triton_elementwise
 from layerwise.optim.cuda.triton import splits as triton_splits
 from layerwise.optim.cuda.triton.products import available
-from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.engine import Layerwise
 from random_tensors import cuda_randn as randn
 from stacked_layers import Passes, stack_of

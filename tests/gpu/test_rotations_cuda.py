@@ -10,9 +10,8 @@ from layerwise.optim.cuda.fp16_steps import damped_half, scaled_half
 from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE, basis_half, between, rough_between, with_room
-from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.scaled import Scaled, unscaled
 from layerwise.optim.cuda.triton.products import available
-from layerwise.optim.cuda.unscaled import unscaled
 from random_tensors import cuda_randn as randn
 from stacked_layers import Passes, stack_of
 from waiting import nothing_waits

@@ -34,7 +34,6 @@ def turns() -> list[Tensor]:
 def tiles() -> list[Tensor]:
     P, weight = packed.pack(definite()), torch.tensor([0.5, 0.0, 1.0])
     packed.ema_(P, definite().mul(2), weight)
-    packed.gram_update_(P, normal(K, 5, N).half(), weight)
     pair = packed.split(P)
     return [P, packed.unpack(P), packed.diagonal(P), pair.hi, pair.scale]
 

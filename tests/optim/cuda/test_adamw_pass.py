@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from interpreter import INTERPRETED, only_interpreted
-from layerwise.optim.cuda import adam_corrections, adamw, elementwise, magnitudes, pieces
+from layerwise.optim.cuda import adamw, elementwise, magnitudes, pieces
 from layerwise.optim.cuda.triton.pieces import COLUMNS, ROWS
 from layerwise.optim.engine import Layerwise
 from random_tensors import randn
@@ -61,10 +61,10 @@ def test_steps_are_those_of_torch(shape: tuple[int, int, int], how: str, dtype: 
             passes.stack.params[name].grad = grad
         passes.tables.send()
         before = [p.clone() for p in params]
-        closed = adam_corrections.corrections_(steps.clone(), *BETAS, SHUT)
+        closed = elementwise.corrections_(steps.clone(), *BETAS, SHUT)
         passes.tables.adamw_(own, (m, v), closed, 0.5, BETAS, EPS, SHUT)  # a step that is left out changes nothing
         assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
-        corrections = adam_corrections.corrections_(steps, *BETAS, OPEN)
+        corrections = elementwise.corrections_(steps, *BETAS, OPEN)
         passes.tables.adamw_(own, (m, v), corrections, 0.5, BETAS, EPS, OPEN)
         assert t or m.any()
     rounding = 2e-6 if dtype == torch.float32 else 2e-2  # the interpreter cuts bfloat16 off, three times here

@@ -10,9 +10,8 @@ from torch import Tensor
 from interpreter import INTERPRETED
 from layerwise.optim.cuda import elementwise
 from layerwise.optim.cuda.eigenbasis_elementwise import damped_quotient, scaled, squares_ema_
-from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.scaled import Scaled, unscaled
 from layerwise.optim.cuda.triton import elementwise as triton_elementwise
-from layerwise.optim.cuda.unscaled import unscaled
 from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted

@@ -7,13 +7,12 @@ from torch import Tensor
 
 from interpreter import INTERPRETED, only_interpreted
 from layerwise.optim.cuda import elementwise
-from layerwise.optim.cuda.adam_corrections import corrections_
+from layerwise.optim.cuda.elementwise import corrections_
 from layerwise.optim.cuda.linalg import split_fp16
-from layerwise.optim.cuda.magnitudes import are_finite, magnitudes
-from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.magnitudes import magnitudes
+from layerwise.optim.cuda.scaled import Scaled, unscaled
 from layerwise.optim.cuda.triton import elementwise as triton_elementwise
 from layerwise.optim.cuda.triton import splits as triton_splits
-from layerwise.optim.cuda.unscaled import unscaled
 from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted
@@ -116,9 +115,9 @@ def test_magnitudes_of_several_types():
 def test_one_bad_entry_of_one_type_is_found(value: float):
     bad = torch.ones(5, dtype=torch.bfloat16)
     bad[3] = value
-    assert not bool(are_finite([torch.ones(3), bad, torch.ones(2, dtype=torch.float64)]))
-    assert bool(are_finite([torch.full((2,), 1e300, dtype=torch.float64), torch.ones(3)]))
-    assert bool(are_finite([]))
+    assert not bool(magnitudes([torch.ones(3), bad, torch.ones(2, dtype=torch.float64)]).finite)
+    assert bool(magnitudes([torch.full((2,), 1e300, dtype=torch.float64), torch.ones(3)]).finite)
+    assert bool(magnitudes([]).finite)
 
 
 @only_interpreted

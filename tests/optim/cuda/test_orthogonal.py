@@ -11,10 +11,9 @@ from layerwise.optim.cuda import elementwise
 from layerwise.optim.cuda.linalg import orthogonal, split_fp16
 from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
 from layerwise.optim.cuda.linalg.orthogonal import basis_half, between, rough_between, with_room
-from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.scaled import Scaled, unscaled
 from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton import splits as triton_splits
-from layerwise.optim.cuda.unscaled import unscaled
 from random_tensors import randn
 
 pytestmark = pytest.mark.interpreted

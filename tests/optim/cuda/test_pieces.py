@@ -14,9 +14,8 @@ from layerwise.optim.cuda import backend
 from layerwise.optim.cuda.device_step import DeviceStep, largest_of
 from layerwise.optim.cuda.gradient_sizes import bounds, sizes_of
 from layerwise.optim.cuda.pieces import StackPieces, Tables
-from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.scaled import Scaled, unscaled
 from layerwise.optim.cuda.storage import StoredMatrix, between, scaled_between
-from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.rule import Context
 from layerwise.optim.step.stack import Stack

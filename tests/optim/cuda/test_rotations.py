@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import layerwise as lw
 from interpreter import INTERPRETED, only_interpreted
 from layerwise.optim.cuda import elementwise, storage
-from layerwise.optim.cuda.adam_corrections import corrections_
 from layerwise.optim.cuda.backend import step_bound
+from layerwise.optim.cuda.elementwise import corrections_
 from layerwise.optim.cuda.executor import AsynchronousExecutor
 from layerwise.optim.cuda.linalg import orthogonal, split_fp16
 from layerwise.optim.cuda.linalg.fp16 import Half

@@ -14,8 +14,7 @@ from layerwise.optim.backend import Backend, norms
 from layerwise.optim.cuda.backend import CudaBackend
 from layerwise.optim.cuda.device_step import DeviceStep
 from layerwise.optim.cuda.executor import AsynchronousExecutor
-from layerwise.optim.cuda.scaled import Scaled
-from layerwise.optim.cuda.unscaled import unscaled
+from layerwise.optim.cuda.scaled import Scaled, unscaled
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.rule import Context
 from layerwise.optim.step.update import MOST_CHANGE, Part, weight_norms

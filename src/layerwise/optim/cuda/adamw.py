@@ -6,7 +6,7 @@ would be three passes: 48 bytes an entry, where this reads and writes 28.
 
 from torch import Tensor
 
-from layerwise.optim.cuda.adam_corrections import corrections_
+from layerwise.optim.cuda.elementwise import corrections_
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.pieces import StackPieces, Tables
 from layerwise.optim.elementwise import AdamRule

@@ -14,11 +14,10 @@ from torch import Tensor
 from layerwise.layers.io.half_precision import half_chunks, was_half
 from layerwise.optim.backend import Average, Backend, Eigenbasis, Factor, InverseRoots, Side
 from layerwise.optim.cuda import elementwise_torch, factor, pending_checkpoint, storage
-from layerwise.optim.cuda.adam_corrections import corrections_
 from layerwise.optim.cuda.basis import TrackedBasis, TrackedSide, largest_before
 from layerwise.optim.cuda.device_step import all_finite, largest_of, taken
 from layerwise.optim.cuda.eigenbasis_elementwise import damped_quotient, divided_to_fp16, squares_ema_
-from layerwise.optim.cuda.elementwise import adam_, adam_norms_, ema_, momentum_update_, rotated_adam_
+from layerwise.optim.cuda.elementwise import adam_, adam_norms_, corrections_, ema_, momentum_update_, rotated_adam_
 from layerwise.optim.cuda.factor import DeviceFactor
 from layerwise.optim.cuda.factored_damping import factored_damping
 from layerwise.optim.cuda.fp16_steps import damped_half, moves
@@ -28,12 +27,11 @@ from layerwise.optim.cuda.linalg.orthogonal import ROOM
 from layerwise.optim.cuda.linalg.split_fp16 import product, rough_product
 from layerwise.optim.cuda.per_example_squares import alike, squares_of_stack
 from layerwise.optim.cuda.pieces import laid_out
-from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.scaled import Scaled, unscaled
 from layerwise.optim.cuda.scalings import kept_dtype
 from layerwise.optim.cuda.storage import StoredMatrix
 from layerwise.optim.cuda.triton.device import available, on_gpu
 from layerwise.optim.cuda.triton.splits import bound_scale
-from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.eigenbasis import squares_of_layer
 from layerwise.optim.reference import DenseBasis, Reference, above
 from layerwise.optim.rule import Context, Observation, Recorded, Requirements, Shape, State

@@ -27,10 +27,9 @@ from layerwise.optim.cuda.linalg.first_basis import iterated_once
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.jacobi import rayleigh_quotients, tracked_basis
 from layerwise.optim.cuda.linalg.moments_in_new_basis import turn_between, turn_moments_, turn_momentum_
-from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.scaled import Scaled, unscaled
 from layerwise.optim.cuda.storage import StoredMatrix, operand_of
 from layerwise.optim.cuda.triton.device import on_gpu
-from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.rule import Context, Health
 
 FIRST_SWEEPS, LEAST = 4, 256

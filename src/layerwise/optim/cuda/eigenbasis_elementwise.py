@@ -9,7 +9,7 @@ from torch import Tensor
 
 from layerwise.optim.cuda import elementwise
 from layerwise.optim.cuda.checks import check_alike, check_whole
-from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.scaled import Scaled, parts
 
 
 @torch.no_grad()
@@ -30,7 +30,7 @@ def squares_ema_(
     >>> squares_ema_(torch.ones(1, 1, 2), torch.tensor([[[3.0, torch.inf]]]), torch.tensor([0.5]), 2.0)
     tensor([[[9.5000, 1.0000]]])
     """
-    R, scales = elementwise.parts(R)
+    R, scales = parts(R)
     check_alike(s, {"R": R})
     if s.numel():
         elementwise.way_of(s, others=(R,), half=True).squares_ema_(s, R, scales, weight, factor)
@@ -61,7 +61,7 @@ def damped_quotient(
     >>> damped_quotient(torch.full((1, 1, 1), 12.0), torch.ones(1, 1, 1), two, 3 * two, one, one, 3 * one)
     tensor([[[1.]]])
     """
-    R, scales = elementwise.parts(R)
+    R, scales = parts(R)
     out = _room(R, out)
     check_alike(s, {"R": R, "out": out})
     if s.numel():
@@ -85,7 +85,7 @@ def scaled(
     >>> scaled(torch.ones(1, 1, 2), torch.tensor([[3.0]]), torch.tensor([[1.0, 2.0]]))
     tensor([[[3., 6.]]])
     """
-    R, scales = elementwise.parts(R)
+    R, scales = parts(R)
     out = _room(R, out)
     check_alike(R, {"out": out})
     if R.numel():

@@ -17,8 +17,7 @@ from layerwise.foundations.errors import InputError, describe
 from layerwise.optim.cuda import elementwise_torch
 from layerwise.optim.cuda.checks import check_means, check_whole
 from layerwise.optim.cuda.elementwise_torch import over
-from layerwise.optim.cuda.magnitudes import are_finite as are_finite
-from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.scaled import Scaled, parts
 from layerwise.optim.cuda.triton import elementwise as triton_elementwise
 from layerwise.optim.cuda.triton.products import available
 
@@ -49,6 +48,22 @@ def ema_(
         stacks = (mean, new) if mean.ndim == 3 else (mean.unsqueeze(1), new.unsqueeze(1))
         way_of(stacks[0], others=(new,), half=True).ema_(*stacks, weight, divisor)
     return mean
+
+
+@torch.no_grad()
+def corrections_(
+    steps: Float[Tensor, "K"], beta1: int | float, beta2: int | float, all_finite: AllFinite = None
+) -> tuple[Float[Tensor, "K"], Float[Tensor, "K"]]:
+    """Count a step of each group, t, in a step that is taken; returns ``1 − beta1ᵗ`` and ``1 − beta2ᵗ`` (of t ≥ 1).
+
+    >>> steps = torch.tensor([1.0])
+    >>> corrections_(steps, 0.5, 0.0), steps
+    ((tensor([0.7500]), tensor([1.])), tensor([2.]))
+    """
+    found = torch.empty_like(steps), torch.empty_like(steps)
+    if steps.numel():
+        way_of(steps.unsqueeze(0)).corrections_(steps, *found, beta1, beta2, all_finite)
+    return found
 
 
 @torch.no_grad()
@@ -193,11 +208,6 @@ def dot(X: Float[Tensor, "K *n"] | Scaled, Y: Float[Tensor, "K *n"]) -> Float[Te
     check_whole(Y, "Y")
     dtype = torch.promote_types(torch.promote_types(X.dtype, Y.dtype), torch.float32)
     return (over(X.to(dtype), scales) * Y.to(dtype)).sum()
-
-
-def parts(X: Tensor | Scaled) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """A tensor and its scales."""
-    return (X.C, X.scales) if isinstance(X, Scaled) else (X, ())
 
 
 # --- which way ----------------------------------------------------------------------------------------------

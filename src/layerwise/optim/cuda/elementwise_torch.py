@@ -108,7 +108,7 @@ def corrections_(
     beta2: int | float,
     all_finite: AllFinite,
 ) -> None:
-    """`adam_corrections.corrections_`."""
+    """`elementwise.corrections_`."""
     steps.copy_(chosen(all_finite, steps + 1, steps))
     t = steps.double().clamp_min(1)
     for correction, beta in ((correction1, beta1), (correction2, beta2)):

@@ -24,10 +24,9 @@ from layerwise.optim.cuda.gradient_sizes import GradientSizes, bounds, sizes_of
 from layerwise.optim.cuda.graphs import Graphs
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.pieces import Tables
-from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.scaled import Scaled, parts, unscaled
 from layerwise.optim.cuda.stagger import LAUNCHES, SWEEPS_LAUNCHES, Work, balanced, decomposition_cost
 from layerwise.optim.cuda.triton.device import on_gpu
-from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.cuda.update_ratio import divisor
 from layerwise.optim.rule import Context, Observation, kept
 from layerwise.optim.statistics.accumulate import Sums
@@ -303,7 +302,7 @@ class AsynchronousExecutor(Executor):
         """What `UpdateSize.direction` is, without a pass of its own: the ratio is one more scale to divide by."""
         stack = part.stack
         D, wanted = self.size.unsized(stack, part.handed, part.context)
-        C, scales = elementwise.parts(D)
+        C, scales = parts(D)
         C, size = spectral_cap.capped(part, C)
         by = divisor(
             self.size, stack, wanted, size, scales, part.lr, self.tables[stack.shape.device].weight_norms(stack)

@@ -22,7 +22,7 @@ from layerwise.optim.cuda.device_step import all_finite
 from layerwise.optim.cuda.eigenbasis_elementwise import damped_quotient, scaled
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.orthogonal import ROOM, with_room
-from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.scaled import Scaled, parts
 from layerwise.optim.cuda.triton import elementwise as triton_elementwise
 from layerwise.optim.cuda.triton.arguments import bits, byte, listed
 from layerwise.optim.cuda.triton.device import kernels, on
@@ -56,7 +56,7 @@ def damped_half(
     >>> (half.hi / half.scale).item(), before.item()
     (2.0, 2.0)
     """
-    X, scales = elementwise.parts(R)
+    X, scales = parts(R)
     check_alike(s, {"R": X})
     if elementwise.way_of(s, others=(X,), half=True) is not triton_elementwise:
         return with_room(damped_quotient(R, s, *added, largest=before), before)
@@ -99,7 +99,7 @@ def scaled_half(
     >>> (half.hi / half.scale).tolist(), before.item()
     ([[[3.0, 6.0]]], 6.0)
     """
-    X, scales = elementwise.parts(R)
+    X, scales = parts(R)
     check_whole(X, "R")
     others = tuple(x for x in (a, b) if x is not None)
     if elementwise.way_of(X, others=others, half=True) is not triton_elementwise:

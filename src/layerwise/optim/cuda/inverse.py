@@ -22,9 +22,8 @@ from layerwise.optim.cuda.fp16_steps import scaled_half
 from layerwise.optim.cuda.linalg import two_sided_product
 from layerwise.optim.cuda.linalg.block_inverse import block_inverse
 from layerwise.optim.cuda.linalg.fp16 import Half
-from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.scaled import Scaled, unscaled
 from layerwise.optim.cuda.storage import StoredMatrix, between, scaled_between
-from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.reference import guarded_root
 from layerwise.optim.rule import Context, Health
 

@@ -47,12 +47,3 @@ def magnitudes(tensors: Sequence[Float[Tensor, "..."]]) -> Magnitudes:
     for at, place in enumerate(order):
         places[place] = at
     return Magnitudes((largest < torch.inf).all(), largest, tuple(places))
-
-
-def are_finite(tensors: Sequence[Float[Tensor, "..."]]) -> Bool[Tensor, ""]:
-    """Whether all entries are finite, by the largest magnitude of each tensor: no sum that could overflow.
-
-    >>> are_finite([torch.tensor([3e38, 3e38]), torch.ones(2, 2)]), are_finite([torch.tensor([0.0, torch.nan])])
-    (tensor(True), tensor(False))
-    """
-    return magnitudes(tensors).finite

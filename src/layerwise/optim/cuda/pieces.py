@@ -18,11 +18,10 @@ from torch import Tensor
 from layerwise.foundations.errors import InputError, describe
 from layerwise.layers.form import Form, Part
 from layerwise.optim.cuda.linalg.fp16 import Half
-from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.scaled import Scaled, unscaled
 from layerwise.optim.cuda.triton import pieces as passes
 from layerwise.optim.cuda.triton.device import available
 from layerwise.optim.cuda.triton.pieces import COLUMNS, FINISH, ROWS, VECTOR
-from layerwise.optim.cuda.unscaled import unscaled
 from layerwise.optim.options import rate
 from layerwise.optim.step.stack import Stack
 from layerwise.optim.step.update import weight_norms

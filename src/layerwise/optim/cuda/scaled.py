@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from layerwise.optim.cuda.checks import check_whole
+from layerwise.optim.cuda.elementwise_torch import per_group, reciprocal
 
 
 @dataclass(frozen=True)
@@ -13,10 +17,29 @@ class Scaled:
     `pieces.Tables.finish_`, `elementwise.dot` and the passes in an eigenbasis take one as it is, `unscaled` makes a
     tensor of it.
 
-    >>> import torch
     >>> Scaled(torch.ones(1, 2, 3), (torch.tensor([4.0]),)).C.shape
     torch.Size([1, 2, 3])
     """
 
     C: Float[Tensor, "K O I"]
     scales: tuple[Float[Tensor, "K"], ...]
+
+
+def parts(X: Tensor | Scaled) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """A tensor and its scales."""
+    return (X.C, X.scales) if isinstance(X, Scaled) else (X, ())
+
+
+@torch.no_grad()
+def unscaled(X: Float[Tensor, "*B K O I"] | Scaled) -> Float[Tensor, "*B K O I"]:
+    """A tensor as it is; a scaled one over its scales, in place, or in float32 if it is of half precision.
+
+    >>> unscaled(Scaled(torch.ones(1, 1, 1), (torch.tensor([4.0]),)))
+    tensor([[[0.2500]]])
+    """
+    C, scales = parts(X)
+    if scales and C.numel():
+        check_whole(C, "C")
+        out = C if C.dtype.itemsize >= 4 else torch.empty(C.shape, dtype=torch.float32, device=C.device)
+        return torch.mul(C, per_group(reciprocal(scales), C), out=out)
+    return C

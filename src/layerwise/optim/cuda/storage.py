@@ -16,10 +16,9 @@ from layerwise.optim.cuda.linalg import moments_in_new_basis, packed_fp16, two_s
 from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
 from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE, basis_half
 from layerwise.optim.cuda.linalg.split_fp16 import halved, power_of_two_scale, scaled_product, split
-from layerwise.optim.cuda.scaled import Scaled
+from layerwise.optim.cuda.scaled import Scaled, unscaled
 from layerwise.optim.cuda.triton import splits
 from layerwise.optim.cuda.triton.device import MOST_MATRICES, available
-from layerwise.optim.cuda.unscaled import unscaled
 
 ALL = slice(None)
 Kept = Tensor | HalfPair | Half

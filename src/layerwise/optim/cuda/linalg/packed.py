@@ -8,7 +8,6 @@ On a GPU with Triton every function is one launch (`triton.packed`), elsewhere (
 takes) a few calls of torch, which the kernels are checked against. Nothing here asks the device for a value.
 """
 
-from collections.abc import Sequence
 from functools import cache, lru_cache
 from math import isqrt
 
@@ -17,7 +16,6 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
-from layerwise.foundations.linalg.symmetric_product import gram
 from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
 from layerwise.optim.cuda.triton import packed as triton_packed
@@ -133,27 +131,6 @@ def ema_(
     weight = weight.to(P.dtype).view(-1, 1, 1, 1)
     new = (new if is_packed(new) else tiles(new, size(P))).to(P.dtype)
     return P.copy_(torch.where(weight == 0, P, torch.where(weight == 1, new, P + weight * (new - P))))
-
-
-def gram_update_(
-    P: Float32[Tensor, "K T 16 16"],
-    X: Float[Tensor, "K m n"] | Sequence[Float[Tensor, "m n"]],
-    weight: Float32[Tensor, "K"],
-    alpha: int | float = 1.0,
-) -> Float32[Tensor, "K T 16 16"]:
-    """`triton.products.gram_update_` of packed totals: their leading n × n blocks move towards ``alpha·XᵀX``.
-
-    >>> gram_update_(zeros(1, 16), torch.ones(1, 3, 8).half(), torch.ones(1))[0, 0, 0, 7:9].tolist()
-    [3.0, 0.0]
-    """
-    if _by_kernels(P):
-        return triton_packed.gram_update_(P, X, weight, alpha)
-    X = X if isinstance(X, Tensor) else torch.stack(list(X))
-    n, old, w = X.shape[-1], unpack(P), weight.view(-1, 1, 1)
-    block = old[:, :n, :n]
-    new = alpha * gram(X)
-    block.copy_(torch.where(w == 0, block, torch.where(w == 1, new, block + w * (new - block))))
-    return P.copy_(tiles(old, size(P)))
 
 
 def split(P: Float32[Tensor, "K T 16 16"], halves: int = 2) -> HalfPair | Half:

@@ -41,8 +41,8 @@ def split(X: Float[Tensor, "*batch m n"], scale: Float32[Tensor, "*batch"] | Non
     >>> f"{pair.value()[0, 1].item():.6e}"
     '1.000000e-22'
     """
-    if on_kernels(X):
-        return _triton().split(X, scale)
+    if scale is None and on_kernels(X):
+        return _triton().split(X)
     if scale is None:
         scale = pair_scale(X)
     scaled = X * scale[..., None, None] if X.dtype == torch.float64 else X.float() * scale[..., None, None]

@@ -17,7 +17,6 @@ from torch import Tensor
 from layerwise.foundations.errors import InputError, describe
 from layerwise.optim.cuda.linalg import packed
 from layerwise.optim.cuda.linalg.packed import is_packed
-from layerwise.optim.cuda.triton import packed as triton_packed
 from layerwise.optim.cuda.triton.arguments import byte, one, power_of_two
 from layerwise.optim.cuda.triton.device import ceil, kernels, on
 from layerwise.optim.cuda.triton.products import LISTED, filled_up, gram_update_
@@ -79,10 +78,7 @@ def average_grams_(
             COLUMNS=BORDER_COLUMNS, GROUPS=max(64, power_of_two(K)), PARTS=LOOKED_AT, num_warps=8,
         )  # fmt: skip
     made = X if rounded is None else rounded
-    if is_packed(mean):
-        triton_packed.gram_update_(mean, made, weight, alpha, by)
-    else:
-        gram_update_(mean[:, :n, :n], made, weight, alpha, by)
+    gram_update_(mean if is_packed(mean) else mean[:, :n, :n], made, weight, alpha, by)
     return skipped
 
 

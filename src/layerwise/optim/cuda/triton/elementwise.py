@@ -131,7 +131,7 @@ def corrections_(
     beta2: int | float,
     all_finite: AllFinite,
 ) -> None:
-    """`adam_corrections.corrections_`."""
+    """`elementwise.corrections_`."""
     logs = (math.log(max(beta, 1e-300)) for beta in (beta1, beta2))
     with on(steps.device):
         kernels("elementwise_kernels").corrections_kernel[(blocks(len(steps)),)](

@@ -1,6 +1,5 @@
 """`packed` and `packed_fp16` on a GPU: each function one launch. Nothing here asks the device for a value."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 from layerwise.foundations.errors import InputError, describe
 from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
 from layerwise.optim.cuda.triton.device import ceil, kernels, on
-from layerwise.optim.cuda.triton.products import GRAM_TILES, Tiles, launch_gram
 from layerwise.optim.cuda.triton.splits import largest_of
 
 BLOCK = 64
@@ -60,36 +58,6 @@ def ema_(P: Float32[Tensor, "K T 16 16"], new: Float[Tensor, "K *m"], n: int, we
                 _whole(P), new, weight.contiguous(), new.shape[-1], n, P.stride(0), new.stride(0), new.stride(1),
                 PACKED=packed, BLOCK=BLOCK, num_warps=4,
             )  # fmt: skip
-
-
-def gram_update_(
-    P: Float32[Tensor, "K T 16 16"],
-    X: Float[Tensor, "K m n"] | Sequence[Float[Tensor, "m n"]],
-    weight: Numbers,
-    alpha: int | float = 1.0,
-    by: Tensor | None = None,
-    *,
-    tiles: Tiles = GRAM_TILES,
-    parts: int | None = None,
-) -> Float32[Tensor, "K T 16 16"]:
-    """`packed.gram_update_`, see `triton.products.gram_update_`: tiles below the diagonal are the ones it computes."""
-    matrices = (X,) if isinstance(X, Tensor) else tuple(X)
-    first, T = matrices[0], P.shape[1]
-    kinds = {(x.shape, x.stride(), x.dtype) for x in matrices}
-    across = ceil(first.shape[-1], 16)
-    fits = len(P) == (len(X) if first.ndim == 2 else first.shape[0]) and across * (across + 1) // 2 <= T
-    half = first.dtype in (torch.float16, torch.bfloat16)
-    if not (len(kinds) == 1 and fits and half and first.stride(-1) == 1):
-        raise InputError(
-            describe(
-                f"{len(matrices)} × X of {first.dtype}, shape {tuple(first.shape)}, strides {first.stride()}, for "
-                f"packed totals of shape {tuple(P.shape)}",
-                "matrices alike, of float16 or bfloat16, no wider than the totals, one for each, a last stride of 1",
-                "cast X, or call `.contiguous()`",
-            )
-        )
-    launch_gram(_whole(P), matrices, weight, alpha, tiles, parts, packed=True, by=by)
-    return P
 
 
 def mirrored(H: Float16[Tensor, "K h T t t"], n: int) -> Float16[Tensor, "K h n n"]:

@@ -44,7 +44,7 @@ ROUGH_TILES = Tiles(stages=4)
 
 
 def gram_update_(
-    total: Float32[Tensor, "*K n n"],
+    total: Float32[Tensor, "..."],
     X: Float[Tensor, "*K m n"] | Sequence[Float[Tensor, "m n"]],
     weight: Float32[Tensor, "*K"],
     alpha: int | float = 1.0,
@@ -52,22 +52,24 @@ def gram_update_(
     *,
     tiles: Tiles = GRAM_TILES,
     parts: int | None = None,
-) -> Float32[Tensor, "*K n n"]:
+) -> Float32[Tensor, "..."]:
     """Move running means towards the products of half-precision matrices, in place.
 
         total ← total + weight·(alpha·XᵀX − total)
 
-    Only tiles on and below the diagonal are read and computed; the result is symmetric. A weight of 0 leaves its
-    total unchanged whatever X is, a weight of 1 replaces it. `X` is one matrix, a stack, or a sequence of matrices
-    of one shape, type and row stride, one for each total (`LISTED` in a launch); its last stride is 1. `parts` splits
-    the rows of X among more programs (chosen from the shape when None).
+    Totals are ``[*K, n, n]``, or packed (`linalg.packed`), of which the leading n × n blocks move. Only tiles on and
+    below the diagonal are read and computed; the result is symmetric. A weight of 0 leaves its total unchanged whatever
+    X is, a weight of 1 replaces it. `X` is one matrix, a stack, or a sequence of matrices of one shape, type and row
+    stride, one for each total (`LISTED` in a launch); its last stride is 1. `parts` splits the rows of X among more
+    programs (chosen from the shape when None); alpha is multiplied by `by`, a number on the device.
     """
-    total_, matrices = _stack(total, "total"), (_stack(X, "X"),) if isinstance(X, Tensor) else tuple(X)
-    K, n = total_.shape[:2]
-    if K == 0 or n == 0:
+    packed = total.ndim == 4
+    total_ = total if packed else _stack(total, "total")
+    matrices = (_stack(X, "X"),) if isinstance(X, Tensor) else tuple(X)
+    if total.numel() == 0:
         return total
-    _check_gram(total_, matrices)
-    launch_gram(total_, matrices, weight, alpha, tiles, parts, by=by)
+    _check_gram(total_, matrices, packed)
+    _launch_gram(total_, matrices, weight, alpha, tiles, parts, packed, one(total.device) if by is None else by)
     return total
 
 
@@ -80,21 +82,20 @@ def filled_up(matrices: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (*matrices, *[matrices[0]] * (LISTED - len(matrices)))
 
 
-def launch_gram(
+def _launch_gram(
     total: Tensor,
     matrices: tuple[Tensor, ...],
     weight: Tensor,
     alpha: int | float,
     tiles: Tiles,
     parts: int | None,
-    packed: bool = False,
-    by: Tensor | None = None,
+    packed: bool,
+    by: Tensor,
 ) -> None:
-    """The kernels of `gram_update_`, for totals ``[K, n, n]`` or `packed` ones."""
     first, weight, K = matrices[0], weight.reshape(-1).contiguous(), len(total)
     if first.ndim == 2 and K > LISTED:
         for few in (slice(start, start + LISTED) for start in range(0, K, LISTED)):
-            launch_gram(total[few], matrices[few], weight[few], alpha, tiles, parts, packed, by)
+            _launch_gram(total[few], matrices[few], weight[few], alpha, tiles, parts, packed, by)
         return
     m, n = first.shape[-2:]
     X_k = first.stride(0) if first.ndim == 3 else 0
@@ -104,8 +105,7 @@ def launch_gram(
     rows_each = ceil(ceil(m, parts), tiles.depth) * tiles.depth
     shape = (parts, K, count, tiles.n, tiles.n) if parts > 1 else (1,)
     partial = torch.empty(shape, dtype=torch.float32, device=total.device)
-    strides, by = total.stride()[:2], one(total.device) if by is None else by
-    listed = matrices if first.ndim == 3 else filled_up(matrices)
+    strides, listed = total.stride()[:2], matrices if first.ndim == 3 else filled_up(matrices)
     with on(total.device):
         kernels().gram_kernel[(count, parts, K)](
             total, listed, weight, by, float(alpha), partial, m, n, rows_each, *strides, X_k, first.stride(-2),
@@ -201,17 +201,20 @@ def _factor(x: Tensor | int | float) -> tuple[Tensor | None, float]:
     return (x.reshape(-1).contiguous(), 1.0) if isinstance(x, Tensor) else (None, float(x))
 
 
-def _check_gram(total: Tensor, matrices: tuple[Tensor, ...]) -> None:
+def _check_gram(total: Tensor, matrices: tuple[Tensor, ...], packed: bool) -> None:
     first, K = matrices[0] if matrices else torch.empty(0, 0), total.shape[0]
+    across = ceil(first.shape[-1], 16)
     alike = all((X.shape, X.stride(), X.dtype) == (first.shape, first.stride(), first.dtype) for X in matrices)
-    fitting = first.shape[-1] == total.shape[-1] and (first.shape[0] if first.ndim == 3 else len(matrices)) == K
-    half = first.dtype in (torch.float16, torch.bfloat16)
-    if not (alike and fitting and half and first.stride(-1) == 1 and total.stride(-1) == 1):
+    narrow = across * (across + 1) // 2 <= total.shape[1] if packed else first.shape[-1] == total.shape[-1]
+    fitting = narrow and (first.shape[0] if first.ndim == 3 else len(matrices)) == K
+    half, whole = first.dtype in (torch.float16, torch.bfloat16), not packed or total[0].is_contiguous()
+    if not (alike and fitting and half and whole and first.stride(-1) == 1 and total.stride(-1) == 1):
         raise InputError(
             describe(
                 f"{len(matrices)} × X of {first.dtype}, shape {tuple(first.shape)}, strides {first.stride()}, "
-                f"for {K} totals of strides {total.stride()}",
-                "matrices alike, of float16 or bfloat16, one for each total, with a last stride of 1",
+                f"for totals of shape {tuple(total.shape)}, strides {total.stride()}",
+                "matrices alike, of float16 or bfloat16, one for each total and as wide (packed totals may be wider), "
+                "with a last stride of 1",
                 "cast X, or call `.contiguous()`",
             )
         )

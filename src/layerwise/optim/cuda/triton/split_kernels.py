@@ -54,28 +54,24 @@ def entry(X, at, width, X_row, LINEAR: tl.constexpr):
 @no_type_check
 def split_kernel(
     hi, lo, scale, X, largest, where, number, entries, width, X_k, X_row, out_k,
-    FROM: tl.constexpr, PAIR: tl.constexpr, LINEAR: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr,
+    BOUNDED: tl.constexpr, PAIR: tl.constexpr, LINEAR: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """hi and, with PAIR, lo of scale·X in one pass.
 
-    FROM says where the scale is found: 0 given, 1 from the largest magnitude and a number, 2 that number alone. With
-    CUT finite entries that float16 cannot hold are cut off.
+    The scale is the number if that is made of what BOUNDED the entries, else it times what the largest magnitude gives.
+    With CUT finite entries that float16 cannot hold are cut off.
     """
     index, k = tl.program_id(0), tl.program_id(1).to(tl.int64)
     wanted = True
     if MASKED:
         wanted = tl.load(where + k) != 0
     if wanted:
-        if FROM == 0:
-            factor = tl.load(scale + k)
-        elif FROM == 1:
-            factor = power_of_two(tl.load(largest + k).to(tl.int32, bitcast=True)) * number
-        else:
-            factor = number
-        if FROM != 0:  # noqa: SIM102 (decided when compiled, the next when run)
-            if index == 0:
-                tl.store(scale + k, factor)
+        factor = number
+        if not BOUNDED:
+            factor *= power_of_two(tl.load(largest + k).to(tl.int32, bitcast=True))
+        if index == 0:
+            tl.store(scale + k, factor)
         at = index * BLOCK + tl.arange(0, BLOCK)
         inside = at < entries
         source = entry(X + k * X_k, at, width, X_row, LINEAR)

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from jaxtyping import Bool, Float, Float32
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from layerwise.foundations.errors import InputError, describe
@@ -13,12 +13,10 @@ from layerwise.optim.cuda.triton.device import ceil, kernels, on
 SPLIT_BLOCK = 4096
 HEADROOM = 8.0
 """How much larger than at the last time entries may be, for a scale that is foreseen to fit; and how much smaller."""
-GIVEN, FROM_LARGEST, FROM_BOUND = range(3)
 
 
 def split(
     X: Float[Tensor, "*K m n"],
-    scale: Float32[Tensor, "*K"] | None = None,
     *,
     amax: Float[Tensor, "*K"] | None = None,
     bound: int | float | None = None,
@@ -34,15 +32,12 @@ def split(
     transposed X gives a transposed pair; no copy is made where rows or columns of X are adjacent.
     """
     if out is None and X.stride(-1) != 1 and X.stride(-2) == 1:
-        return split(X.mT, scale, amax=amax, bound=bound, cut=cut).mT
+        return split(X.mT, amax=amax, bound=bound, cut=cut).mT
     if out is None:
         shape, device = X.shape, X.device
         hi, lo = (torch.empty(shape, dtype=torch.float16, device=device) for _ in range(2))
-        made = torch.empty(shape[:-2], dtype=torch.float32, device=device) if scale is None else scale.contiguous()
-        out = HalfPair(hi, lo, made)
-    elif scale is not None:
-        out.scale.copy_(scale if where is None else torch.where(where, scale, out.scale))
-    _launch(X, out.hi, out.lo, out.scale, scale is not None, amax, bound, where, cut)
+        out = HalfPair(hi, lo, torch.empty(shape[:-2], dtype=torch.float32, device=device))
+    _launch(X, out.hi, out.lo, out.scale, amax, bound, where, cut)
     return out
 
 
@@ -62,7 +57,7 @@ def halved(
     if out is None:
         hi = torch.empty(X.shape, dtype=torch.float16, device=X.device)
         out = Half(hi, torch.empty(X.shape[:-2], dtype=torch.float32, device=X.device))
-    _launch(X, out.hi, None, out.scale, False, amax, bound, where, cut, room)
+    _launch(X, out.hi, None, out.scale, amax, bound, where, cut, room)
     return out
 
 
@@ -71,7 +66,6 @@ def _launch(
     hi: Tensor,
     lo: Tensor | None,
     scale: Tensor,
-    given: bool,
     amax: Tensor | None,
     bound: int | float | None,
     where: Tensor | None,
@@ -80,12 +74,10 @@ def _launch(
 ) -> None:
     m, n = X.shape[-2:]
     if X.numel() == 0:
-        if not given:
-            scale.fill_(1.0)
+        scale.fill_(1.0)
         return
     X = _stacked(X)
-    source = GIVEN if given else FROM_LARGEST if bound is None else FROM_BOUND
-    if source == FROM_LARGEST and amax is None:
+    if bound is None and amax is None:
         amax = largest_of(X)
     out_k = _matrix_stride(hi)
     if (lo is not None and out_k != _matrix_stride(lo)) or hi.shape[-2:] != (m, n) or not scale.is_contiguous():
@@ -96,7 +88,7 @@ def _launch(
             X if where is None else where.contiguous().view(torch.uint8),
             (1.0 if bound is None else bound_scale(bound)) / room,
             m * n, n, X.stride(0), X.stride(1), out_k,
-            FROM=source, PAIR=lo is not None, LINEAR=_linear(X), MASKED=where is not None,
+            BOUNDED=bound is not None, PAIR=lo is not None, LINEAR=_linear(X), MASKED=where is not None,
             CUT=cut, BLOCK=SPLIT_BLOCK, num_warps=8,
         )  # fmt: skip
 
