@@ -33,7 +33,7 @@ from layerwise.optim.cuda import elementwise, factor, pieces, scalings, spectral
 from layerwise.optim.cuda import rows as kept_rows
 from layerwise.optim.cuda.linalg import (
     block_inverse,
-    jacobi_fp16,
+    jacobi,
     moments_in_new_basis,
     orthogonal,
     split_fp16,
@@ -64,18 +64,18 @@ GROUPS: dict[str, list[tuple[Any, str, Any]]] = {
         (two_sided_product, "available", _never),
     ],
     "products of halves": [(products, "takes", _never)],
-    "sweeps": [(jacobi_fp16, "_takes", _never)],
+    "sweeps": [(jacobi, "_takes", _never)],
     "leaves of inverses": [(block_inverse, "available", _never)],
-    "rounded scalings": [(scalings, "available", _never)],
+    "averages in bfloat16": [(scalings, "available", _never)],
     "bound on singular values": [(spectral_cap, "available", _never)],
 }
 """Names that ask whether kernels are used, module by module."""
 TOUCHES = {
     "Muon": {"tables of addresses", "elementwise passes", "rounding to halves"},
-    "KFAC": set(GROUPS) - {"sweeps", "rounded scalings"},
+    "KFAC": set(GROUPS) - {"sweeps", "averages in bfloat16"},
     "EKFAC": set(GROUPS) - {"leaves of inverses"},
-    "Shampoo": set(GROUPS) - {"leaves of inverses", "rounded scalings", "statistics of rows"},
-    "SOAP": set(GROUPS) - {"leaves of inverses", "rounded scalings", "statistics of rows"},
+    "Shampoo": set(GROUPS) - {"leaves of inverses", "averages in bfloat16", "statistics of rows"},
+    "SOAP": set(GROUPS) - {"leaves of inverses", "statistics of rows"},
 }
 """Groups that a member has kernels of."""
 

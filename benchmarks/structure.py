@@ -63,7 +63,7 @@ class Problem:
     def ours(self) -> None:
         H = lw.structure.layer_hessian(self.model, self.batches, str(LAYER), gauss_newton=True)
         if self.products == "pairs":
-            H.rows.multiply = split_fp16.multiply  # pyright: ignore[reportAttributeAccessIssue]
+            H.rows.multiply = split_fp16.product  # pyright: ignore[reportAttributeAccessIssue]
         counted = self.counted("layerwise", H._times)
         self.keep("layerwise", self.lanczos(counted))
 

@@ -29,6 +29,7 @@ from sharded_training import EXACT, MEMBERS, MODELS, Case, Transformer, loss_of,
 
 import layerwise as lw
 from layerwise.distributed.processes import Processes
+from layerwise.optim.sharding.one_rank import LocalParameters
 from layerwise.optim.statistics.accumulate import Accumulator
 
 MEMBERS_SAVED = {
@@ -453,6 +454,16 @@ def one_rank(rank: int, world: int, folder: str) -> Any:
         if case.model == "mlp" and case.member not in ("LocoProp", "MahalanobisSpectral"):
             found[f"asynchronous {case.name}"] = torch.equal(train(case, 0, 1, True), train(case))
     lw.optim.Layerwise.host_may_sync = waits  # type: ignore[method-assign]
+    model = shard(MODELS["mlp"][0](), mesh_of(1))
+    own = LocalParameters(dict(model.named_parameters()))
+    versions = {name: p._version for name, p in own.params.items()}
+    own.begin()
+    found["nothing is written"] = all(p._version == versions[name] for name, p in own.params.items())
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2.0)
+    own.begin()
+    found["writes are seen"] = all(p._version > versions[name] for name, p in own.params.items())
     return found
 
 

@@ -42,20 +42,19 @@ class Average:
     M: Float[Tensor, "K O I"] | None
     decay: float
     nesterov: bool
-    squares: float | None
-    """The decay of the scalings s; None: they stay."""
+    squares_decay: float | None
+    """That of the scalings s; None: they stay."""
     context: Context
 
     def moved(self, R: Any, s: Tensor, backend: "Backend") -> Any:
         """M, or what is one step ahead of it, once both have taken R in; R, where there is no M."""
-        if self.squares is not None:
-            backend.average_squares_(s, R, self.squares, self.context)
+        if self.squares_decay is not None:
+            backend.average_squares_(s, R, self.squares_decay, self.context)
         if self.M is None:
             return R
         R = backend.tensor(R)
         backend.average_(self.M, R, self.decay, self.context)
-        M = self.M.to(R.dtype)
-        return R.lerp(M, self.decay) if self.nesterov else M
+        return R.lerp(self.M, self.decay) if self.nesterov else self.M
 
 
 class Kept(ABC):
@@ -222,8 +221,8 @@ class Backend(ABC):
         """Second moments in a basis, ``[K, O, I]``: of examples, or averages with a decay."""
         return shape.zeros(shape.outputs, shape.inputs)
 
-    def momentum(self, shape: Shape) -> Tensor:
-        """An average of gradients, ``[K, O, I]``, zeros at first."""
+    def momentum(self, shape: Shape, basis: Eigenbasis, decay: float) -> Tensor:
+        """An average of gradients in a basis, ``[K, O, I]``, zeros at first."""
         return shape.zeros(shape.outputs, shape.inputs)
 
     def padding(self, requirements: Requirements, O: int, I: int, like: Tensor, one_hot: bool) -> tuple[int, int]:

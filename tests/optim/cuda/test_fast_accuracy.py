@@ -23,9 +23,11 @@ pytestmark = pytest.mark.usefixtures("untyped")
 LIMIT, DAMPING = 1e-2, 1e-3
 COUPLED = {"Shampoo": 0.09, "Shampoo, power ½": 0.045, "EKFAC": 0.03}
 """Couplings up to which one sweep leaves an error of `LIMIT` at most."""
-EXACT = {"EKFAC": 6e-2}
-"""Of ill-conditioned factors, where steps are made of the eigenvalues of both (K-FAC with exact damping): rounding the
-basis to fp16 turns it by 2⁻¹², and what a gradient has in the largest direction is a thousand times the smallest."""
+EXACT = {"EKFAC": 6e-2, "Shampoo, power ¾": 3e-2}
+"""Of ill-conditioned factors, where steps are made of their eigenvalues with large powers (K-FAC with exact damping,
+whose power is 1): rounding the basis to fp16 turns it by 2⁻¹², and what a gradient has in the largest direction is a
+thousand times the smallest. Errors of 0.054 (factors of a training; 0.021 of random ones) and 0.018 were found; with
+solver="eigh" there are none (decision 11)."""
 Pair = tuple[Tensor, Tensor]
 
 
@@ -56,6 +58,7 @@ CASES = {
     "K-FAC": lambda: Case(KroneckerRoots("outgrads", "inputs", (1.0, 1.0)), 1.0, DAMPING**2),
     "Shampoo": lambda: Case(KroneckerRoots("gradient", "gradient", (0.25, 0.25)), 0.25, DAMPING),
     "Shampoo, power ½": lambda: Case(KroneckerRoots("gradient", "gradient", (0.5, 0.5)), 0.5, DAMPING),
+    "Shampoo, power ¾": lambda: Case(KroneckerRoots("gradient", "gradient", (0.75, 0.75)), 0.75, DAMPING),
     "EKFAC": lambda: Case(CorrectedEigenvalues(scaling="none"), 1.0, DAMPING),
 }
 
@@ -139,7 +142,7 @@ def coupled(M: Tensor, other: Tensor, coupling: float) -> Tensor:
 
 
 @pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])
-@pytest.mark.parametrize("name", [name for name in CASES if name != "K-FAC"])
+@pytest.mark.parametrize("name", COUPLED)
 def test_one_sweep_suffices_up_to_the_limit(name: str, condition: float, device: str):
     """From the basis of before."""
     P, Q = factor(96, condition, 1), factor(130, condition, 2)
@@ -225,7 +228,7 @@ def test_factors_of_a_training(name: str, captured: list[tuple[str, list[Pair]]]
         assert health.fallbacks == 0
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "K-FAC"])
+@pytest.mark.parametrize("name", COUPLED)
 def test_one_sweep_of_factors_of_a_training(name: str, captured: list[tuple[str, list[Pair]]], device: str):
     """Up to the limit; the way from one factor to a later one is taken as straight."""
     for layer, factors in captured:

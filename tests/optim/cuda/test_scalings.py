@@ -1,4 +1,5 @@
-"""EKFAC's scalings in bfloat16: when they are kept so, how precise steps are, and what is saved. On a CPU by force."""
+"""Averages in bfloat16, EKFAC's scalings and SOAP's momentum: when they are kept so, how precise steps are, and what is
+saved. On a CPU by force."""
 
 import copy
 from collections.abc import Iterator
@@ -61,6 +62,23 @@ def test_when_scalings_are_rounded(options: dict[str, Any], dtype: torch.dtype, 
 
 def test_moments_of_soap_are_not_rounded():
     assert initial_state(RotatedAdam(), Shape(2, 3, 4, torch.float32, CPU))["V"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("beta", "solver", "precision", "dtype"),
+    [
+        (0.9, "products", "half", torch.bfloat16),
+        (0.95, "products", "half", torch.bfloat16),
+        (0.99, "products", "half", torch.float32),  # which lasts too long
+        (0.9, "products", "high", torch.float32),
+        (0.9, "eigh", "half", torch.float32),
+    ],
+)
+def test_when_momentum_is_rounded(beta: float, solver: str, precision: str, dtype: torch.dtype):
+    rule, shape = RotatedAdam(betas=(beta, 0.99)), Shape(2, 3, 4, torch.float32, CPU)
+    assert rule.init(shape, CudaBackend(solver, precision))["M"].dtype == dtype
+    wide = Shape(2, 3, 4, torch.float64, CPU)
+    assert rule.init(wide, CudaBackend(solver, precision))["M"].dtype == torch.float64
 
 
 # --- precision -------------------------------------------------------------------------------------------------
@@ -285,3 +303,46 @@ def test_checkpoints_do_not_tell(name: str, monkeypatch: pytest.MonkeyPatch):
                 of_layer[key] *= 1.001
     found = tensors(passed_on(state, on=True))
     assert all(torch.equal(found[key], (1.001 * X).bfloat16().float()) for key, X in saved.items())
+
+
+# --- SOAP's momentum -----------------------------------------------------------------------------------------------
+
+
+def trained_soap(steps: int, saved: dict[str, Any] | None = None, weights: dict[str, Any] | None = None) -> Any:
+    """A model after so many steps, or after those that follow a checkpoint; and its optimizer."""
+    model, begin = made("words"), 0
+    opt = lw.optim.SOAP(model, lr=0.01, solver="products", precision="half", refresh_every=EVERY)
+    if saved is not None and weights is not None:
+        model.load_state_dict(weights)
+        opt.load_state_dict(saved)
+        begin = EVERY + 1
+    train("words", opt, model, begin, steps)
+    return model, opt
+
+
+def momentum_of(opt: Layerwise) -> list[Tensor]:
+    return [stack.state["M"] for stack in opt._stacks or () if "M" in stack.state]
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_rounded_momentum_moves_weights_as_one_in_float32(sync: bool, monkeypatch: pytest.MonkeyPatch):
+    """By either executor: of 12 steps, with three refreshes, together by less than a hundredth of what they change."""
+    monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self: sync))
+    begin, found = flat(made("words")), []
+    for on in (True, False):
+        monkeypatch.setattr(scalings, "available", lambda device, on=on: on)
+        model, opt = trained_soap(12)
+        assert {M.dtype for M in momentum_of(opt)} == {torch.bfloat16 if on else torch.float32}
+        found.append(flat(model) - begin)
+    rounded, plain = found
+    assert 0 < float((rounded - plain).norm() / plain.norm()) < 1e-2
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_run_with_a_rounded_momentum_is_resumed_bit_for_bit():
+    model, opt = trained_soap(EVERY + 1)
+    saved, weights = copy.deepcopy(opt.state_dict()), copy.deepcopy(model.state_dict())
+    train("words", opt, model, EVERY + 1, 3 * EVERY)
+    other_model, other = trained_soap(3 * EVERY, saved, weights)
+    assert torch.equal(flat(model), flat(other_model))
+    assert all(torch.equal(x, y) for x, y in zip(momentum_of(opt), momentum_of(other), strict=True))

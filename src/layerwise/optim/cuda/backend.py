@@ -28,9 +28,9 @@ from layerwise.optim.cuda.linalg.split_fp16 import product, rough_product
 from layerwise.optim.cuda.per_example_squares import alike, squares_of_stack
 from layerwise.optim.cuda.pieces import laid_out
 from layerwise.optim.cuda.scaled import Scaled, unscaled
-from layerwise.optim.cuda.scalings import kept_dtype
+from layerwise.optim.cuda.scalings import momentum_dtype, scalings_dtype
 from layerwise.optim.cuda.storage import StoredMatrix
-from layerwise.optim.cuda.triton.device import available, on_gpu
+from layerwise.optim.cuda.triton.device import on_gpu
 from layerwise.optim.cuda.triton.splits import bound_scale
 from layerwise.optim.eigenbasis import squares_of_layer
 from layerwise.optim.reference import DenseBasis, Reference, above
@@ -143,15 +143,15 @@ class CudaBackend(Backend):
         rough = self.precision == "half" and size >= ROUGH_SIZE
         return TrackedSide(M.side, StoredMatrix.basis(shape.eye(size)), values, M.own, measured, rough)
 
-    def momentum(self, shape: Shape) -> Tensor:
-        """In bfloat16 where products are in half precision; what that rounds is less than gradients are rounded by."""
-        half = self.precision == "half" and shape.dtype == torch.float32 and available(shape.device)
-        dtype = torch.bfloat16 if half else shape.dtype
+    def momentum(self, shape: Shape, basis: Eigenbasis, decay: float) -> Tensor:
+        """In bfloat16, where products are in half precision and that is enough; see `scalings`."""
+        half = self.precision == "half" and isinstance(basis, TrackedBasis)
+        dtype = momentum_dtype(shape, decay) if half else shape.dtype
         return shape.zeros(shape.outputs, shape.inputs, dtype=dtype)
 
     def scalings(self, shape: Shape, basis: Eigenbasis, scaling: str, decay: float) -> Tensor:
         """In bfloat16, where that is enough; see `scalings`."""
-        dtype = kept_dtype(shape, scaling, decay) if isinstance(basis, TrackedBasis) else shape.dtype
+        dtype = scalings_dtype(shape, scaling, decay) if isinstance(basis, TrackedBasis) else shape.dtype
         return shape.zeros(shape.outputs, shape.inputs, dtype=dtype)
 
     # --- checkpoints ---------------------------------------------------------------------------------------
@@ -219,8 +219,7 @@ class CudaBackend(Backend):
 
     def average_(self, mean: Float[Tensor, "K O I"], X: Float[Tensor, "K O I"], decay: float, context: Context) -> None:
         """With a weight on the device; what is not finite would stay so for ever."""
-        former = mean.to(X.dtype)
-        mean.copy_(torch.where(torch.isfinite(X), former.lerp(X, taken(1 - decay, X, context)), former))
+        mean.copy_(torch.where(torch.isfinite(X), mean.lerp(X, taken(1 - decay, X, context)), mean))
 
     @staticmethod
     def _moments(
@@ -249,7 +248,10 @@ class CudaBackend(Backend):
         (b1, b2), finite, basis = betas, all_finite(context), state["basis"]
         if finite is None:
             assert isinstance(grad, Tensor)
-            return self.exact.adam_in_basis_(state, unscaled(rotated), grad, betas, eps, floor, context)
+            M, wide = state["M"], {**state, "M": state["M"].to(state["V"].dtype)}
+            Y = self.exact.adam_in_basis_(wide, unscaled(rotated), grad, betas, eps, floor, context)
+            state["M"] = M.copy_(wide["M"])
+            return Y
         M, V, steps = state["M"], state["V"], state["steps"]
         if isinstance(grad, Tensor) and grad.dtype != torch.float32:
             rotated = unscaled(rotated)
@@ -265,7 +267,7 @@ class CudaBackend(Backend):
             context.health.count("floored_layers", (kept.flatten(1).amin(1) == 0).sum())
             return step.mul_(kept)
         c1, c2 = corrections_(steps, b1, b2, finite)
-        halves = isinstance(basis, TrackedBasis) and not basis.trivial
+        halves = isinstance(basis, TrackedBasis)
         scale = bound_scale(ROOM * step_bound(b1, b2)) if halves else 1.0
         out = None if rotated is grad or isinstance(rotated, Scaled) else rotated
         if halves:
@@ -278,7 +280,7 @@ class CudaBackend(Backend):
 
     def no_step(self, basis: Eigenbasis, grad: Any) -> Any:
         """In the form of the other steps, for which there are kernels."""
-        if not isinstance(basis, TrackedBasis) or basis.trivial:
+        if not isinstance(basis, TrackedBasis):
             return super().no_step(basis, grad)
         zeros = torch.zeros(grad.shape, dtype=torch.float16, device=grad.device)
         return Scaled(zeros, (torch.ones_like(basis.values_P[:, 0]),))
@@ -315,9 +317,10 @@ class CudaBackend(Backend):
     ) -> Any:  # fmt: skip
         """In one pass, over R where that is not the gradient itself; a basis in fp16 has the averages in it, too."""
         numbers, held = (basis.values_P, basis.values_Q, *added), R.C if isinstance(R, Scaled) else R
-        if average is not None and not (isinstance(basis, TrackedBasis) and moves(average, s, held)):
+        halves = isinstance(basis, TrackedBasis)
+        if average is not None and not (halves and moves(average, s, held)):
             R, average, held = average.moved(R, s, self), None, grad if average.M is not None else held
-        if isinstance(basis, TrackedBasis) and not basis.trivial:
+        if halves:
             return damped_half(R, s, numbers, largest_before(basis.before, grad), average)
         return damped_quotient(R, s, *numbers, out=None if held is grad else held)
 

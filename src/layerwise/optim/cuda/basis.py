@@ -45,7 +45,7 @@ OFTEN = 5
 def rotated(
     P: Half | None, X: Tensor | Half, Q: Half | None, largest: Tensor | None = None, *, rough: bool = False
 ) -> Tensor | Scaled:
-    """``U_Pᵀ X U_Q``, not yet divided, and X itself if there is no basis.
+    """``U_Pᵀ X U_Q``, not yet divided; one side may be missing.
 
     `largest` is what no entry of each matrix exceeds, where that is known. X is rounded to fp16 where `rough` will do,
     if it is not in fp16 with room already, else split.
@@ -53,8 +53,6 @@ def rotated(
     left = None if P is None else P.mT
     if isinstance(X, Half):
         return orthogonal.rough_between(left, X, Q)
-    if P is None and Q is None:
-        return X
     if rough:
         return orthogonal.rough_between(left, orthogonal.with_room(X, largest), Q)
     return orthogonal.between(left, operand_of(X, largest), Q)
@@ -62,9 +60,6 @@ def rotated(
 
 def unrotated(P: Half | None, Y: Tensor | Half, Q: Half | None) -> Tensor | Scaled:
     """``U_P Y U_Qᵀ``, not yet divided, of a Y in fp16 with room (`orthogonal`): nothing magnifies its rounding."""
-    if P is None and Q is None:
-        assert isinstance(Y, Tensor)
-        return Y
     half = Y if isinstance(Y, Half) else orthogonal.with_room(Y)
     return orthogonal.rough_between(P, half, None if Q is None else Q.mT)
 
@@ -232,8 +227,8 @@ class TrackedBasis(Eigenbasis):
 
     @property
     def trivial(self) -> bool:
-        """Whether both sides have the identity."""
-        return self.P is None and self.Q is None
+        """Never: one side at least is tracked."""
+        return False
 
     @property
     def sides(self) -> list[TrackedSide]:
@@ -242,13 +237,13 @@ class TrackedBasis(Eigenbasis):
 
     @property
     def splits_gradient(self) -> bool:
-        """Whether the gradient is multiplied in fp16."""
-        return not self.trivial
+        """The gradient is multiplied in fp16."""
+        return True
 
     @property
     def takes_half(self) -> bool:
         """Whether it rotates a gradient that was gathered in fp16 with room."""
-        return self.rough and not self.trivial
+        return self.rough
 
     def tensors(self) -> dict[str, Tensor]:
         """Of both sides."""

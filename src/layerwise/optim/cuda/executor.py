@@ -147,7 +147,7 @@ class AsynchronousExecutor(Executor):
         if own is not None and plain and adamw.takes(self, own):
             return adamw.not_gathered(own), [True] * len(stack.specs)
         if own is not None:
-            half = plain and len(stack.specs) == stack.groups and takes_half(stack)
+            half = plain and len(stack.specs) == stack.groups and takes_half(stack) and not looks_ahead(stack)
             return tables.gather(own, scale, finite, largest if half else None), [True] * len(stack.specs)
         grad, active = stack.gradient(scale)
         return torch.where(finite.to(grad.device), grad, 0.0).contiguous(), active
@@ -408,6 +408,13 @@ def takes_half(stack: Stack) -> bool:
             getattr(entry, "takes_half", False) for entry in entries
         )
     return stack.memory["takes half"]
+
+
+def looks_ahead(stack: Stack) -> bool:
+    """Whether the step adds a gradient to AdamW's average before the rule has it: Nesterov's momentum."""
+    requires = stack.requires
+    averages = requires.averages or requires.own_momentum is not None
+    return bool(stack.group.get("nesterov") and stack.group.get("momentum")) and not averages
 
 
 def dot(X: Tensor | Scaled, Y: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ from layerwise.optim.cuda.triton.splits import HEADROOM
 def moves(average: Average, s: Tensor, R: Tensor) -> bool:
     """Whether the pass of a quotient moves averages, too: where it is a kernel, and they are divided as they are."""
     by_kernel = elementwise.way_of(s, others=(R,), half=True) is triton_elementwise
-    return by_kernel and all_finite(average.context) is not None and not average.nesterov
+    ahead = average.nesterov and average.M is not None
+    return by_kernel and all_finite(average.context) is not None and not ahead
 
 
 Numbers = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]
@@ -66,7 +67,7 @@ def damped_half(
     tiny, strides = torch.finfo(s.dtype).tiny, (s.stride(0), hi.stride(0))
     finite, M, numbers_of_averages, squares = None, None, (0.0, 0.0, 1.0), None
     if average is not None:
-        finite, M, squares = all_finite(average.context), average.M, average.squares
+        finite, M, squares = all_finite(average.context), average.M, average.squares_decay
         kept = 1.0 if squares is None else squares
         numbers_of_averages = (float(1 - average.decay), float(1 - kept), float(average.context.examples))
     with on(s.device):

@@ -172,7 +172,7 @@ class StackPieces:
     aligned: bool
     like: Tensor
     """Of the parameters' type."""
-    squares: Float32[Tensor, "K parts"] | None
+    weight_squares: Float32[Tensor, "K parts"] | None
     """Sums of squares of the weights of each matrix, part by part, as the last step left them; of stacks of matrices
     whose parts are as many."""
 
@@ -221,9 +221,9 @@ class StackPieces:
 
     def measure(self) -> None:
         """The weights, as they are now."""
-        if self.squares is not None:
-            self.squares.zero_()
-            self.squares[:, 0] = weight_norms(self.stack).square()
+        if self.weight_squares is not None:
+            self.weight_squares.zero_()
+            self.weight_squares[:, 0] = weight_norms(self.stack).square()
 
     def laid_out(self, X: Float[Tensor, "K O I"]) -> Float[Tensor, "K O I"]:
         """The same in the order of the pieces; as it is, where it has it."""
@@ -277,7 +277,7 @@ class Tables:
             if found is not None:
                 self.pieces[id(stack)] = found
         self._measured = [
-            p for own in self.pieces.values() if own.squares is not None for p in own.stack.params.values()
+            p for own in self.pieces.values() if own.weight_squares is not None for p in own.stack.params.values()
         ]
         listed = {id(p) for found in self.pieces.values() for p in found.stack.params.values()}
         self._expected = [(p, p.dtype, p.stride()) if id(p) in listed else (p, None, ()) for p in self.params]
@@ -298,6 +298,7 @@ class Tables:
         moved = self._put(self.parameters, 0, [p.data_ptr() for p in self.params])
         if moved and former:  # perhaps to another type or order: `model.to(memory_format=...)`
             self._find()
+            self.forget_norms()
         addresses = list[int]()
         for p, dtype, strides in self._expected:
             grad = p.grad
@@ -319,10 +320,11 @@ class Tables:
         self._versions = []
 
     def weight_norms(self, stack: Stack) -> Float[Tensor, "K"] | None:
-        """As the last step left them, where that was measured; what somebody writes into ``p.data`` comes later."""
+        """As the last step left them, where that was measured; what somebody writes into ``p.data`` is seen one
+        step later."""
         own = self.pieces.get(id(stack))
-        known = own is not None and own.squares is not None and stack.weight_norms is None
-        return own.squares.sum(1).sqrt() if known else None  # type: ignore[union-attr]
+        known = own is not None and own.weight_squares is not None and stack.weight_norms is None
+        return own.weight_squares.sum(1).sqrt() if known else None  # type: ignore[union-attr]
 
     def _put(self, table: Tensor, which: int, numbers: list[Any]) -> bool:
         """Whether there was anything to send. Nobody waits: what is copied from is kept until it is."""
@@ -392,7 +394,7 @@ class Tables:
         factor = None if factor is None else factor.to(self.device, torch.float32)
         passes.finish_(
             own.tiles, own.table, self.parameters, own.like, C, scales, momentum, self.rates, mu, nesterov, factor,
-            all_finite, own.squares, aligned,
+            all_finite, own.weight_squares, aligned,
         )  # fmt: skip
         # Autograd sees changes that torch makes; those of a kernel it must be told of.
         torch.autograd.graph.increment_version([*own.stack.params.values()])

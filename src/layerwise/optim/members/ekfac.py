@@ -80,7 +80,7 @@ class CorrectedEigenvalues(UpdateRule):
         measured = self.scaling != "none"
         state["basis"] = backend.eigenbasis(state.get("P"), state.get("Q"), shape, measured=measured)
         state["s"] = backend.scalings(shape, state["basis"], self.scaling, self.scaling_decay)
-        return state | ({"M": backend.momentum(shape)} if self.averages else {})
+        return state | ({"M": shape.zeros(shape.outputs, shape.inputs)} if self.averages else {})
 
     def taken_over(self, found: dict[str, Tensor], sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         """The average of the gradient: as it is, where its basis comes with it; else AdamW's m, which earlier versions

@@ -57,7 +57,8 @@ class RotatedAdam(UpdateRule):
         """Factors, their basis, both moments with a count of steps, and whether the basis has begun."""
         state = self.pair.init(shape, backend, (0.0, 0.0))
         state["basis"] = backend.eigenbasis(state.get("P"), state.get("Q"), shape, measured=True)
-        state |= {"M": backend.momentum(shape), "V": shape.zeros(shape.outputs, shape.inputs)}
+        state["M"] = backend.momentum(shape, state["basis"], self.betas[0])
+        state["V"] = shape.zeros(shape.outputs, shape.inputs)
         return state | {"steps": shape.zeros(), "begun": shape.zeros()}
 
     def refresh(self, state: State, groups: slice, context: Context) -> None:

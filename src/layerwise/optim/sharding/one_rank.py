@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from layerwise.foundations.sharded import is_sharded, local
@@ -20,14 +21,18 @@ class LocalParameters:
         self.params: dict[str, nn.Parameter] = {**params, **plain}
         """All parameters by name, plain ones in the place of sharded ones."""
         self._pairs = [(p, plain[name]) for name, p in sharded.items()]
+        self._versions = [p._version for p, _ in self._pairs]
         self.begin()
 
     def begin(self) -> None:
         """Before a step: gradients as they came, and parameters where FSDP has them now."""
-        for p, plain in self._pairs:
+        for place, (p, plain) in enumerate(self._pairs):
             held, grad = local(p), p.grad
             if plain.data_ptr() != held.data_ptr():
                 plain.data = held.detach()
+            if p._version != self._versions[place]:  # somebody has written to it
+                self._versions[place] = p._version
+                torch.autograd.graph.increment_version([plain])
             plain.grad = None if grad is None else local(grad)
 
     def end(self) -> None:

@@ -204,13 +204,8 @@ class Stack:
             size, padded = list(value.shape[1:]), {shape.own_outputs: shape.outputs}
             if len(size) == 2 and size[1] == shape.own_inputs:
                 size = [padded.get(size[0], size[0]), shape.inputs]
-            self.state[name] = self.averaged_rows(size[0]) if name == "graft_m" else shape.zeros(*size)
+            self.state[name] = shape.zeros(*size)
         self.state[name][(groups, *(slice(size) for size in value.shape[1:]))] = value.to(self.state[name])
-
-    def averaged_rows(self, rows: int) -> Tensor:
-        """Zeros, of an average of gradients: of all rows, or of some."""
-        shape = self.shape
-        return self.backend.momentum(shape) if rows == shape.outputs else shape.zeros(rows, shape.inputs)
 
     def own(self, X: Tensor) -> Tensor:
         """Some groups of a tensor of the rule's, without padding; perhaps a view."""

@@ -125,7 +125,7 @@ class UpdateSize:
         state["graft_m"], state["graft_v"] = m, _ = moments["m"], moments["v"]  # a backend may lay them out anew
         if not mu or stack.requires.averages:  # none is wanted, or the rule has its own
             return grad, wanted
-        return (grad.lerp(m.to(grad.dtype), mu) if stack.group["nesterov"] else m), wanted
+        return (grad.lerp(m, mu) if stack.group["nesterov"] else m), wanted
 
     @staticmethod
     def bounded(stack: Stack, wanted: Float[Tensor, "K"], lr: float | Tensor) -> Float[Tensor, "K"]:
@@ -184,9 +184,9 @@ def _begin_moments(stack: Stack) -> None:
     if known.get("v") in (rows["v"], shape.outputs):  # m was kept by a rule itself, in a form of its own
         if known["v"] != rows["v"]:
             state["graft_v"] = state["graft_v"][:, ::apart][:, : rows["v"]].clone()
-        state["graft_m"] = stack.averaged_rows(rows["m"])
+        state["graft_m"] = shape.zeros(rows["m"], shape.inputs)
         return
-    state |= {"graft_m": stack.averaged_rows(rows["m"]), "graft_v": shape.zeros(rows["v"], shape.inputs)}
+    state |= {f"graft_{name}": shape.zeros(count, shape.inputs) for name, count in rows.items()}
     state["graft_steps"] = shape.zeros()
 
 
