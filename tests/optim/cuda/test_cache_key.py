@@ -35,16 +35,16 @@ def triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    again(monkeypatch)
+    real = again()
     yield folder
-    again(monkeypatch)
+    again()
+    sys.modules.update(real)
 
 
-def again(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As another process imports it."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
-        monkeypatch.delitem(sys.modules, name)
+def again() -> dict[str, Any]:
+    """As another process imports it; what was imported before."""
     importlib.invalidate_caches()
+    return {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "triton"}
 
 
 def key() -> str:
@@ -55,11 +55,11 @@ def made(triton: Path) -> int:
     return len((triton.parent / "made").read_text())
 
 
-def test_it_is_made_once(triton: Path, monkeypatch: pytest.MonkeyPatch):
+def test_it_is_made_once(triton: Path):
     assert not cache_key.recall()
     cache_key.remember()
     assert made(triton) == 1
-    again(monkeypatch)
+    again()
     assert cache_key.recall()
     assert key() == "1"
     assert made(triton) == 1
@@ -67,9 +67,9 @@ def test_it_is_made_once(triton: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("change", ["size", "time", "another file", "gone"])
-def test_it_is_made_anew_where_a_file_has_changed(change: str, triton: Path, monkeypatch: pytest.MonkeyPatch):
+def test_it_is_made_anew_where_a_file_has_changed(change: str, triton: Path):
     cache_key.remember()
-    again(monkeypatch)
+    again()
     file = triton / "runtime" / "cache.py"
     if change == "size":
         file.write_text(CACHE + "2", encoding="utf-8")
@@ -95,7 +95,9 @@ def test_what_is_no_record_counts_for_nothing(text: str, triton: Path):
 
 
 def test_where_nothing_can_be_written(triton: Path, monkeypatch: pytest.MonkeyPatch):
+    assert cache_key.may_remember()
     (triton.parent / "kept").write_text("a file", encoding="utf-8")
+    assert not cache_key.may_remember()
     cache_key.remember()
     assert not cache_key.recall()
     assert key() == "1"

@@ -336,6 +336,7 @@ def test_kernels_wait_for_what_is_prepared_once(known: bool, kernel: Any, monkey
     """Where this Triton is new, its key is made and processes begin meanwhile; and end, if there is nothing to do."""
     notes = kernel.notes
     monkeypatch.setattr(cache_key, "recall", lambda: notes.append("recalled") or known)
+    monkeypatch.setattr(cache_key, "may_remember", lambda: True)
     monkeypatch.setattr(cache_key, "remember", lambda: (time.sleep(0.1), notes.append("remembered")))
     monkeypatch.setattr(ahead, "_load_driver", lambda device: notes.append(f"loaded for {device}"))
     monkeypatch.setattr(compile_processes, "begin", lambda count: notes.append(f"{count > 0} processes"))

@@ -185,7 +185,8 @@ def prepare(device: torch.device) -> None:
         _PREPARING[device] = []
         _begin_to_prepare(device, lambda: _load_driver(device))
         if not cache_key.recall():
-            _IS_NEW.set()
+            if cache_key.may_remember():
+                _IS_NEW.set()
             _begin_to_prepare(device, cache_key.remember)
 
 

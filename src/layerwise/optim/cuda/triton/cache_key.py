@@ -1,7 +1,8 @@
 """The part of the keys of Triton's cache that stands for Triton itself: a hash over all of its files, 400 MB.
 
 Every process makes it anew, which takes a third of a second, and more beside a program that holds the interpreter's
-lock. It is remembered beside the kernels, with the sizes and times of the files that it is of.
+lock. It is remembered beside the kernels, with the sizes and times of the files that it is of. For that a function of
+Triton's is replaced, in this process, by one that returns the same.
 """
 
 import hashlib
@@ -26,6 +27,14 @@ def recall() -> bool:
         return False
     module.triton_key = lambda: key
     return True
+
+
+def may_remember() -> bool:
+    """Whether it could be written: not where the cache came with the machine, and is for reading alone."""
+    with suppress(Exception):
+        folder = next(path for path in _place().parents if path.exists())
+        return folder.is_dir() and os.access(folder, os.W_OK)
+    return False
 
 
 def remember() -> None:
@@ -53,7 +62,8 @@ def _place() -> Path:
 
 def _files(cache: Any) -> str:
     """Where each is, how large and how old."""
-    root = Path(cache.__file__).parents[1]
-    paths = sorted(path for kind in ("*.py", "_C/*.so") for path in root.rglob(kind))
-    told = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths]
+    walked = os.walk(Path(cache.__file__).parents[1], followlinks=True)
+    names = (os.path.join(folder, name) for folder, _, names in walked for name in names)
+    paths = sorted(path for path in names if path.endswith((".py", ".so", ".pyd")))
+    told = [(path, (stat := os.stat(path)).st_size, stat.st_mtime_ns) for path in paths]
     return hashlib.sha256(repr(told).encode()).hexdigest()
