@@ -7,6 +7,7 @@ from torch import Tensor
 from layerwise.optim.cuda.linalg import split_fp16
 from layerwise.optim.cuda.linalg.block_inverse import block_inverse
 from layerwise.optim.cuda.linalg.jacobi import coupling, rotation, second_order, tracked_basis
+from layerwise.optim.cuda.linalg.orthogonal import basis_half
 from layerwise.optim.cuda.linalg.split_fp16 import HalfPair
 from layerwise.optim.cuda.triton import jacobi as triton_sweeps
 from layerwise.optim.cuda.triton import products as triton_products

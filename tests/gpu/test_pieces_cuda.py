@@ -89,7 +89,8 @@ def test_gather_in_half_precision(shape: tuple[int, int, int, tuple[int, int]], 
     found = passes.tables.gather(own, 0.5, mask_of(taken), largest)
     assert isinstance(found, Half)
     value = found.hi.float() / found.scale.view(-1, 1, 1)
-    torch.testing.assert_close(value, expected if taken else 0 * expected, rtol=2.0**-11, atol=0)
+    least = 2.0**-31 * float(largest.max())  # what numbers that are too small for a full mantissa are rounded by
+    torch.testing.assert_close(value, expected if taken else 0 * expected, rtol=2.0**-11, atol=least)
     assert not taken or bool((found.hi.abs().amax((1, 2)).float() <= 2.0**7).all())
 
 
@@ -101,11 +102,11 @@ def test_norms_of_weights(shape: tuple[int, int, int, tuple[int, int]], dtype: t
     passes = Passes(stack_of(layers(K, o, i, dtype)[0], padding=padding, rule=KroneckerRoots(), weight_decay=0.3))
     D = randn(K, o + padding[0], i + padding[1], seed=5)
     for taken in (True, True, False):
+        passes.tables.send()
         passes.finish_(D, mask_of(taken))
         found = passes.tables.weight_norms(passes.stack)
         assert found is not None
         torch.testing.assert_close(found, weight_norms(passes.stack), rtol=1e-5, atol=0)
-        passes.tables.send()
     with torch.no_grad():
         passes.stack.params["0.weight"].mul_(3)
     passes.tables.send()
