@@ -15,8 +15,8 @@ MOST_DECAY = 0.8
 bit: with the same gradient at every step that leaves up to 2⁻⁸/(1 − decay) of a scaling. Directions are then wrong by
 5e-3 (decay 0.75), 7e-3 (0.8) or 1.2e-2 (0.875), where 1e-2 is allowed; see `docs/decisions/0015`."""
 MOST_MOMENTUM = 0.95
-"""Of a momentum in bfloat16. It errs by 0.4 % (0.9) to 0.6 % (0.95) where gradients vary by a tenth of their mean or
-more, by 1 to 10 % with 0.99; by 2.5 % and 5 % where they are always the same."""
+"""Of a momentum in bfloat16. It errs by 0.4 % (0.9) to 0.5 % (0.95) where gradients vary by a tenth of their mean or
+more, by 1 to 6 % with 0.99; by 2.5 % and 5 % where they are always the same."""
 
 
 def scalings_dtype(shape: Shape, scaling: str, decay: float) -> torch.dtype:
