@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 LIKELY_PRECISION = "half"
 """What `precision="auto"` will be, where no gradient has been seen: most who train on a GPU do so under autocast."""
+ASKS = 100
+"""Steps at which gradients are asked for it; if all of those say nothing, it is "high"."""
 States = dict[str, dict[str, Tensor]]
 """By layer and name."""
 
@@ -103,16 +105,18 @@ class Builder:
         executor.resume(loaded)
         return executor, precision, sharding, on_one_rank
 
-    def _choose_precision(self, params: Collection[nn.Parameter]) -> str | None:
-        """Of products on a GPU, where nothing was asked for: by the first gradients."""
-        if self.choice.host_may_sync or self.how[2].precision != "auto":
-            return None
-        grads = [p.grad for p in params if p.grad is not None]
-        if not grads:
-            return None
-        from layerwise.optim.cuda.precision import are_half
+    @property
+    def asks_for_precision(self) -> bool:
+        """Whether gradients decide it: on a GPU, where nothing was asked for."""
+        return not self.choice.host_may_sync and self.how[2].precision == "auto"
 
-        return "half" if are_half(grads) else "high"
+    def _choose_precision(self, params: Collection[nn.Parameter]) -> str | None:
+        """Of products, by the first gradients; None where nobody asks them, or they say nothing."""
+        if not self.asks_for_precision:
+            return None
+        from layerwise.optim.cuda.precision import chosen
+
+        return chosen(p.grad for p in params if p.grad is not None)
 
     def _sharding(
         self, params: Mapping[str, nn.Parameter], buckets: list[Bucket], group_of: Mapping[int, dict[str, Any]]

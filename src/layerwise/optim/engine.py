@@ -24,7 +24,7 @@ from layerwise.foundations.random import seed_of
 from layerwise.foundations.sharded import Division, all_agree, is_sharded, local, named_parameters, tensor_parallel
 from layerwise.layers.matrices import Matrices
 from layerwise.layers.table import LayerSpec, LayerTable
-from layerwise.optim.build import LIKELY_PRECISION, Builder, prepare_device
+from layerwise.optim.build import ASKS, LIKELY_PRECISION, Builder, prepare_device
 from layerwise.optim.checkpoint import Checkpointed
 from layerwise.optim.choice import Choice, Group, check_rule, rule_of
 from layerwise.optim.model_changes import ModelSnapshot
@@ -129,6 +129,8 @@ class Layerwise(Checkpointed):
 
     _precision: str | None = None
     """That the first gradients have chosen, on a GPU."""
+    _asks_left: int = 0
+    """At how many steps gradients may still be asked for it, because those of before said nothing."""
     _rehearsed: str | None = None
     """The precision whose kernels are compiled already, or are being."""
     _solve_together: SolveTogether | None = None
@@ -334,7 +336,24 @@ class Layerwise(Checkpointed):
             self.table = self._capture.table
         built = self._builder.build(self._loaded, self._shared, self._rehearse)
         self._executor, self._precision, self._sharding, self._on_one_rank = built
+        asks = self._precision is None and self._sharding is None and self._builder.asks_for_precision
+        self._asks_left = ASKS if asks else 0
         return self._executor.stacks
+
+    def _ask_for_precision(self) -> None:
+        """Where no gradient of a matrix has said in how many bits products are to be: layers were frozen, or all of
+        their gradients zero. With the first that does the stacks are built anew, with what they hold."""
+        from layerwise.optim.cuda.precision import chosen
+
+        if self._on_one_rank is not None:
+            self._on_one_rank.begin()
+        own = (p for stack in self._stacks or [] if stack.rule is self.rule for p in stack.params.values())
+        grads = [p.grad for p in own if p.grad is not None]
+        precision = chosen(grads)
+        self._asks_left -= len(grads) > 0
+        if precision is not None:
+            self._loaded, self._shared, self._precision = self._saved(), None, precision
+            self._stacks = self._build()
 
     def _rehearse(self, likely: str) -> None:
         """On a GPU, begin to compile the kernels of a step in the background: at construction, and at the first step if
@@ -419,6 +438,8 @@ class Layerwise(Checkpointed):
         seen, counted = self._statistics(counts)
         if self._stacks is None and not self._begin():
             return
+        if self._asks_left and self.steps_taken:
+            self._ask_for_precision()
         due = counts if capture is not None and capture.due else None
         if due is not None and due.examples and (self._notices.unseen != set() or not due.layers):
             own = [stack for stack in self._stacks or [] if stack.rule is self.rule]

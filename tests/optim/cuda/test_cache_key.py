@@ -12,7 +12,9 @@ import pytest
 from layerwise.optim.cuda.triton import cache_key
 
 CACHE = """
+from functools import lru_cache
 from pathlib import Path
+@lru_cache
 def triton_key():
     here = Path(__file__)
     with open(here.parents[2] / "made", "a") as made:
@@ -55,6 +57,12 @@ def made(triton: Path) -> int:
     return len((triton.parent / "made").read_text())
 
 
+def record(triton: Path) -> Path:
+    place = cache_key._place(importlib.import_module("triton.runtime.cache"))
+    assert place.parent == triton.parent / "kept" / "deep"
+    return place
+
+
 def test_it_is_made_once(triton: Path):
     assert not cache_key.recall()
     cache_key.remember()
@@ -63,7 +71,8 @@ def test_it_is_made_once(triton: Path):
     assert cache_key.recall()
     assert key() == "1"
     assert made(triton) == 1
-    assert [path.name for path in (triton.parent / "kept" / "deep").iterdir()] == [cache_key.NAME]
+    assert record(triton).is_file()
+    assert len([*record(triton).parent.iterdir()]) == 1
 
 
 @pytest.mark.parametrize("change", ["size", "time", "another file", "gone"])
@@ -87,7 +96,7 @@ def test_it_is_made_anew_where_a_file_has_changed(change: str, triton: Path):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"files": 1, "key": "other"}'])
 def test_what_is_no_record_counts_for_nothing(text: str, triton: Path):
-    place = triton.parent / "kept" / "deep" / cache_key.NAME
+    place = record(triton)
     place.parent.mkdir(parents=True)
     place.write_text(text, encoding="utf-8")
     assert not cache_key.recall()
@@ -101,3 +110,37 @@ def test_where_nothing_can_be_written(triton: Path, monkeypatch: pytest.MonkeyPa
     cache_key.remember()
     assert not cache_key.recall()
     assert key() == "1"
+
+
+@pytest.mark.parametrize("before", ["made", "recalled"])
+def test_an_upgrade_beside_a_process_is_not_given_the_key_of_before(before: str, triton: Path):
+    """A notebook that has used Triton, an upgrade, and another optimizer in the same notebook."""
+    if before == "made":
+        assert key() == "1"
+    else:
+        cache_key.remember()
+        again()
+        assert cache_key.recall()
+    (triton / "runtime" / "cache.py").write_text(CACHE + "2", encoding="utf-8")
+    assert not cache_key.recall()
+    assert not cache_key.may_remember()
+    cache_key.remember()
+    again()
+    assert not cache_key.recall()
+    assert key() == "2"
+
+
+def test_environments_that_share_a_cache_keep_a_record_each(triton: Path, tmp_path: Path):
+    cache_key.remember()
+    first = record(triton)
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    triton.rename(other / "triton")
+    sys.path.insert(0, str(other))
+    again()
+    try:
+        assert not cache_key.recall()
+        cache_key.remember()
+        assert len([*first.parent.iterdir()]) == 2
+    finally:
+        sys.path.remove(str(other))

@@ -149,6 +149,18 @@ def test_a_step_like_the_last_has_its_key():
     assert hash(key()) == hash(before)
 
 
+def test_steps_that_copy_the_gradients_of_other_parameters_have_another_key():
+    """Of as many parameters alike, into the same memory: those that are not copied are read where they lie."""
+    _, opt = trained("KFAC", cuda_graphs=True)
+    step, stacks = captured_of(opt), opt._stacks or []
+    contexts, keys = [opt._context(stack, 24) for stack in stacks], list[captured_step.Key]()
+    first, second, *_ = step._params
+    for copied in ([first], [second], [first]):
+        step._copied = copied
+        keys.append(step._key(contexts, 1.0))
+    assert keys[0] == keys[2] != keys[1]
+
+
 def test_fallbacks_of_one_group_are_told_the_same():
     """Without the momentum of the optimizer's own rule; what changes in the group is seen at the next step."""
     _, opt = trained("KFAC", cuda_graphs=True, separate_bias=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from layerwise.foundations.errors import InputError
+from layerwise.optim import engine
 from layerwise.optim.cuda.backend import CudaBackend
 from layerwise.optim.cuda.precision import ENTRIES, TELLING, are_half
 from layerwise.optim.engine import Layerwise
@@ -194,6 +195,54 @@ def test_gradients_of_the_fallback_do_not_choose():
     )
     train(opt, model, range(1), lambda grad: grad if grad.shape[0] == 3 else bfloat16(grad))
     assert opt._precision == "half"
+
+
+@pytest.mark.parametrize("first", [0.0, torch.nan, None])
+@pytest.mark.parametrize(("edit", "chosen"), [(exactly, "high"), (bfloat16, "half")])
+@pytest.mark.usefixtures("asynchronous")
+def test_where_the_first_gradients_say_nothing_later_ones_choose(
+    first: float | None, edit: Callable[[Tensor], Tensor], chosen: str
+):
+    """Zeros behind a gate of zero, a batch that overflows, layers that are thawed later."""
+    ends = {}
+    for name in ("auto", chosen):
+        model = net()
+        opt = lw.optim.SOAP(model, lr=0.01, refresh_every=1, precision=name)
+
+        def edited(grad: Tensor) -> Tensor:
+            return edit(grad) if grad.ndim == 1 or first is None else torch.full_like(grad, first)
+
+        opt.zero_grad()
+        if first is None:
+            without_matrices(opt, model, edit)
+        else:
+            train(opt, model, range(2), edited)
+        assert opt._precision is None
+        train(opt, model, range(2, 6), edit)
+        assert precisions(opt) == {chosen}
+        ends[name] = flat(model)
+    assert float((ends["auto"] - ends[chosen]).norm()) < 1e-3 * float((ends[chosen] - flat(net())).norm())
+
+
+def without_matrices(opt: Layerwise, model: nn.Module, edit: Callable[[Tensor], Tensor]) -> None:
+    """Two steps of the biases alone."""
+    for step in range(2):
+        for p in model.parameters():
+            p.grad = edit(randn(*p.shape, seed=step)) if p.ndim == 1 else None
+        opt.step()
+
+
+@pytest.mark.usefixtures("asynchronous")
+def test_gradients_that_never_say_anything_are_asked_so_often(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine, "ASKS", 2)
+    model, asked = net(), list[int]()
+    opt = lw.optim.SOAP(model, lr=0.01)
+    monkeypatch.setattr(
+        "layerwise.optim.cuda.precision.are_half", lambda grads: asked.append(opt.steps_taken) if [*grads] else None
+    )
+    train(opt, model, range(5))
+    assert asked == [0, 1, 2]
+    assert opt._precision is None
 
 
 def test_on_a_cpu_nobody_chooses():

@@ -26,7 +26,8 @@ SETTLED = 3
 """Steps that are taken as they are, while state is made and kernels are compiled."""
 
 KEPT = 16
-"""Graphs of each graph: every one keeps the gradients and results of a step, and batches may have many sizes."""
+"""Variants that are kept of each of the two graphs: every one holds the memory of a step's gradients and results, and
+batches may have many sizes."""
 
 
 class Key:
@@ -54,9 +55,9 @@ class CapturedStep:
         # graphs that share their memory may use it for something else in between.
         self._gathering, self._descending = Graphs(KEPT), Graphs(KEPT)
         self._places_of_sizes: dict[torch.device, dict] = {}
-        """Its own: steps with a gradient missing would exchange what graphs read."""
+        """Not shared with steps that are taken as they are, which would replace the index that graphs read."""
         self._made: dict[Hashable, Any] = {}
-        """What graphs of the first graph fill."""
+        """What the captured first graph leaves for the second, by its key."""
         self._held: list[Tensor] = []
         self._copied: list[torch.nn.Parameter] = []
         """Parameters whose gradients are copied there."""
@@ -144,7 +145,7 @@ class CapturedStep:
     def _key(self, contexts: Sequence[Context], scale: float) -> Key:
         """All that the host decides in a step, but for learning rates and decay; rules may be changed too."""
         (tables,), stacks = self._executor.tables.values(), self._executor.stacks
-        told = list[Hashable]((scale, tables.aligned))
+        told = list[Hashable]((scale, tables.aligned, *map(id, self._copied)))
         for stack, c in zip(stacks, contexts, strict=True):
             group = stack.group
             told += (c.observes and _observes_in_graphs(stack.requires), c.damping, c.examples, c.unit)

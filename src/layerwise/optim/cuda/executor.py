@@ -190,7 +190,11 @@ class AsynchronousExecutor(Executor):
         """Statistics, and decompositions whose turn it is."""
         for part in parts:
             stack, rule, context, requires = part.stack, part.stack.rule, part.context, part.stack.requires
-            if requires.refreshes and not (requires.inputs or requires.outgrads):
+            # Factors of a gradient may be averaged only after this step's refreshes, by the rule's direction. A rule
+            # that has not begun does both at once.
+            of_gradients = requires.refreshes and not (requires.inputs or requires.outgrads)
+            after = of_gradients and not requires.gradient and any(freshness(stack))
+            if of_gradients and not after:
                 remember(stack, stack.by_group(part.active))
             observed = self.accumulator.observation(stack, seen) if seen and rule is self.rule else None
             # Of an earlier batch: no part of this step, so that layers without a gradient keep them too.
@@ -206,7 +210,9 @@ class AsynchronousExecutor(Executor):
             if by_gradient:
                 self.learn_gradient(part)
             if requires.refreshes:
-                self._refresh_due(stack, context)
+                self._refresh_due(stack, context, stack.by_group(part.active))
+            if after:
+                remember(stack, stack.by_group(part.active))
             if requires.examples:
                 examples = None if observed is None else replace(observed, A=None, G=None)
                 part.examples = self.examples.run(stack, examples, context, stack.by_group(part.active))
@@ -217,14 +223,16 @@ class AsynchronousExecutor(Executor):
         if part.context.observes and part.stack.requires.gradient:
             part.stack.rule.observe(part.stack.state, Observation(gradient=part.handed), part.context)
 
-    def _refresh_due(self, stack: Stack, context: Context) -> None:
-        """All groups at the first step and, while statistics are young, at its doublings; then each in its turn."""
+    def _refresh_due(self, stack: Stack, context: Context, active: Sequence[bool]) -> None:
+        """All groups at the first step and, while statistics are young, at its doublings; then each in its turn. Not
+        what the step will take back, groups that are not active, unless other processes may see them otherwise."""
         step, fresh = context.step, freshness(stack)
+        active = active if self.processes.count == 1 else [True] * stack.groups
         due = list[slice]()
         for turn in stack.memory["turns"]:
             on = is_due(step, turn.slot, self.every)
             if on or not all(fresh[turn.groups]):
-                due += [groups for groups in known_runs(stack, turn.groups) if on or not all(fresh[groups])]
+                due += [groups for groups in known_runs(stack, turn.groups, active) if on or not all(fresh[groups])]
         if not due:  # by the clock and what all processes know: others have nothing to share either
             return
         owners = self.processes.owners([float(groups.stop - groups.start) for groups in due])
@@ -283,6 +291,8 @@ class AsynchronousExecutor(Executor):
     def _direction(self, part: Part) -> Tensor | Scaled:
         """What a stack subtracts, before the learning rate; layers without a gradient keep their state."""
         stack, context = part.stack, part.context
+        if not any(part.active):
+            return self._none(part)
         as_tensor = self.damping.adaptive or self.graft.method or self.clip.kind == "norm"
         context.gradient = part.handed
         if part.examples is not None:
@@ -426,11 +436,12 @@ def dot(X: Tensor | Scaled, Y: Tensor) -> Tensor:
     return elementwise.dot(X.contiguous(), Y.contiguous())
 
 
-def known_runs(stack: Stack, groups: slice) -> list[slice]:
-    """Neighbours that have statistics, as far as the host knows: one layer that is never called stops no other."""
+def known_runs(stack: Stack, groups: slice, active: Sequence[bool]) -> list[slice]:
+    """Active neighbours that have statistics, as far as the host knows: one layer that is never called stops no
+    other."""
     seen, fresh, runs = stack.memory.get("observed", [False] * stack.groups), freshness(stack), list[slice]()
     for place in range(groups.start, groups.stop):
-        if seen[place] or fresh[place]:
+        if active[place] and (seen[place] or fresh[place]):
             start = runs.pop().start if runs and runs[-1].stop == place else place
             runs.append(slice(start, place + 1))
     return runs

@@ -57,12 +57,15 @@ class RefreshSchedule:
     processes: Processes | None = None
     """Those that train together, if there are several: each decomposition is made by one of them."""
 
-    def run(self, stack: Stack, context: Context) -> None:
-        """Renew what is due at this step."""
+    def run(self, stack: Stack, context: Context, active: Sequence[bool]) -> None:
+        """Renew what is due at this step; not what it will take back, groups that are not active, unless other processes
+        may see them otherwise."""
         step, every, fresh = context.step, self.every, freshness(stack)
         due, regular = list[slice](), list[bool]()
         for turn in stack.memory["turns"]:
             groups, slot = turn.groups, turn.slot
+            if self.processes is None and not any(active[groups]):
+                continue
             on = is_due(step, slot, every)
             if on or False in fresh[groups]:
                 due.append(groups)

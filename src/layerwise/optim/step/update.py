@@ -321,6 +321,13 @@ class Executor(ABC):
         self._begin_moments(part.stack)  # else a step might give them other rows than are copied
         return part.stack.copied()
 
+    @staticmethod
+    def _none(part: Part) -> Tensor:
+        """The direction of a stack no layer of which has a gradient: its rule is not asked, and begins when one has."""
+        if part.before is not None:
+            part.stack.restore(part.before, part.active)
+        return torch.zeros_like(part.grad)
+
     def _momentum(self, part: Part) -> float:
         return self.momentum_of(part.stack)
 
@@ -374,7 +381,7 @@ class EagerExecutor(Executor):
         if context.observes and stack.requires.gradient:
             rule.observe(stack.state, Observation(gradient=part.handed), context)
         if stack.requires.refreshes:
-            self.schedule.run(stack, context)
+            self.schedule.run(stack, context, stack.by_group(part.active))
         return observed
 
     def _look_at_examples(self, parts: Sequence[Part], observed: Sequence[Observation | None]) -> None:
@@ -406,6 +413,8 @@ class EagerExecutor(Executor):
     def _direction(self, part: Part) -> Tensor:
         """What a stack subtracts, before the learning rate; layers without a gradient keep their state."""
         stack, context = part.stack, part.context
+        if not any(part.active):
+            return self._none(part)
         context.gradient = part.handed
         if self.size.method == "adam" and stack.requires.matrices_only:
             D = self.size.direction(stack, part.handed, context, context.lr)

@@ -21,12 +21,12 @@ from layerwise.optim.cuda.linalg.fp16 import Half, HalfPair
 from layerwise.optim.cuda.scaled import Scaled
 from layerwise.optim.cuda.triton import products as triton_products
 from layerwise.optim.cuda.triton import splits as triton_splits
-from layerwise.optim.cuda.triton.device import MOST_MATRICES, available, on_gpu
+from layerwise.optim.cuda.triton.device import MOST_MATRICES, available, on_gpu, processors
 
 BASIS_SCALE = 2.0**split_fp16.TOP_EXPONENT
 ROOM = 2.0**8
-TILE, PROCESSORS = 128 * 256, 132
-"""Of cuBLAS's larger products, and of a large GPU."""
+TILE = 128 * 256
+"""Entries of a result that cuBLAS's larger products compute together."""
 
 
 def basis_half(U: Float[Tensor, "*K n n"]) -> Half:
@@ -98,7 +98,7 @@ def writes_halves(X: Half) -> bool:
     if X.hi.ndim != 3 or not on_gpu(X.device):
         return False
     sums_in_half = getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False)
-    return not sums_in_half and X.hi.numel() >= PROCESSORS * TILE
+    return not sums_in_half and X.hi.numel() >= processors(X.device) * TILE
 
 
 def _narrow(A: Half, B: Half, U: Half, scale: Float32[Tensor, "K"]) -> Scaled:

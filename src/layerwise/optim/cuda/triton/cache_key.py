@@ -12,13 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-NAME = "layerwise_triton_key.json"
-
-
 def recall() -> bool:
     """Spare Triton the hash, where it is remembered and no file has changed; whether that is so."""
     try:
-        module, place = _cache(), _place()
+        module = _cache()
+        place = _place(module)
         saved = json.loads(place.read_text(encoding="utf-8"))
         if saved["files"] != _files(module):
             return False
@@ -30,20 +28,25 @@ def recall() -> bool:
 
 
 def may_remember() -> bool:
-    """Whether it could be written: not where the cache came with the machine, and is for reading alone."""
+    """Whether `remember` would write: not if the cache folder is read-only, nor once this process has made the hash (its
+    files may have been replaced since, by an upgrade beside a notebook)."""
     with suppress(Exception):
-        folder = next(path for path in _place().parents if path.exists())
-        return folder.is_dir() and os.access(folder, os.W_OK)
+        module = _cache()
+        folder = next(path for path in _place(module).parents if path.exists())
+        return not _is_made(module) and folder.is_dir() and os.access(folder, os.W_OK)
     return False
 
 
 def remember() -> None:
-    """Make the hash, and remember it."""
+    """Make the hash, and remember it, if this process has not made it before."""
     with suppress(Exception):
-        module, place = _cache(), _place()
+        module = _cache()
+        if _is_made(module):
+            return
+        place = _place(module)
         record = json.dumps({"files": _files(module), "key": module.triton_key()})
         place.parent.mkdir(parents=True, exist_ok=True)
-        written = place.with_name(f"{NAME}.{os.getpid()}")
+        written = place.with_name(f"{place.name}.{os.getpid()}")
         written.write_text(record, encoding="utf-8")
         written.replace(place)
 
@@ -54,10 +57,17 @@ def _cache() -> Any:
     return cache
 
 
-def _place() -> Path:
+def _is_made(module: Any) -> bool:
+    """Whether Triton has its hash: what it returns is then of the files as they were. Recalled, it is, too."""
+    return module.triton_key.cache_info().currsize > 0 if hasattr(module.triton_key, "cache_info") else True
+
+
+def _place(module: Any) -> Path:
+    """One for each Triton that uses this cache: environments share it."""
     from triton import knobs  # pyright: ignore[reportMissingImports]
 
-    return Path(knobs.cache.dir) / NAME
+    installed = hashlib.sha256(str(Path(module.__file__).parents[1]).encode()).hexdigest()[:12]
+    return Path(knobs.cache.dir) / f"layerwise_triton_key_{installed}.json"
 
 
 def _files(cache: Any) -> str:

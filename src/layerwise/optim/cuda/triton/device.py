@@ -12,6 +12,7 @@ from layerwise.optim.cuda.triton import ahead
 
 LEAST_CAPABILITY = (8, 0)  # asynchronous copies and bfloat16 in the tensor cores
 MOST_MATRICES = 65535  # of a stack: programs along the second axis of a launch
+H200_PROCESSORS = 132
 
 
 def on_gpu(device: torch.device) -> bool:
@@ -34,6 +35,17 @@ def available(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.cuda is None or not _has_triton():
         return False
     return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; as many as an H200 has, where there is none.
+
+    >>> processors(torch.device("cpu"))
+    132
+    """
+    device = torch.device("cuda") if device.type == "meta" else device
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_PROCESSORS
 
 
 def _has_triton() -> bool:

@@ -7,6 +7,7 @@ value. Rows that begin on 16 bytes (widths padded to a multiple of 16) load fast
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from jaxtyping import Float, Float16, Float32
@@ -15,7 +16,7 @@ from torch import Tensor
 from layerwise.foundations.errors import InputError, describe
 from layerwise.optim.cuda.linalg.split_fp16 import Half, HalfPair
 from layerwise.optim.cuda.triton.arguments import one
-from layerwise.optim.cuda.triton.device import MOST_MATRICES, available, ceil, kernels, on
+from layerwise.optim.cuda.triton.device import MOST_MATRICES, available, ceil, kernels, on, processors
 from layerwise.optim.cuda.triton.splits import halved, split
 
 __all__ = ["Tiles", "available", "gram_update_", "halved", "pair_product", "split", "takes"]
@@ -101,7 +102,7 @@ def _launch_gram(
     X_k = first.stride(0) if first.ndim == 3 else 0
     across = ceil(n, tiles.n)
     count = across * (across + 1) // 2
-    parts = _parts(count * K, m, tiles) if parts is None else parts
+    parts = _parts(count * K, m, tiles, processors(total.device)) if parts is None else parts
     rows_each = ceil(ceil(m, parts), tiles.depth) * tiles.depth
     shape = (parts, K, count, tiles.n, tiles.n) if parts > 1 else (1,)
     partial = torch.empty(shape, dtype=torch.float32, device=total.device)
@@ -220,12 +221,13 @@ def _check_gram(total: Tensor, matrices: tuple[Tensor, ...], packed: bool) -> No
         )
 
 
-def _parts(units: int, rows: int, tiles: Tiles) -> int:
+@cache
+def _parts(units: int, rows: int, tiles: Tiles, processors: int) -> int:
     """Into how many parts to cut the rows, so that few processors wait for the last tiles; by a model of the time.
 
     A processor does a row of a tile in 7 ns; storing and adding the parts runs at 3 TB/s, after a launch of 2 µs.
     """
-    processors, row, launch, byte = 132, 7e-9, 2e-6, 1 / 3e12
+    row, launch, byte = 7e-9, 2e-6, 1 / 3e12
 
     def seconds(parts: int) -> float:
         waves = ceil(units * parts, processors)
