@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,9 @@ import layerwise as lw
 from layerwise.foundations.errors import InputError
 from layerwise.optim.cuda import deferred_statistics, executor, rows
 from layerwise.optim.cuda.deferred_statistics import PENDING, DeferredStatistics, PendingRows
+from layerwise.optim.cuda.stagger import Work
 from layerwise.optim.engine import Layerwise
+from layerwise.optim.step.refresh_schedule import Turn
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16: torch goes on
 
@@ -115,6 +117,24 @@ def test_whatever_the_schedule(factors: int, decompositions: int, over: int):
     assert_same(Run(over, **schedule).steps(11), Run(1, **schedule).steps(11))
 
 
+@pytest.mark.parametrize("shares", [1, 100])
+@pytest.mark.parametrize("member", ["KFAC", "EKFAC running"])
+def test_however_many_layers_are_taken_in_together(member: str, shares: int, monkeypatch: pytest.MonkeyPatch):
+    """A stack at once, with the first of its turns; or in as many parts as it is refreshed in."""
+    monkeypatch.setattr(deferred_statistics, "SHARES", shares)
+    monkeypatch.setattr(executor, "balanced", lambda works, every, launches: one_layer_each(works, every))
+    found = Run(4, member, cuda_graphs=False).steps(5)
+    blocks = max(found.opt._stacks or [], key=lambda stack: stack.groups)
+    parts = deferred_statistics.joined(blocks.memory["turns"], blocks.memory[deferred_statistics.MOST_GROUPS])
+    assert [slots for _, slots in parts] == ([(3, 2, 1)] if shares == 1 else [(3,), (2,), (1,)])
+    assert_same(found.steps(5), Run(1, member, cuda_graphs=False).steps(10))
+
+
+def one_layer_each(works: Sequence[Work], every: int) -> list[list[Turn]]:
+    """Turns, the first layer's last."""
+    return [[Turn(groups, every - 1 - place) for place, groups in enumerate(work.layers)] for work in works]
+
+
 def test_a_checkpoint_has_all_of_its_batch():
     found, expected = Run(4).steps(6), Run(1).steps(6)
     assert found.waiting() > 0
@@ -209,7 +229,7 @@ def test_rows_that_somebody_writes_over_are_left_out_and_counted():
     share, before = head.memory[PENDING][0], head.state["Q"].mean.clone()
     share.seen.A.layers[0].x.zero_()  # as `hidden[done] = 0` would
     assert run.opt.health().skipped_statistics == len(share.seen.known)
-    groups = share.turn.groups
+    groups = share.groups
     torch.testing.assert_close(head.state["Q"].mean[groups], before[groups], rtol=0, atol=0)
     run.steps(4)
     assert not head.memory.get(PENDING)  # from then on at once

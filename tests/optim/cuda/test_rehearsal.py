@@ -25,7 +25,6 @@ from layerwise.optim.cuda.rows import StackRows
 from layerwise.optim.cuda.triton import ahead, cache_key, compile_processes, device
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.rule import Context, Observation, State, UpdateRule, tensors
-from layerwise.optim.step.refresh_schedule import Turn
 
 META = torch.device("meta")
 MEMBERS: dict[str, Callable[[nn.Module], Layerwise]] = {
@@ -144,7 +143,7 @@ def test_some_groups_need_no_other_kernels_than_all(
             return
         own = SimpleNamespace(observe=partial(observe, self))
         stack: Any = SimpleNamespace(state=state, rule=own, memory={})
-        PendingRows.of(Turn(groups, 0), 1, seen, context).take_in(stack)
+        PendingRows.of(groups, (), 1, seen, context).take_in(stack)
 
     monkeypatch.setattr(rule, "refresh", lambda self, state, _, context: refresh(self, state, groups, context))
     monkeypatch.setattr(rule, "observe", observe_some)

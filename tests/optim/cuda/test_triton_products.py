@@ -20,9 +20,9 @@ def test_not_available_on_a_cpu():
 
 def test_rows_are_cut_only_when_few_tiles_fill_the_processors():
     tiles = triton_products.Tiles()
-    assert triton_products._parts(21, 8192, tiles) > 1
-    assert triton_products._parts(21, 128, tiles) == 1
-    assert triton_products._parts(3600, 8192, tiles) == 1
+    assert triton_products._parts(21, 8192, tiles, 132) > 1
+    assert triton_products._parts(21, 128, tiles, 132) == 1
+    assert triton_products._parts(3600, 8192, tiles, 132) == 1
 
 
 SMALL = Tiles(m=16, n=16, depth=16, warps=4, stages=1, group=2)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from layerwise.foundations.device import Readback
 from layerwise.foundations.errors import InputError, InteractionError, describe
 from layerwise.foundations.held_together import HeldTogether
-from layerwise.foundations.sharded import in_graph
+from layerwise.foundations.sharded import in_graph, is_sharded
 from layerwise.foundations.types import Tree, leaves, map_leaves, statistics_dtype
 
 P = ParamSpec("P")
@@ -260,9 +260,13 @@ def own_tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
 
 def graph_tensors(model: nn.Module) -> Iterator[Tensor]:
     """The same, as autograd's graph knows them: gathered ones in the place of sharded ones."""
-    instead = in_graph(model)
+    instead: dict[int, nn.Parameter] | None = None
     for p in own_tensors(model.modules()):
-        yield instead.get(id(p), p)
+        if is_sharded(p):  # to look for the groups of FSDP takes longer than everything else here
+            instead = in_graph(model) if instead is None else instead
+            yield instead.get(id(p), p)
+        else:
+            yield p
 
 
 def refuse_train_mode_batch_norm(modules: Iterable[tuple[str, nn.Module]]) -> None:

@@ -1,4 +1,4 @@
-"""Deferred statistics: a batch's second moments are taken in layer by layer over the steps that follow.
+"""Deferred statistics: a batch's second moments are taken in, some layers at a time, over the steps that follow.
 
 The products of all layers' rows cost as much as most of a step. With labels drawn from the model one step in
 `factor_every` has all of that to do. But a factor is only read when its layer is refreshed: where rows are kept for the
@@ -7,7 +7,9 @@ alike; the price is the memory of the rows. Whatever else looks at factors (a ch
 before.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,15 +23,20 @@ from layerwise.optim.rule import Context, Observation, kept
 from layerwise.optim.step.refresh_schedule import Turn, freshness, is_due
 from layerwise.optim.step.stack import Stack
 
-PENDING, OVERWRITTEN = "pending statistics", "rows overwritten"
-"""Where a stack's memory has what is not taken in yet; and that some could not be."""
+PENDING, OVERWRITTEN, MOST_GROUPS = "pending statistics", "rows overwritten", "groups taken in together"
+"""Where a stack's memory has what is not taken in yet; that some could not be; and how many groups a part has."""
+SHARES = 4
+"""Into about so many parts the statistics of all stacks are divided. Each is some ten launches outside of graphs, half
+a millisecond of the host's, however few its layers are; refreshes, which are replayed, are cut finer."""
 
 
 @dataclass(frozen=True, eq=False)
 class PendingRows:
     """Some layers of a stack, with their rows of a batch."""
 
-    turn: Turn
+    groups: slice
+    slots: tuple[int, ...]
+    """Of the turns in which its layers are refreshed."""
     step: int
     """When it is due; earlier, if its layers are refreshed before."""
     seen: Observation
@@ -38,11 +45,15 @@ class PendingRows:
     versions: tuple[int, ...]
 
     @classmethod
-    def of(cls, turn: Turn, step: int, seen: Observation, context: Context) -> "PendingRows":
+    def of(cls, groups: slice, slots: tuple[int, ...], step: int, seen: Observation, context: Context) -> "PendingRows":
         """Its layers' part of what was seen."""
-        part = replace(seen, A=_some(seen.A, turn.groups), G=_some(seen.G, turn.groups))
-        part = replace(part, known=seen.known[turn.groups], recorded=[], groups=seen.groups[turn.groups])
-        return cls(turn, step, part, context, _versions(part))
+        part = replace(seen, A=_some(seen.A, groups), G=_some(seen.G, groups))
+        part = replace(part, known=seen.known[groups], recorded=[], groups=seen.groups[groups])
+        return cls(groups, slots, step, part, context, _versions(part))
+
+    def is_due(self, step: int, every: int) -> bool:
+        """By the clock, or because some of its layers are refreshed."""
+        return self.step <= step or any(is_due(step, slot, every) for slot in self.slots)
 
     def take_in(self, stack: Stack) -> None:
         """As at the step of the batch. Not, and counted, if somebody has written over the rows since: those of such a
@@ -52,7 +63,7 @@ class PendingRows:
             self.context.health.skipped_statistics += len(self.seen.known)
             stack.memory[OVERWRITTEN] = True
             return
-        state = {name: _narrowed(X, self.turn.groups) for name, X in _factors(stack).items()}
+        state = {name: _narrowed(X, self.groups) for name, X in _factors(stack).items()}
         stack.rule.observe(state, self.seen, self.context)
 
 
@@ -71,7 +82,8 @@ class DeferredStatistics:
         return cls(min(over, every) if alone else 1)
 
     def take(self, stack: Stack, seen: Observation, context: Context, whole: bool = True) -> None:
-        """What a step has seen of a stack: in at once, or later, before the next batch comes.
+        """What a step has seen of a stack: in at once, or later, before its layers are refreshed or the next batch
+        comes.
 
         At once where the stack is not `whole`: of layers that are not active the step takes its changes back.
         """
@@ -84,8 +96,33 @@ class DeferredStatistics:
         )
         now = of_the_batch(context)
         stack.memory[PENDING] = [
-            PendingRows.of(turn, context.step + turn.slot % self.over, seen, now) for turn in stack.memory["turns"]
+            PendingRows.of(groups, slots, context.step + min(slot % self.over for slot in slots), seen, now)
+            for groups, slots in joined(stack.memory["turns"], stack.memory.get(MOST_GROUPS, 1))
         ]
+
+
+def limit_parts(stacks: Sequence[Stack]) -> None:
+    """Let each stack's memory know how many of its groups make one of the `SHARES` of all statistics."""
+    costs = [stack.shape.outputs**2 + stack.shape.inputs**2 for stack in stacks]
+    share = sum(cost * stack.groups for cost, stack in zip(costs, stacks, strict=True)) / SHARES
+    for cost, stack in zip(costs, stacks, strict=True):
+        stack.memory[MOST_GROUPS] = max(1, int(share / cost))
+
+
+def joined(turns: Sequence[Turn], most: int) -> list[tuple[slice, tuple[int, ...]]]:
+    """Turns of neighbours together, as evenly as it goes, up to so many groups, or those of one turn: their groups, and
+    all of their slots.
+
+    >>> turns = [Turn(slice(0, 2), 5), Turn(slice(2, 4), 3), Turn(slice(4, 6), 1)]
+    >>> joined(turns, 4), joined(turns, 1) == joined(turns, 2)
+    ([(slice(0, 2, None), (5,)), (slice(2, 6, None), (3, 1))], True)
+    """
+    turns = sorted(turns, key=lambda turn: turn.groups.start)
+    count = turns[-1].groups.stop - turns[0].groups.start
+    parts = min(len(turns), -(-count // most))
+    bounds = [len(turns) * place // parts for place in range(parts + 1)]
+    runs = [turns[start:stop] for start, stop in pairwise(bounds)]
+    return [(slice(run[0].groups.start, run[-1].groups.stop), tuple(turn.slot for turn in run)) for run in runs]
 
 
 def of_the_batch(context: Context) -> Context:
@@ -101,7 +138,7 @@ def take_due(stack: Stack, step: int, every: int) -> None:
     pending: list[PendingRows] | None = stack.memory.get(PENDING)
     if not pending:
         return
-    for one in [one for one in pending if one.step <= step or is_due(step, one.turn.slot, every)]:
+    for one in [one for one in pending if one.is_due(step, every)]:
         pending.remove(one)
         one.take_in(stack)
 

@@ -90,6 +90,7 @@ class AsynchronousExecutor(Executor):
         launches = LAUNCHES if inverts else SWEEPS_LAUNCHES
         for stack, turns in zip(self.stacks, balanced(works, self.every, launches), strict=True):
             stack.memory["turns"] = turns
+        deferred_statistics.limit_parts([stack for stack in self.stacks if stack.rule is self.rule])
 
     # --- a step ----------------------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from layerwise.optim.cuda.rows import Rows, StackRows, has_plain_form
 from layerwise.optim.cuda.triton import ahead
 from layerwise.optim.cuda.triton.device import available
 from layerwise.optim.rule import Context, Health, Observation
-from layerwise.optim.step.refresh_schedule import Turn
 from layerwise.optim.step.stack import Stack
 
 TOKENS = (256, 8192)
@@ -90,7 +89,7 @@ def _steps(executor: AsynchronousExecutor, context_of: Callable[[Stack], Context
                 rule.observe(stack.state, seen, part.context)
                 rows = seen.A if seen.G is None else seen.G
                 if executor.statistics.over > 1 and isinstance(rows, StackRows):  # and layer by layer
-                    PendingRows.of(Turn(slice(0, 1), 0), 1, seen, part.context).take_in(stack)
+                    PendingRows.of(slice(0, 1), (), 1, seen, part.context).take_in(stack)
             executor.learn_gradient(part)
             if stack.requires.refreshes and not {stack.shape.outputs, stack.shape.inputs} <= sizes:
                 rule.refresh(stack.state, slice(0, stack.groups), part.context)

@@ -58,8 +58,8 @@ class RefreshSchedule:
     """Those that train together, if there are several: each decomposition is made by one of them."""
 
     def run(self, stack: Stack, context: Context, active: Sequence[bool]) -> None:
-        """Renew what is due at this step; not what it will take back, groups that are not active, unless other processes
-        may see them otherwise."""
+        """Renew what is due at this step. Not what the step will take back, groups that are not active, unless other
+        processes may see them otherwise."""
         step, every, fresh = context.step, self.every, freshness(stack)
         due, regular = list[slice](), list[bool]()
         for turn in stack.memory["turns"]:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+
 def recall() -> bool:
     """Spare Triton the hash, where it is remembered and no file has changed; whether that is so."""
     try:
@@ -28,8 +29,8 @@ def recall() -> bool:
 
 
 def may_remember() -> bool:
-    """Whether `remember` would write: not if the cache folder is read-only, nor once this process has made the hash (its
-    files may have been replaced since, by an upgrade beside a notebook)."""
+    """Whether `remember` would write: not if the cache folder is read-only, nor once this process has made the hash
+    (files may have been replaced since, by an upgrade beside a notebook)."""
     with suppress(Exception):
         module = _cache()
         folder = next(path for path in _place(module).parents if path.exists())

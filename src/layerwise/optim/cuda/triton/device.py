@@ -44,8 +44,10 @@ def processors(device: torch.device) -> int:
     >>> processors(torch.device("cpu"))
     132
     """
+    if not torch.cuda.is_available() or device.type == "cpu":
+        return H200_PROCESSORS
     device = torch.device("cuda") if device.type == "meta" else device
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _has_triton() -> bool:
