@@ -204,8 +204,8 @@ def test_numbers_do_not_compile_again_and_nothing_waits():
         mask_of("open"),
     )
     assert all_finite is not None
-    assert elementwise.way_of(stack) is triton_elementwise
-    assert elementwise.way_of(stack.double()) is elementwise_torch
+    assert elementwise.implementation_for(stack) is triton_elementwise
+    assert elementwise.implementation_for(stack.double()) is elementwise_torch
     all_of(0.5, weights, stack, all_finite)
     before = compiled()
     torch.cuda.synchronize()

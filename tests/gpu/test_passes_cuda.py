@@ -97,7 +97,7 @@ def test_adam_of_small_groups(shape: tuple[int, int, int], monkeypatch: pytest.M
     """By kernels, unless there are more groups than a grid has places, and by torch."""
     g, c = randn(*shape, seed=2), torch.linspace(0.1, 1.0, shape[0], device="cuda")
     numbers = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "correction1": c, "correction2": c}
-    assert (elementwise.way_of(g) is triton_elementwise) == (shape[0] <= triton_elementwise.MOST_GROUPS)
+    assert (elementwise.implementation_for(g) is triton_elementwise) == (shape[0] <= triton_elementwise.MOST_GROUPS)
     results = []
     for kernels in (True, False):
         monkeypatch.setattr(elementwise, "available", lambda device, kernels=kernels: kernels)

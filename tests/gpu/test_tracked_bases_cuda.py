@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from layerwise.optim.cuda.linalg.jacobi import LARGE, coupling, tracked_basis
-from layerwise.optim.cuda.linalg.moments_in_new_basis import put_, turn_between, turn_moments_
+from layerwise.optim.cuda.linalg.moments_in_new_basis import put_, rotate_moments_, rotation_between
 from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE, basis_half
 from layerwise.optim.cuda.linalg.split_fp16 import Half, halved
 from random_tensors import cuda_randn64 as randn
@@ -66,7 +66,7 @@ def test_moments(n: int, side: str):
     turn = new.hi.double().mT @ old.hi.double() / BASIS_SCALE**2
     expected = turn @ M.double() if side == "left" else M.double() @ turn.mT
     squares = carried(V.double(), turn, side)
-    turn_moments_(M, V, turn_between(new, old), side)  # type: ignore[arg-type]
+    rotate_moments_(M, V, rotation_between(new, old), side)  # type: ignore[arg-type]
     assert (M - expected).norm() < 1e-3 * expected.norm()
     torch.testing.assert_close(V.double(), squares, rtol=3e-3, atol=0)
 
@@ -75,7 +75,7 @@ def test_moments(n: int, side: str):
 def test_nothing_waits():
     U = basis_half(torch.eye(128, device="cuda").repeat(2, 1, 1))
     V, _, couplings = tracked_basis(torch.eye(128, device="cuda").repeat(2, 1, 1), U)
-    turn_moments_(
-        torch.ones(2, 128, 64, device="cuda"), torch.ones(2, 128, 64, device="cuda"), turn_between(V, U), "left"
+    rotate_moments_(
+        torch.ones(2, 128, 64, device="cuda"), torch.ones(2, 128, 64, device="cuda"), rotation_between(V, U), "left"
     )
     put_(U.hi, V.hi, torch.isfinite(couplings[-1]))

@@ -24,8 +24,8 @@ def definite() -> Tensor:
 def turns() -> list[Tensor]:
     U = basis_half(torch.linalg.qr(normal(K, N, N))[0])
     M, V, out = normal(K, N, 8), normal(K, N, 8).square(), torch.zeros(K, N, N).half()
-    moments_in_new_basis.turn_moments_(
-        M, V, moments_in_new_basis.turn_between(U, basis_half(torch.eye(N).repeat(K, 1, 1))), "left"
+    moments_in_new_basis.rotate_moments_(
+        M, V, moments_in_new_basis.rotation_between(U, basis_half(torch.eye(N).repeat(K, 1, 1))), "left"
     )
     moments_in_new_basis.put_(out, U.hi, torch.tensor([True, False, True]))
     return [M, V, out, moments_in_new_basis.squared_rows(U).hi]

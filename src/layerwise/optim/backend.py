@@ -8,7 +8,7 @@ themselves up to date, and know how they are saved:
     Eigenbasis     ``U_P ⊗ U_Q`` that diagonalises both factors, and rotations into it and back
 
 Roots and bases come in pairs because a GPU multiplies by both sides in one pass. Two backends make them: `reference`
-(plain torch, the one to read first) and `cuda` (split fp16, packed triangles, refinement by products).
+(plain torch, the one to read first) and `cuda` (split fp16, packed triangles, inverses and bases by products).
 """
 
 from abc import ABC, abstractmethod
@@ -174,7 +174,7 @@ class Eigenbasis(Kept):
 
     @abstractmethod
     def begin_(self, P: Factor | None, Q: Factor | None, context: Context) -> None:
-        """The first basis of all groups, by eigh, largest eigenvalue first."""
+        """The first basis of all groups."""
 
     @abstractmethod
     def follow_(

@@ -130,8 +130,9 @@ class Requirements:
     """Whether `observe` of second moments may come later for some layers, just before their refresh: nothing but a
     refresh reads what it changes."""
     only_rotates: bool = False
-    """Whether `direction` does nothing with a gradient but rotate it by a basis of the backend's, and hand it back to
-    the backend: which may then have gathered it in half precision."""
+    """Whether `direction` does nothing with a gradient but rotate it by a basis of the backend's, hand it to methods of
+    the backend and ask for its shape. On a GPU it may then be fp16 with a scale for each matrix, an object without a
+    tensor's arithmetic."""
     flat_spectrum: bool = False
     """Whether all singular values of a direction are about the same, so that none need be capped."""
     refused: str | None = None

@@ -72,7 +72,7 @@ def test_a_missing_gradient_exchanges_nothing_that_graphs_read(monkeypatch: pyte
         return sent[-1]
 
     monkeypatch.setattr(gradient_sizes, "_index", index)
-    monkeypatch.setattr(executor, "splits_gradient", lambda stack: True)
+    monkeypatch.setattr(executor, "multiplies_in_fp16", lambda stack: True)
 
     def edit(opt: Layerwise, model: nn.Module, step: int) -> None:
         if step == 5:  # between the step that a graph is like and its capture
@@ -106,13 +106,13 @@ def test_batches_of_many_sizes_do_not_fill_the_memory():
 def test_state_that_is_turned_in_place_is_elsewhere():
     """Memory is used again: the same address may hold another order."""
     _, opt = trained("Muon", cuda_graphs=True)
-    assert captured_of(opt)._settled()
+    assert captured_of(opt)._lies_as_before()
     state = opt._executor.stacks[0].state
     name = next(
         name for name, X in state.items() if isinstance(X, Tensor) and X.ndim == 3 and X.stride() != X.mT.stride()
     )
     state[name] = state[name].mT
-    assert not captured_of(opt)._settled()
+    assert not captured_of(opt)._lies_as_before()
 
 
 def test_replays_are_on_the_callers_stream(monkeypatch: pytest.MonkeyPatch):

@@ -10,7 +10,7 @@ from torch import Tensor
 from interpreter import INTERPRETED
 from layerwise.optim.cuda.linalg import orthogonal
 from layerwise.optim.cuda.linalg.jacobi import coupling, rotation, tracked_basis
-from layerwise.optim.cuda.linalg.moments_in_new_basis import put_, squared_rows, turn_between, turn_moments_
+from layerwise.optim.cuda.linalg.moments_in_new_basis import put_, rotate_moments_, rotation_between, squared_rows
 from layerwise.optim.cuda.linalg.orthogonal import BASIS_SCALE, basis_half, between
 from layerwise.optim.cuda.linalg.split_fp16 import Half, halved, split, whole_product
 from layerwise.optim.cuda.triton import products as triton_products
@@ -196,8 +196,8 @@ def test_moments_turn_along(side: str):
     turn = value(new).mT @ value(old)
     expected = turn @ M.double() if side == "left" else M.double() @ turn.mT
     squares = carried(V.double(), turn, side)
-    found = turn_between(new, old)
-    turn_moments_(M, V, found, side)  # type: ignore[arg-type]
+    found = rotation_between(new, old)
+    rotate_moments_(M, V, found, side)  # type: ignore[arg-type]
     assert (M - expected).norm() < 1e-3 * expected.norm()
     torch.testing.assert_close(V.double(), squares, rtol=2e-3, atol=0)
     rows = squared_rows(found).hi.double().sum(-1) / BASIS_SCALE
@@ -206,7 +206,7 @@ def test_moments_turn_along(side: str):
 
 def test_zero_moments_stay_zero():
     M, V = torch.zeros(1, 4, 4), torch.zeros(1, 4, 4)
-    turn_moments_(M, V, basis_half(torch.eye(4).flip(0)[None]), "left")
+    rotate_moments_(M, V, basis_half(torch.eye(4).flip(0)[None]), "left")
     assert not M.any()
     assert not V.any()
 

@@ -41,8 +41,8 @@ from layerwise.optim.step.stack import Stack
 PAD_TO = {"cuda": 16, "meta": 16}
 """Rows and columns of factors are padded to multiples of this, by kind of device."""
 SMALL_POWER = 0.25
-"""Up to which 11 bits of a gradient will do. A direction ``P⁻¹ G Q⁻¹`` magnifies its rounding about a thousand times
-(condition 1e6, damping 1e-3), with powers of ¼ some twenty times."""
+"""Up to which 11 bits of a gradient will do. A direction ``P⁻¹ G Q⁻¹`` magnifies its rounding about three thousand
+times (condition 1e6, damping 1e-3), with powers of ¼ some twenty times."""
 ROUGH_SIZE = 256
 """Rows from which factors are rounded to fp16 for sweeps; smaller ones cost little as they are."""
 UNBOUNDED_STEP = 2.0**7
@@ -91,7 +91,7 @@ class CudaBackend(Backend):
         return -O % unit, 0 if one_hot else -I % unit
 
     def factor(self, side: Side, shape: Shape, size: int, power: float, by_channel: bool = False) -> DeviceFactor:
-        """Packed, where it is large and refined by products."""
+        """Packed, where it is large and its inverse or basis is made by products."""
         diagonal = side == "Q" and shape.one_hot
         by_products = not by_channel and not diagonal and self._by_products(power, shape.dtype, shape.device)
         mean = shape.zeros(size) if diagonal else factor.zeros(shape, size, by_products)
@@ -105,7 +105,7 @@ class CudaBackend(Backend):
     def inverse_roots(
         self, P: Factor | None, Q: Factor | None, power: tuple[float, float], shape: Shape
     ) -> InverseRoots:
-        """Refined by products, where one of the factors is."""
+        """By products, where one of the factors is treated so."""
         found = [(M, p) for M, p in zip((P, Q), power, strict=True) if isinstance(M, DeviceFactor)]
         if not any(M.by_products for M, _ in found):
             return self.exact.inverse_roots(P, Q, power, shape)

@@ -26,7 +26,7 @@ from layerwise.optim.cuda.linalg import orthogonal
 from layerwise.optim.cuda.linalg.first_basis import iterated_once
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.linalg.jacobi import rayleigh_quotients, tracked_basis
-from layerwise.optim.cuda.linalg.moments_in_new_basis import turn_between, turn_moments_, turn_momentum_
+from layerwise.optim.cuda.linalg.moments_in_new_basis import rotate_moments_, rotate_momentum_, rotation_between
 from layerwise.optim.cuda.scaled import Scaled, unscaled
 from layerwise.optim.cuda.storage import StoredMatrix, operand_of
 from layerwise.optim.cuda.triton.device import on_gpu
@@ -82,8 +82,8 @@ class TrackedSide:
     """Rows without padding."""
     measured: bool = True
     """Whether second moments are measured in the basis as it is; else steps are made of its eigenvalues, and these are
-    measured after each sweep."""
-    rough: bool = False
+    measured after the last sweep."""
+    half_factor: bool = False
     """Whether the factor is rounded to fp16 for sweeps and for eigenvalues (`precision="half"`)."""
     half_gradient: bool = False
     """Of roots: whether gradients are rotated in fp16, not split."""
@@ -146,7 +146,7 @@ class TrackedSide:
         self._put(groups, U, self.values[groups], torch.ones_like(good))
         rehearsal = good.device.type == "meta"
         self._follow(factor, groups, 1 if rehearsal else FIRST_SWEEPS, Health(on_device=True))
-        M = factors.operand(factor.mean[groups], self.rough)
+        M = factors.operand(factor.mean[groups], self.half_factor)
         values = rayleigh_quotients(M, self.matrix.half(groups)).clamp_min(0)
         finite = torch.isfinite(values).all(-1, keepdim=True)
         self.values[groups] = torch.where(finite, values, self.values[groups])
@@ -161,7 +161,7 @@ class TrackedSide:
         self._put(groups, U, s.clamp_min(0), good)
 
     def _follow(self, factor: DeviceFactor, groups: slice, sweeps: int, health: Health) -> None:
-        M = factors.operand(factor.mean[groups], self.rough)
+        M = factors.operand(factor.mean[groups], self.half_factor)
         U, values, couplings = tracked_basis(M, self.matrix.half(groups), sweeps)
         if not self.measured:
             values = rayleigh_quotients(M, U)
@@ -187,9 +187,9 @@ class TrackedSide:
         U, (M, V) = self.matrix.half(groups), (None if X is None else X[groups] for X in moments)
         assert M is not None
         if V is None:
-            turn_momentum_(M, U, old, side)
+            rotate_momentum_(M, U, old, side)
         else:
-            turn_moments_(M, V, turn_between(U, old), side)
+            rotate_moments_(M, V, rotation_between(U, old), side)
 
 
 def begins_by_sweeps(values: Float[Tensor, "K n"]) -> bool:
@@ -218,7 +218,7 @@ class TrackedBasis(Eigenbasis):
     Q: TrackedSide | None
     values_P: Tensor
     values_Q: Tensor
-    rough: bool = False
+    half_gradient: bool = False
     """Whether gradients are rotated in fp16, not split: `precision="half"`."""
     has: tuple[bool, bool] = (True, True)
     """Whether there are P and Q: values of a side without a factor stay zero, and are not saved."""
@@ -236,14 +236,14 @@ class TrackedBasis(Eigenbasis):
         return [side for side in (self.P, self.Q) if side is not None]
 
     @property
-    def splits_gradient(self) -> bool:
+    def multiplies_in_fp16(self) -> bool:
         """The gradient is multiplied in fp16."""
         return True
 
     @property
     def takes_half(self) -> bool:
         """Whether it rotates a gradient that was gathered in fp16 with room."""
-        return self.rough
+        return self.half_gradient
 
     def tensors(self) -> dict[str, Tensor]:
         """Of both sides."""
@@ -286,7 +286,7 @@ class TrackedBasis(Eigenbasis):
         values_P, values_Q = (
             values if side is None else side.values for side, values in ((P, values_P), (Q, values_Q))
         )
-        return TrackedBasis(P, Q, values_P, values_Q, self.rough, self.has)
+        return TrackedBasis(P, Q, values_P, values_Q, self.half_gradient, self.has)
 
     def refresh_(
         self, P: Factor | None, Q: Factor | None, groups: slice, context: Context, M: Tensor | None = None
@@ -323,7 +323,7 @@ class TrackedBasis(Eigenbasis):
     def rotate(self, X: Tensor | Half, context: Context | None = None) -> Tensor | Scaled:
         """``U_Pᵀ X U_Q``; a tensor, where no step is under way."""
         P, Q = self.matrices()
-        R = rotated(P, X, Q, largest_of(X, context), rough=self.rough)
+        R = rotated(P, X, Q, largest_of(X, context), rough=self.half_gradient)
         if context is None:
             return unscaled(R)
         return R.contiguous() if isinstance(R, Tensor) else R

@@ -73,7 +73,7 @@ class CapturedStep:
             return False
         self._steps += 1
         grads = self._gradients() if self._steps > SETTLED else None
-        if grads is None or not self._settled():
+        if grads is None or not self._lies_as_before():
             return False
         if grads:
             torch._foreach_copy_(self._held, grads)  # pyright: ignore[reportPrivateImportUsage]
@@ -105,7 +105,7 @@ class CapturedStep:
             and all(stack.requires.capturable for stack in executor.stacks)
         )
 
-    def _settled(self) -> bool:
+    def _lies_as_before(self) -> bool:
         """Whether everything lies where it lay at the last step; if not, graphs are begun anew."""
         kept, (tables,) = list[Tensor](), self._executor.tables.values()
         for stack in self._executor.stacks:

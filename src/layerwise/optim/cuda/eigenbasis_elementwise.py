@@ -33,7 +33,7 @@ def squares_ema_(
     R, scales = parts(R)
     check_alike(s, {"R": R})
     if s.numel():
-        elementwise.way_of(s, others=(R,), half=True).squares_ema_(s, R, scales, weight, factor)
+        elementwise.implementation_for(s, others=(R,), half=True).squares_ema_(s, R, scales, weight, factor)
     return s
 
 
@@ -65,7 +65,7 @@ def damped_quotient(
     out = _room(R, out)
     check_alike(s, {"R": R, "out": out})
     if s.numel():
-        way = elementwise.way_of(s, others=(R, out), half=True)
+        way = elementwise.implementation_for(s, others=(R, out), half=True)
         way.damped_quotient(R, scales, s, s_P, s_Q, left, right, constant, out, largest)
     return out
 
@@ -89,7 +89,7 @@ def scaled(
     out = _room(R, out)
     check_alike(R, {"out": out})
     if R.numel():
-        way = elementwise.way_of(R, others=(out, *(x for x in (a, b) if x is not None)), half=True)
+        way = elementwise.implementation_for(R, others=(out, *(x for x in (a, b) if x is not None)), half=True)
         way.scaled(R, scales, a, b, out, largest)
     return out
 

@@ -33,7 +33,7 @@ def ema_(
     weight: Float[Tensor, "K"],
     divisor: Float[Tensor, "K"] | int | float = 1.0,
 ) -> Float[Tensor, "K *n"]:
-    """Move running means, matrices or vectors, towards ``new / divisor``, which zeros continue where it is smaller.
+    """Move running means, matrices or vectors, towards ``new / divisor``, padded with zeros to the mean's shape.
 
         mean ← mean + weight·(new/divisor − mean)
 
@@ -46,7 +46,7 @@ def ema_(
     check_means(mean, new)
     if mean.numel() and new.numel():
         stacks = (mean, new) if mean.ndim == 3 else (mean.unsqueeze(1), new.unsqueeze(1))
-        way_of(stacks[0], others=(new,), half=True).ema_(*stacks, weight, divisor)
+        implementation_for(stacks[0], others=(new,), half=True).ema_(*stacks, weight, divisor)
     return mean
 
 
@@ -62,7 +62,7 @@ def corrections_(
     """
     found = torch.empty_like(steps), torch.empty_like(steps)
     if steps.numel():
-        way_of(steps.unsqueeze(0)).corrections_(steps, *found, beta1, beta2, all_finite)
+        implementation_for(steps.unsqueeze(0)).corrections_(steps, *found, beta1, beta2, all_finite)
     return found
 
 
@@ -137,7 +137,8 @@ def adam_norms_(
     be of half precision.
 
     v has only rows 0, `apart`, 2·`apart`, … (of padding none, where it has fewer), by which the norm of all is measured
-    (`of_all_rows`); m has all rows, or the same. In a step left out the norm is zero, and so may be the other.
+    (`of_all_rows`); m has all rows, or the same. In a step that is left out the norm is zero, and the largest magnitude
+    may be.
 
     >>> m, v, c = torch.zeros(1, 1, 2), torch.zeros(1, 1, 2), torch.tensor([0.5])
     >>> adam_norms_(m, v, torch.ones(1, 1, 2), beta1=0.5, beta2=0.5, eps=1.0, correction1=c, correction2=c)
@@ -157,7 +158,7 @@ def adam_norms_(
     if not m.numel():
         return torch.zeros(len(v), dtype=v.dtype, device=v.device), torch.zeros(len(v), dtype=v.dtype, device=v.device)
     numbers = (beta1, beta2, eps, correction1, correction2, all_finite, apart)
-    way = way_of(v, others=(m, g)) if g[0].numel() <= triton_elementwise.MOST_ENTRIES else elementwise_torch
+    way = implementation_for(v, others=(m, g)) if g[0].numel() <= triton_elementwise.MOST_ENTRIES else elementwise_torch
     return way.adam_norms_(m, v, g, scales, *numbers)
 
 
@@ -169,7 +170,7 @@ def _adam(
     for name, X in (("M", M), ("V", V), ("the gradient", G), ("out", step)):
         check_whole(X, name)
     if M.numel():
-        way_of(V, others=(M, G, step)).adam_(M, V, G, scales, step, factor, *numbers)
+        implementation_for(V, others=(M, G, step)).adam_(M, V, G, scales, step, factor, *numbers)
     return step
 
 
@@ -193,7 +194,7 @@ def momentum_update_(
     """
     check_whole(M, "M")
     check_whole(G, "G")
-    return way_of(M, others=(G,)).momentum_update_(M, G, mu, nesterov, all_finite)
+    return implementation_for(M, others=(G,)).momentum_update_(M, G, mu, nesterov, all_finite)
 
 
 @torch.no_grad()
@@ -213,7 +214,7 @@ def dot(X: Float[Tensor, "K *n"] | Scaled, Y: Float[Tensor, "K *n"]) -> Float[Te
 # --- which way ----------------------------------------------------------------------------------------------
 
 
-def way_of(first: Tensor, *, others: Sequence[Tensor] = (), half: bool = False) -> Any:
+def implementation_for(first: Tensor, *, others: Sequence[Tensor] = (), half: bool = False) -> Any:
     """The kernels, if they run on this device and take all of these; else torch. `first` is float32, or `half`."""
     if not available(first.device) or not first.numel():
         return elementwise_torch

@@ -58,7 +58,7 @@ class AsynchronousExecutor(Executor):
     factor_every: int = 1
     statistics_over: int | None = None
     draws_labels: bool = False
-    """Whether statistics are of labels drawn from the model: factors of output gradients may be hard to follow."""
+    """Whether statistics are of labels drawn from the model: one backward brings all of them, and they are deferred."""
     cuda_graphs: bool | None = None
     graphs: Graphs = field(default_factory=Graphs)
     _places: dict[torch.device, dict] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class AsynchronousExecutor(Executor):
         finite = self._all_finite(scale, sizes)
         grads, active, largest = [], [], dict[int, Tensor]()
         for device, on_device in finite.items():
-            split = [stack for stack in self.stacks if stack.shape.device == device and splits_gradient(stack)]
+            split = [stack for stack in self.stacks if stack.shape.device == device and multiplies_in_fp16(stack)]
             if split and device in sizes:
                 largest |= bounds(split, sizes[device], on_device, scale, places.setdefault(device, {}))
         for stack in self.stacks:
@@ -179,7 +179,7 @@ class AsynchronousExecutor(Executor):
             self.stacks, contexts, gathered.grads, gathered.active, gathered.largest, strict=True
         ):
             device = stack.shape.device
-            own = grad if splits_gradient(stack) else None
+            own = grad if multiplies_in_fp16(stack) else None
             finite = gathered.all_finite[device]
             context.device_step = DeviceStep(finite, own, largest, replays[device], gathered.scale, read[device])
             found.append(Part(stack, context, grad, active, grad, rates=self.tables[device].rate_of(stack)))
@@ -403,12 +403,12 @@ def _true(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.bool, device=device)
 
 
-def splits_gradient(stack: Stack) -> bool:
+def multiplies_in_fp16(stack: Stack) -> bool:
     """Whether the rule multiplies the gradient by matrices that are kept in fp16."""
-    if "splits gradient" not in stack.memory:
+    if "multiplies in fp16" not in stack.memory:
         entries = kept(stack.state)
-        stack.memory["splits gradient"] = any(getattr(entry, "splits_gradient", False) for entry in entries)
-    return stack.memory["splits gradient"]
+        stack.memory["multiplies in fp16"] = any(getattr(entry, "multiplies_in_fp16", False) for entry in entries)
+    return stack.memory["multiplies in fp16"]
 
 
 def takes_half(stack: Stack) -> bool:

@@ -63,7 +63,7 @@ def whole(M: Tensor) -> Tensor:
 
 
 def operand(M: Tensor, rough: bool = False) -> Tensor | HalfPair | Half:
-    """A factor as a basis is refined with it: as it is, or the pair of what is packed; in one half where `rough`."""
+    """A factor as sweeps take it: as it is, or the pair of what is packed; in one half where `rough`."""
     if is_packed(M):
         return packed.split(M, 1 if rough else 2)
     return prepared(M, definite=True).half if rough else M
@@ -108,7 +108,7 @@ class DeviceFactor(Factor):
     own: int
     """Rows without padding."""
     by_products: bool = False
-    """Whether its root or basis is refined by products."""
+    """Whether its inverse or basis is made by products."""
     taps: Tensor | None = None
     bias: Float[Tensor, "K 1"] | None = None
 

@@ -1,7 +1,7 @@
 """Steps in an eigenbasis written as halves at once, their scales foreseen.
 
-Turning a step back wants it in float16, times a power of two that its largest entry decides, and that is known when
-all of it has been computed. But steps are alike: the pass writes with the scale that the last step's largest entry asks
+A step is rotated back in float16, scaled by a power of two that depends on its largest entry, which is known when all
+of it has been computed. But steps are alike: the pass writes with the scale that the last step's largest entry asks
 for, with `HEADROOM`, and finds the largest of its own. A second launch looks whether the scale fits, and computes again
 the groups where it does not: where a largest entry has grown or shrunk by more than about eight times. Elsewhere it
 reads two numbers.
@@ -31,7 +31,7 @@ from layerwise.optim.cuda.triton.splits import HEADROOM
 
 def moves(average: Average, s: Tensor, R: Tensor) -> bool:
     """Whether the pass of a quotient moves averages, too: where it is a kernel, and they are divided as they are."""
-    by_kernel = elementwise.way_of(s, others=(R,), half=True) is triton_elementwise
+    by_kernel = elementwise.implementation_for(s, others=(R,), half=True) is triton_elementwise
     ahead = average.nesterov and average.M is not None
     return by_kernel and all_finite(average.context) is not None and not ahead
 
@@ -47,10 +47,11 @@ def damped_half(
     before: Float[Tensor, "K"],
     average: Average | None = None,
 ) -> Half:
-    """`eigenbasis_elementwise.damped_quotient` in fp16 with room.
+    """`eigenbasis_elementwise.damped_quotient` in fp16 with headroom.
 
     `added` are its s_P, s_Q, left, right and constant. `before`, the largest magnitudes of the last step or zeros,
-    becomes those of this one. An `average` that it `moves` takes R in before, and stays in a step that is left out.
+    becomes those of this one. An `average` that it `moves` is updated with R first, and unchanged in a step that is
+    left out.
 
     >>> before, none = torch.zeros(1), (None, None, None, None, torch.ones(1))
     >>> half = damped_half(torch.full((1, 1, 1), 6.0), torch.full((1, 1, 1), 2.0), none, before)
@@ -59,7 +60,7 @@ def damped_half(
     """
     X, scales = parts(R)
     check_alike(s, {"R": X})
-    if elementwise.way_of(s, others=(X,), half=True) is not triton_elementwise:
+    if elementwise.implementation_for(s, others=(X,), half=True) is not triton_elementwise:
         return with_room(damped_quotient(R, s, *added, largest=before), before)
     K, O, I = s.shape
     numbers = [None if x is None or added[2] is None else x.contiguous() for x in added[:4]] + [added[4].contiguous()]
@@ -103,7 +104,7 @@ def scaled_half(
     X, scales = parts(R)
     check_whole(X, "R")
     others = tuple(x for x in (a, b) if x is not None)
-    if elementwise.way_of(X, others=others, half=True) is not triton_elementwise:
+    if elementwise.implementation_for(X, others=others, half=True) is not triton_elementwise:
         return with_room(scaled(R, a, b, out=X, largest=before), before)
     K, O, I = X.shape
     hi, scale, largest = _room(X)

@@ -21,7 +21,8 @@ MOST = 256
 class Graphs:
     """The captured calls of an optimizer's stacks.
 
-    They share their memory: calls never run at the same time, and what one makes is not needed after it.
+    They share their memory, since calls never run at the same time. What one leaves may be read until the next call, or
+    replay, of the same `Graphs`.
     """
 
     def __init__(self, most: int = MOST) -> None:

@@ -73,7 +73,7 @@ class DeviceRoots(InverseRoots):
         self.reads_factors = any(isinstance(side, TrackedSide) for side in self.sides.values())
 
     @property
-    def splits_gradient(self) -> bool:
+    def multiplies_in_fp16(self) -> bool:
         """Whether the gradient is multiplied in fp16."""
         return not all(isinstance(side, Tensor) for side in self.sides.values())
 

@@ -29,7 +29,7 @@ from layerwise.optim.step.update import weight_norms
 TAKEN = (torch.float32, torch.bfloat16, torch.float16)
 """Types that the kernels read; they compute in float32."""
 MOST_ENTRIES = 2**31 - 2**16
-"""Of a piece: rows and columns are 32 bits."""
+"""Of a piece: kernels count rows and columns in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ class StackPieces:
     like: Tensor
     """Of the parameters' type."""
     weight_squares: Float32[Tensor, "K parts"] | None
-    """Sums of squares of the weights of each matrix, part by part, as the last step left them; of stacks of matrices
-    whose parts are as many."""
+    """Sums of squares of the weights of each matrix, part by part, as the last step left them; None where matrices
+    have unlike numbers of parts."""
 
     @classmethod
     def of(cls, stack: Stack, slots: dict[int, int], rates: dict[str, int]) -> "StackPieces | None":
@@ -327,7 +327,7 @@ class Tables:
         return own.weight_squares.sum(1).sqrt() if known else None  # type: ignore[union-attr]
 
     def _put(self, table: Tensor, which: int, numbers: list[Any]) -> bool:
-        """Whether there was anything to send. Nobody waits: what is copied from is kept until it is."""
+        """Whether there was anything to send. Nobody waits: torch keeps pinned memory until it has been copied."""
         if numbers == self._sent[which]:
             return False
         here = torch.tensor(numbers, dtype=table.dtype, pin_memory=self.device.type == "cuda")

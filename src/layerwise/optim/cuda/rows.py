@@ -191,7 +191,7 @@ def _average_by_torch_(mean: Tensor, count: Tensor, rows: StackRows, decay: floa
     old.lerp_(torch.where(take.view(-1, 1, 1), new, old), weight.view(-1, 1, 1))
 
 
-class Look(NamedTuple):
+class LayerSignature(NamedTuple):
     """How a layer looked whose rows were kept as they came, and what of its call is always the same."""
 
     shapes: tuple[Any, ...]
@@ -205,11 +205,11 @@ class KeptRows:
 
     def __init__(self, requires: Requirements) -> None:
         self._allowed, self._examples = requires.powers is not None, requires.examples
-        self._looks: dict[str, Look] = {}
+        self._signatures: dict[str, LayerSignature] = {}
 
     def forget(self) -> None:
         """The model may have changed."""
-        self._looks.clear()
+        self._signatures.clear()
 
     def keep(self, sums: Sums, io: RecordedIO, factor: float, moments: Moments) -> bool:
         """A layer's rows in place of their moments, if they can be kept; nothing is computed here."""
@@ -224,7 +224,7 @@ class KeptRows:
         if plain_linear(call) and call.dy is not None:
             x, g = call.x, call.dy[0]
             shapes = (x.shape, x.dtype, g.shape, g.dtype, x.device, io.examples)
-            self._looks[io.spec.name] = Look(shapes, call.site, call.layout, io.chunk_bytes)
+            self._signatures[io.spec.name] = LayerSignature(shapes, call.site, call.layout, io.chunk_bytes)
         return True
 
     def again(
@@ -235,16 +235,16 @@ class KeptRows:
 
         Most of what hooks cost is what they build and ask for, layer by layer: here little.
         """
-        look = self._looks.get(spec.name)
-        if look is None or look.shapes != (x.shape, x.dtype, g.shape, g.dtype, x.device, examples):
+        known = self._signatures.get(spec.name)
+        if known is None or known.shapes != (x.shape, x.dtype, g.shape, g.dtype, x.device, examples):
             return None
         moments = of.moments(spec)
         if moments is None:
             return None
         half, recorded = g.dtype, list[Recorded]()
         if self._examples:
-            call = LayerCall(look.site, x, g.unsqueeze(0), look.layout)
-            recorded.append(Recorded(RecordedIO(spec, (call,), examples, chunk_bytes=look.chunk_bytes), factor, batch))
+            call = LayerCall(known.site, x, g.unsqueeze(0), known.layout)
+            recorded.append(Recorded(RecordedIO(spec, (call,), examples, chunk_bytes=known.chunk_bytes), factor, batch))
         inputs = Rows(x, half, 1.0, spec.form.bias is not None) if moments[1] else None
         outgrads = Rows(g, half, factor**2) if moments[0] else None
         return Sums(None, 0 if inputs is None else len(inputs), None, examples, recorded, inputs, outgrads)

@@ -21,7 +21,7 @@ from layerwise.optim.cuda.triton import splits
 from layerwise.optim.cuda.triton.device import MOST_MATRICES, available
 
 ALL = slice(None)
-Kept = Tensor | HalfPair | Half
+Stored = Tensor | HalfPair | Half
 
 
 @dataclass
@@ -113,9 +113,9 @@ class StoredMatrix:
 
 
 def between(
-    left: Kept | None,
+    left: Stored | None,
     X: Float[Tensor, "K O I"],
-    right: Kept | None,
+    right: Stored | None,
     largest: Float[Tensor, "K"] | None = None,
 ) -> Tensor:
     """``left X right``, where one may be missing; in first halves if one is kept so.
@@ -126,9 +126,9 @@ def between(
 
 
 def scaled_between(
-    left: Kept | None,
+    left: Stored | None,
     X: Float[Tensor, "K O I"],
-    right: Kept | None,
+    right: Stored | None,
     largest: Float[Tensor, "K"] | None = None,
 ) -> Tensor | Scaled:
     """The same before it is divided: the scales are powers of two, which are carried along and taken out once."""
@@ -146,7 +146,7 @@ def scaled_between(
     return Scaled(C, scales)
 
 
-def _operand(M: Kept, rough: bool, largest: Tensor | None = None) -> HalfPair | Half:
+def _operand(M: Stored, rough: bool, largest: Tensor | None = None) -> HalfPair | Half:
     if not rough:
         return operand_of(M, largest) if isinstance(M, Tensor) else M  # type: ignore[return-value]
     return half_of(M, largest) if isinstance(M, Tensor) else halved(M)

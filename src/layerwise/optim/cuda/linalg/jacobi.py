@@ -4,8 +4,8 @@ U is nearly an eigenbasis of M: that of an earlier M. Then ``S = Uᵀ M U`` is n
 Nothing here waits for the device; columns keep their places and are not sorted.
 
 Rounding turns the vectors of such a basis by 2⁻¹² or so of their length, in random directions. That is less than what
-a sweep leaves of a drift. A sweep is six products of halves, large ones cuBLAS's; with M rounded too it is four and a
-half; that moves entries of ``Uᵀ M U`` by 1e-4 of the mean eigenvalue or less, where training moves them by much more.
+a sweep leaves of a drift. A sweep is six products of halves, large ones cuBLAS's, and four and a half if M is rounded
+as well. That moves entries of ``Uᵀ M U`` by 1e-4 of the mean eigenvalue or less; training moves them by much more.
 """
 
 import math

@@ -20,12 +20,12 @@ SMALLEST_PART = 2.0**-38
 ROWS, COLUMNS = 4, 1024
 
 
-def turn_between(U_new: Half, U_old: Half) -> Half:
+def rotation_between(U_new: Half, U_old: Half) -> Half:
     """``U_newᵀ U_old`` of bases with the fixed scale, with that scale.
 
     >>> from layerwise.optim.cuda.linalg.orthogonal import basis_half
     >>> U = basis_half(torch.eye(2).flip(0)[None])
-    >>> (turn_between(U, basis_half(torch.eye(2)[None])).hi / BASIS_SCALE).tolist()
+    >>> (rotation_between(U, basis_half(torch.eye(2)[None])).hi / BASIS_SCALE).tolist()
     [[[0.0, 1.0], [1.0, 0.0]]]
     """
     left = U_new.mT
@@ -39,7 +39,7 @@ def turn_between(U_new: Half, U_old: Half) -> Half:
     return Half((C / BASIS_SCALE).half(), U_old.scale)
 
 
-def turn_moments_(
+def rotate_moments_(
     M: Float[Tensor, "K O I"], V: Float32[Tensor, "K O I"], turn: Half, side: Literal["left", "right"]
 ) -> None:
     """First and second moments as a new basis on one side sees them, in place.
@@ -50,7 +50,7 @@ def turn_moments_(
 
     >>> from layerwise.optim.cuda.linalg.orthogonal import basis_half
     >>> M, V, swap = torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[1.0, 3.0]]]), torch.eye(2).flip(0)[None]
-    >>> turn_moments_(M, V, basis_half(swap), "right")
+    >>> rotate_moments_(M, V, basis_half(swap), "right")
     >>> M.tolist(), V.tolist()
     ([[[2.0, 1.0]]], [[[3.0, 1.0]]])
     """
@@ -61,13 +61,13 @@ def turn_moments_(
     torch.mul(C, inverse, out=M)
 
 
-def turn_momentum_(M: Float[Tensor, "K O I"], U_new: Half, U_old: Half, side: Literal["left", "right"]) -> None:
+def rotate_momentum_(M: Float[Tensor, "K O I"], U_new: Half, U_old: Half, side: Literal["left", "right"]) -> None:
     """First moments alone, in place: out of the old basis and into the new one, which is fewer multiplications than by
     the product of the two bases where M is narrower than they are, and otherwise as many.
 
     >>> from layerwise.optim.cuda.linalg.orthogonal import basis_half
     >>> M, swap = torch.tensor([[[1.0, 2.0]]]), basis_half(torch.eye(2).flip(0)[None])
-    >>> turn_momentum_(M, swap, basis_half(torch.eye(2)[None]), "right")
+    >>> rotate_momentum_(M, swap, basis_half(torch.eye(2)[None]), "right")
     >>> M.tolist()
     [[[2.0, 1.0]]]
     """

@@ -46,7 +46,7 @@ listed first are there first."""
 _SLOTS = threading.BoundedSemaphore(_at_a_time())
 _PREPARING: dict[torch.device, list[threading.Thread]] = {}
 _IS_NEW = threading.Event()
-"""That this Triton has compiled nothing of ours here, as far as its cache says: processes begin before there is a
+"""Set where no key is remembered: the cache is probably empty, and processes that compile begin before there is a
 kernel for them."""
 _LOCK = threading.RLock()
 """Of this module's tables."""

@@ -137,7 +137,7 @@ def pair_product(
 ) -> Float[Tensor, "*K m n"]:
     """The products ``identity·I + beta·add + alpha·A B`` of pairs, as one kernel; one matrix or a stack.
 
-    Of a `Half` and a pair first halves only are multiplied, unless the `whole` pair is asked for. `alpha` and `beta`
+    If one operand is a `Half`, only the pair's `hi` is used, unless the `whole` pair is asked for. `alpha` and `beta`
     are numbers, or one for each matrix on the device. With `symmetric` the result is known to be symmetric: tiles on
     and below the diagonal are computed and mirrored (`add` is read there only); with `skew` too, ``A B`` is symmetric
     and `add` antisymmetric. `out`, of float32 or rounded to float16, may be `add`, but shares no memory with A or B;
