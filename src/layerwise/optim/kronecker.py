@@ -109,8 +109,8 @@ class FactorPair:
             curvature = is_curvature and mean_P is not None and mean_Q is not None
             if context.relative:
                 d = damping**0.5 if curvature else damping
-                left = None if mean_P is None else (d * mean_P).clamp_min(torch.finfo(mean_P.dtype).tiny)
-                return left, None if mean_Q is None else (d * mean_Q).clamp_min(torch.finfo(mean_Q.dtype).tiny)
+                left, right = (None if mean is None else _share(d, mean) for mean in (mean_P, mean_Q))
+                return left, right
             if curvature:
                 assert mean_P is not None
                 assert mean_Q is not None
@@ -226,3 +226,8 @@ def factor_conditions(state: State, shifts: Shifts) -> tuple[Tensor, Tensor] | N
         return None
     bounds = [factor.condition(shift) for factor, shift in found]
     return torch.stack(bounds).amax(0), torch.stack([shift for _, shift in found]).amax(0)
+
+
+def _share(damping: float, mean: Float[Tensor, "K"]) -> Float[Tensor, "K"]:
+    """Of the mean eigenvalue; 1, where a factor is still zero: its root is then the identity, and not infinite."""
+    return torch.where(mean > 0, (damping * mean).clamp_min(torch.finfo(mean.dtype).tiny), 1.0)

@@ -90,3 +90,16 @@ def test_what_the_kernels_take():
     assert not fits(torch.zeros(2, 63, 100))
     assert not fits(torch.zeros(2, 64, 100, dtype=torch.float64))
     assert not fits(torch.zeros(2, 100, 64).mT)
+
+
+@only_interpreted
+def test_an_entry_that_grows_by_the_cut_stays_finite():
+    """Where a strong row and a strong column cross."""
+    D = torch.zeros(1, 256, 256)
+    D[:, 5], D[:, :, 9], D[:, 5, 9] = 6e4, 6e4, -6e4
+    expected = capped(D.double(), norms(D), (256, 256))
+    assert float(expected.abs().max()) > 65504
+    found = D.half()
+    cap_(found, most_of_norm((256, 256)))
+    assert bool(torch.isfinite(found).all())
+    torch.testing.assert_close(found.double(), expected.clamp(-65504, 65504), rtol=2e-3, atol=64.0)

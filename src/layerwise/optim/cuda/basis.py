@@ -112,6 +112,19 @@ class TrackedSide:
         """A copy."""
         return replace(self, matrix=self.matrix.clone(), values=self.values.clone())
 
+    def root(
+        self, shift: Float[Tensor, "K"], power: float, mean: Float[Tensor, "K"], damped: bool
+    ) -> Float[Tensor, "K n"]:
+        """``(s + shift)⁻ᵖ``; where nothing is `damped`, of no eigenvalue below rounding, and 1 of factors of zeros, as
+        on a CPU."""
+        shifted = self.values + shift.unsqueeze(-1)
+        if damped:
+            return shifted.pow(-power)
+        limits = torch.finfo(shifted.dtype)
+        floor = self.values.amax(-1, keepdim=True) * limits.eps * self.own
+        root = torch.maximum(shifted, floor.clamp_min(limits.tiny)).pow(-power)
+        return torch.where(mean.unsqueeze(-1) > 0, root, 1.0)
+
     def refresh_(
         self,
         key: Any,

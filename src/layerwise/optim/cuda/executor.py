@@ -20,7 +20,7 @@ from layerwise.optim.cuda.captured_step import CapturedStep
 from layerwise.optim.cuda.deferred_examples import DeferredExamples
 from layerwise.optim.cuda.deferred_statistics import DeferredStatistics
 from layerwise.optim.cuda.device_step import DeviceStep
-from layerwise.optim.cuda.gradient_sizes import GradientSizes, bounds, sizes_of
+from layerwise.optim.cuda.gradient_sizes import MOST_GRADIENT, GradientSizes, bounds, sizes_of
 from layerwise.optim.cuda.graphs import Graphs
 from layerwise.optim.cuda.linalg.fp16 import Half
 from layerwise.optim.cuda.pieces import Tables
@@ -156,12 +156,12 @@ class AsynchronousExecutor(Executor):
     def _all_finite(self, scale: float, sizes: dict[torch.device, GradientSizes]) -> dict[torch.device, Tensor]:
         """Whether this step is taken, as each device sees it; else gradients are zero.
 
-        A gradient that overflows when it is scaled is not finite.
+        A gradient that overflows when it is scaled is not finite, nor is one whose squares would overflow.
         """
         if not sizes:  # nothing has a gradient
             return {stack.shape.device: _true(stack.shape.device) for stack in self.stacks}
         grows = abs(scale) > 1
-        flags = [(s.largest * abs(scale) < torch.inf).all() if grows else s.finite for s in sizes.values()]
+        flags = [(s.largest * abs(scale) < MOST_GRADIENT).all() if grows else s.finite for s in sizes.values()]
         taken = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
         self.health.count("skipped_steps", (~taken).to(torch.int64))
         return {stack.shape.device: taken.to(stack.shape.device) for stack in self.stacks}

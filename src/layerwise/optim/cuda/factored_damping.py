@@ -35,5 +35,5 @@ def factored_damping(
     if not relative:
         return *split_damping(float(damping), split, mean_Q, mean_P), torch.full_like(mean_P, damping)
     left, right = damping**0.5 * mean_P, damping**0.5 * mean_Q
-    known = left * right > 0
+    known = (mean_P > 0) & (mean_Q > 0)
     return torch.where(known, left, 0.0), torch.where(known, right, 0.0), torch.where(known, left * right, 1.0)

@@ -11,6 +11,9 @@ from layerwise.optim.cuda.magnitudes import magnitudes
 from layerwise.optim.cuda.pieces import Tables
 from layerwise.optim.step.stack import Stack
 
+MOST_GRADIENT = 1e19
+"""From which on an entry counts as not finite: moments are of squares, and these would not be in float32."""
+
 
 @dataclass
 class GradientSizes:
@@ -39,7 +42,7 @@ def sizes_of(stacks: Sequence[Stack], tables: Tables) -> GradientSizes | None:
         largest.append(found.largest)
         places |= {n: before + at if at >= 0 else -1 for n, at in zip(others, found.places, strict=True)}
     whole = largest[0] if len(largest) == 1 else torch.cat(largest)
-    return GradientSizes((whole < torch.inf).all(), whole, places)
+    return GradientSizes((whole < MOST_GRADIENT).all(), whole, places)
 
 
 def bounds(

@@ -166,9 +166,10 @@ class DeviceRoots(InverseRoots):
     def _in_basis(self, X: Tensor, context: Context, shifts: Shifts) -> Tensor | Scaled:
         """``U_P [(s_P + shift)⁻ᵖ (s_Q + shift)⁻ᑫ ⊙ U_Pᵀ ∇L U_Q] U_Qᵀ``: the same where a basis is kept, not roots."""
         P, Q = (side if isinstance(side, TrackedSide) else None for side in (self.sides.get("P"), self.sides.get("Q")))
+        sizes, damped = means(self.of), context.damping > 0
         a, b = (
-            None if side is None or shift is None else (side.values + shift.unsqueeze(-1)).pow(-power)
-            for side, shift, power in zip((P, Q), shifts(*means(self.of)), self.power, strict=True)
+            None if side is None or shift is None or mean is None else side.root(shift, power, mean, damped)
+            for side, shift, power, mean in zip((P, Q), shifts(*sizes), self.power, sizes, strict=True)
         )
         U_P, U_Q = (None if side is None else side.matrix.half() for side in (P, Q))
         R = rotated(

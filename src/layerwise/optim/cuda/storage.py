@@ -89,6 +89,9 @@ class StoredMatrix:
             return
         assert isinstance(X, Tensor)
         largest = two_sided_product.row_bound(X) if halves.shape[1] == 1 else None
+        if largest is not None:  # an inverse of almost nothing has entries for which there is no scale
+            finite = torch.isfinite(largest)
+            good = finite if good is None else good & finite
         if packed_fp16.is_packed(halves):
             packed_fp16.put_(halves, scale, X, good, largest)
         elif _by_kernels(X) and halves.shape[1] == 2:

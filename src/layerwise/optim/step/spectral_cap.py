@@ -19,6 +19,7 @@ from layerwise.foundations.linalg.probes import probe_columns
 
 TIMES = 3.0
 """Of the root mean square of all singular values that the largest may be."""
+HALF_MOST = torch.finfo(torch.float16).max
 PROBES = 16
 """Columns from which the power iteration starts; the one that has come farthest is taken."""
 
@@ -39,7 +40,9 @@ def capped(D: Float[Tensor, "K O I"], norms: Float[Tensor, "K"], sides: tuple[in
     excess = (sigma - (share * norms).view(-1, 1, 1).to(sigma)).clamp_min(0).nan_to_num(0.0)
     root = excess.sqrt()  # on both sides: either alone may exceed half precision
     u, v = u / sigma.clamp_min(torch.finfo(u.dtype).tiny) * root, v * root
-    return torch.addcmul(D, u.to(D.dtype), v.mT.to(D.dtype), value=-1)  # one pass, where baddbmm copies D first
+    capped = torch.addcmul(D, u.to(D.dtype), v.mT.to(D.dtype), value=-1)  # one pass, where baddbmm copies D first
+    # Where one row and one column are strong, the entry at which they cross may grow.
+    return capped.clamp_(-HALF_MOST, HALF_MOST) if D.dtype == torch.float16 else capped
 
 
 def most_of_norm(sides: tuple[int, int]) -> float:

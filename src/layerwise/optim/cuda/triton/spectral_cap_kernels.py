@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-from layerwise.optim.cuda.triton.elementwise_kernels import _jit, _jit_varying, tl, triton
+from layerwise.optim.cuda.triton.elementwise_kernels import _jit, _jit_varying, stored, tl, triton
 
 __all__ = ["cut_kernel", "left_kernel", "probe_kernel", "right_kernel", "triton"]
 
@@ -140,4 +140,4 @@ def cut_kernel(
             d = part_of(D, k, D_k, rows, columns, O, I).to(tl.float32)
             right = tl.load(v + columns, mask=columns < I, other=0.0)
             here, inside = D + k * D_k + rows * I + columns, (rows < O) & (columns < I)
-            tl.store(here, (d - left * right).to(D.dtype.element_ty), mask=inside)
+            tl.store(here, stored(d - left * right, D.dtype.element_ty), mask=inside)
