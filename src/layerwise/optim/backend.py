@@ -309,12 +309,6 @@ class Backend(ABC):
         being the averages into which R is taken before, where there are such."""
 
     @abstractmethod
-    def factored_damping(
-        self, basis: Eigenbasis, damping: float, relative: bool, split: str, own: tuple[int, int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(left, right, constant) of damping that is divided between both factors."""
-
-    @abstractmethod
     def replace_scalings_(self, s: Tensor, total: Tensor, examples: int, good: Tensor, context: Context) -> None:
         """EKFAC's batch scalings: ``s ← total / examples`` for the groups that are `good`."""
 

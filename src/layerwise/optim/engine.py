@@ -354,6 +354,7 @@ class Layerwise(Checkpointed):
         if precision is not None:
             self._loaded, self._shared, self._precision = self._saved(), None, precision
             self._stacks = self._build()
+            self._loaded = {}
 
     def _rehearse(self, likely: str) -> None:
         """On a GPU, begin to compile the kernels of a step in the background: at construction, and at the first step if
@@ -508,6 +509,7 @@ class Layerwise(Checkpointed):
                 return False
             self._capture.require_forward(type(self).__name__)
         self._stacks = self._build()
+        self._loaded, self._shared = {}, None  # which the stacks have taken
         self._notices.unseen = None
         self._notices.of_fallback(type(self).__name__, self._choice, self._stacks, self.model)
         return True

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from layerwise.foundations.errors import NumericalError
-from layerwise.foundations.kronecker import split_damping
 from layerwise.foundations.linalg import finite_matrices, gram, guarded_eigh, guarded_inverse, settled_eigh
 from layerwise.optim.backend import ALL, Average, Backend, Eigenbasis, Factor, InverseRoots, Shifts, Side
 from layerwise.optim.channels import times_inputs, whole_spectrum
@@ -391,27 +390,6 @@ def damped_scalings(
     return s + added.clamp_min(torch.finfo(s.dtype).tiny)
 
 
-def factored_damping(
-    s_P: Float[Tensor, "K O"],
-    s_Q: Float[Tensor, "K I"],
-    damping: float,
-    relative: bool,
-    split: str,
-    own: tuple[int, int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(left, right, constant), one number a group: ``s_P·right + left·s_Q + constant`` is added to scalings.
-
-    `relative`: λ is relative to the mean eigenvalue of ``P ⊗ Q``; factors that are still zero get a constant of 1. Else
-    `split` is "trace" (with π) or "equal". `own` are sizes without padding, whose eigenvalues are zero.
-    """
-    mean_P, mean_Q = s_P.sum(-1) / own[0], s_Q.sum(-1) / own[1]
-    if not relative:
-        return *split_damping(float(damping), split, mean_Q, mean_P), torch.full_like(mean_P, damping)
-    left, right = damping**0.5 * mean_P, damping**0.5 * mean_Q
-    known = (mean_P > 0) & (mean_Q > 0)
-    return torch.where(known, left, 0.0), torch.where(known, right, 0.0), torch.where(known, left * right, 1.0)
-
-
 @dataclass(frozen=True)
 class Reference(Backend):
     """Plain torch."""
@@ -506,12 +484,6 @@ class Reference(Backend):
         """Entry by entry."""
         R = R if average is None else average.moved(R, s, self)
         return R / damped_scalings(s, basis, *added)
-
-    def factored_damping(
-        self, basis: Eigenbasis, damping: float, relative: bool, split: str, own: tuple[int, int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """By the factors' eigenvalues."""
-        return factored_damping(basis.values_P, basis.values_Q, damping, relative, split, own)
 
     def replace_scalings_(self, s: Tensor, total: Tensor, examples: int, good: Tensor, context: Context) -> None:
         """Group by group."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from layerwise.optim.backend import Backend
 from layerwise.optim.cuda.backend import CudaBackend
 from layerwise.optim.cuda.device_step import DeviceStep
+from layerwise.optim.factored_damping import factored_damping
 from layerwise.optim.reference import Reference
 from layerwise.optim.rule import Context, Health, Shape, State
 from random_tensors import randn64
@@ -407,7 +408,7 @@ def test_damped_quotients(setting: Setting, factored: bool, average: float | Non
     backend, context = setting.backend, setting.context()
     G, s = randn64(K, O, I, seed=2).to(setting.dtype), randn64(K, O, I, seed=3).square().add(0.1).to(setting.dtype)
     if factored:
-        added: Any = backend.factored_damping(basis, 0.1, True, "trace", (O, I))
+        added: Any = factored_damping(basis.values_P, basis.values_Q, 0.1, relative=True, own=(O, I))
     else:
         added = (None, None, torch.tensor([0.5, 0.25], dtype=setting.dtype))
     R = backend.tensor(basis.rotate(G, context)).double().clone()

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import layerwise as lw
-from layerwise.optim.cuda.factored_damping import factored_damping
 from layerwise.optim.cuda.storage import StoredMatrix
 from layerwise.optim.engine import Layerwise
+from layerwise.optim.factored_damping import factored_damping
 from layerwise.optim.step import spectral_cap
 
 pytestmark = pytest.mark.usefixtures("untyped")
@@ -114,3 +114,54 @@ def test_a_bound_in_half_precision_stays_finite():
     norms = D.flatten(1).norm(dim=1)
     assert float(spectral_cap.capped(D, norms, (256, 256)).abs().max()) > 65504
     assert bool(torch.isfinite(spectral_cap.capped(D.half(), norms, (256, 256))).all())
+
+
+# --- what a step leaves as it was -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("member", ["KFAC", "FOOF", "Shampoo", "SOAP", "Muon"])
+def test_a_clip_that_is_never_reached_changes_nothing(member: str):
+    ends = []
+    for clip in (None, ("norm", 1e9)):
+        model = Gated()
+        model.gate = 1.0
+        options: dict[str, Any] = {"likelihood": "categorical"} if member == "KFAC" else {}
+        train(model, getattr(lw.optim, member)(model, clip=clip, **options), range(3))
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-4, atol=1e-6)
+
+
+def test_directions_that_lie_in_a_state_stay_there(monkeypatch: pytest.MonkeyPatch):
+    """Without factors the direction is AdamW's m itself."""
+    found = []
+    for gpu in (True, False):
+        monkeypatch.setattr(Layerwise, "host_may_sync", property(lambda self, gpu=gpu: not gpu))
+        model = Gated()
+        model.gate = 1.0
+        opt = lw.optim.Shampoo(model, max_factor=2)
+        train(model, opt, range(4))
+        stack = max(opt._stacks or [], key=lambda stack: stack.shape.inputs * stack.requires.matrices_only)
+        found.append(float(stack.state["graft_m"].norm()))
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def test_what_was_loaded_is_let_go():
+    model = Gated()
+    opt = lw.optim.SOAP(model)
+    train(model, opt, range(2))
+    other = Gated()
+    resumed = lw.optim.SOAP(other)
+    resumed.load_state_dict(opt.state_dict())
+    assert resumed._loaded
+    train(other, resumed, range(2, 4))
+    assert not resumed._loaded
+
+
+def test_members_that_look_at_all_layers_leave_a_bad_step_out():
+    model = Gated()
+    opt = lw.optim.NGD(model, likelihood="categorical")
+    train(model, opt, range(2))
+    train(model, opt, range(2, 3), float("nan"))
+    assert opt.health().skipped_steps == 1
+    train(model, opt, range(3, 5))
+    assert is_finite(model)

@@ -19,7 +19,6 @@ from layerwise.optim.cuda.device_step import all_finite, largest_of, taken
 from layerwise.optim.cuda.eigenbasis_elementwise import damped_quotient, divided_to_fp16, squares_ema_
 from layerwise.optim.cuda.elementwise import adam_, adam_norms_, corrections_, ema_, momentum_update_, rotated_adam_
 from layerwise.optim.cuda.factor import DeviceFactor
-from layerwise.optim.cuda.factored_damping import factored_damping
 from layerwise.optim.cuda.fp16_steps import damped_half, moves
 from layerwise.optim.cuda.inverse import DeviceInverse, DeviceRoots
 from layerwise.optim.cuda.linalg.fp16 import Half
@@ -304,7 +303,7 @@ class CudaBackend(Backend):
             weight = (finite.to(torch.float32) * (1 - decay)).expand(len(s))
             squares_ema_(s, R, weight, context.examples)
             return
-        R = R if isinstance(R, Tensor) else unscaled(replace(R, C=R.C.clone()))  # the quotient still reads R
+        R = R if isinstance(R, Tensor) else unscaled(R)
         squares = context.examples * R.square()
         good = torch.isfinite(squares.flatten(1).sum(1)).view(-1, 1, 1)
         good = good if finite is None else good & finite
@@ -323,12 +322,6 @@ class CudaBackend(Backend):
         if halves:
             return damped_half(R, s, numbers, largest_before(basis.before, grad), average)
         return damped_quotient(R, s, *numbers, out=None if held is grad else held)
-
-    def factored_damping(
-        self, basis: Eigenbasis, damping: float, relative: bool, split: str, own: tuple[int, int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Nothing is asked of the device."""
-        return factored_damping(basis.values_P, basis.values_Q, damping, relative=relative, split=split, own=own)
 
     def replace_scalings_(self, s: Tensor, total: Tensor, examples: int, good: Tensor, context: Context) -> None:
         """In one pass; not in a step that is left out."""

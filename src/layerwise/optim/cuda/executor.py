@@ -104,7 +104,7 @@ class AsynchronousExecutor(Executor):
                 tables.send()
             if together is not None or not self.captured.run(contexts, seen, scale):
                 parts = self.parts(contexts, self.gather(scale, whole=together is not None))
-                if together is not None:
+                if together is not None and all(part.context.is_taken() for part in parts):
                     together(list(parts), seen)
                 self.learn(parts, seen)
                 self.descend(parts)
@@ -195,7 +195,7 @@ class AsynchronousExecutor(Executor):
             # that has not begun does both at once.
             of_gradients = requires.refreshes and not (requires.inputs or requires.outgrads)
             after = of_gradients and not requires.gradient and any(freshness(stack))
-            if of_gradients and not after:
+            if of_gradients and not after and (context.observes or not requires.gradient):
                 remember(stack, stack.by_group(part.active))
             observed = self.accumulator.observation(stack, seen) if seen and rule is self.rule else None
             # Of an earlier batch: no part of this step, so that layers without a gradient keep them too.
@@ -207,7 +207,9 @@ class AsynchronousExecutor(Executor):
             if observed is not None:
                 self.statistics.take(stack, observed, context, whole=part.before is None)
                 deferred_statistics.take_due(stack, context.step, self.every)
-                remember(stack, observed.known)
+                # Of layers that are not active the step takes all of it back.
+                on = stack.by_group(part.active)
+                remember(stack, [known and active for known, active in zip(observed.known, on, strict=True)])
             if by_gradient:
                 self.learn_gradient(part)
             if requires.refreshes:

@@ -32,7 +32,8 @@ def parts(X: Tensor | Scaled) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 @torch.no_grad()
 def unscaled(X: Float[Tensor, "*B K O I"] | Scaled) -> Float[Tensor, "*B K O I"]:
-    """A tensor as it is; a scaled one over its scales, in place, or in float32 if it is of half precision.
+    """A tensor as it is; a scaled one over its scales, in float32 if it is of half precision. C stays: it may lie in a
+    state, and others may divide it again.
 
     >>> unscaled(Scaled(torch.ones(1, 1, 1), (torch.tensor([4.0]),)))
     tensor([[[0.2500]]])
@@ -40,6 +41,5 @@ def unscaled(X: Float[Tensor, "*B K O I"] | Scaled) -> Float[Tensor, "*B K O I"]
     C, scales = parts(X)
     if scales and C.numel():
         check_whole(C, "C")
-        out = C if C.dtype.itemsize >= 4 else torch.empty(C.shape, dtype=torch.float32, device=C.device)
-        return torch.mul(C, per_group(reciprocal(scales), C), out=out)
+        return C.to(torch.promote_types(C.dtype, torch.float32)) * per_group(reciprocal(scales), C)
     return C

@@ -12,6 +12,7 @@ from layerwise.foundations.likelihoods import Likelihood
 from layerwise.optim.backend import Average, Backend, Eigenbasis
 from layerwise.optim.channels import times_inputs
 from layerwise.optim.engine import Layerwise
+from layerwise.optim.factored_damping import factored_damping
 from layerwise.optim.kronecker import FactorPair, check_choice
 from layerwise.optim.options import (
     LIKELIHOOD,
@@ -160,7 +161,8 @@ class CorrectedEigenvalues(UpdateRule):
             return None, None, torch.where(mean > 0, damping * mean, 1.0)
         if self.split == "exact":
             return None, None, torch.full_like(basis.values_P[:, 0], damping)
-        return context.backend.factored_damping(basis, damping, context.relative, self.split, (O, I))
+        values = basis.values_P, basis.values_Q
+        return factored_damping(*values, damping, relative=context.relative, split=self.split, own=(O, I))
 
     def quadratic(self, state: State, D: Float[Tensor, "K O I"]) -> Tensor | None:
         """``Σ s (U_Pᵀ D U_Q)²``."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from layerwise.optim.cuda.factored_damping import factored_damping
+from layerwise.optim.factored_damping import factored_damping
 
 O, I, OWN = 40, 24, (37, 21)
 
