@@ -215,3 +215,18 @@ def test_a_scripted_part_is_no_obstacle():
     model(torch.ones(3, 4)).square().sum().backward()
     opt.step()
     assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("name", ["KFAC", "EKFAC"])
+def test_a_change_between_backward_and_step_is_named(name: str):
+    """What was seen is of another model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    opt = getattr(lw.optim, name)(model)
+    nn.functional.cross_entropy(model(torch.randn(5, 6)), torch.arange(5) % 3).backward()
+    opt.step()
+    nn.functional.cross_entropy(model(torch.randn(5, 6)), torch.arange(5) % 3).backward()
+    model.append(nn.Linear(3, 3))
+    opt.add_param_group({"params": list(model[3].parameters())})
+    with pytest.raises(LayerwiseError, match=r"have changed.* before the forward rather than before"):
+        opt.step()

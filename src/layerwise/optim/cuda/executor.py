@@ -240,7 +240,8 @@ class AsynchronousExecutor(Executor):
             return
         owners = self.processes.owners([float(groups.stop - groups.start) for groups in due])
         for groups, owner in zip(due, owners, strict=True):
-            if not self._is_ready(stack, groups, context):
+            if not all(fresh[groups]) and not context.is_taken():  # the host asks the device at first steps alone
+                observed(stack)[groups] = fresh[groups]  # not at a step that is left out
                 continue
             if owner == self.processes.rank:
                 stack.rule.refresh(stack.state, groups, context)
@@ -250,11 +251,6 @@ class AsynchronousExecutor(Executor):
         if self.processes.count > 1:
             pairs = zip(due, owners, strict=True)
             self.processes.share([(owner, X) for groups, owner in pairs for X in stack.renewed(groups)])
-
-    @staticmethod
-    def _is_ready(stack: Stack, groups: slice, context: Context) -> bool:
-        """Whether there is anything to decompose, as far as the host knows; it asks the device at first steps alone."""
-        return all(freshness(stack)[groups]) or context.is_taken()
 
     def _replay_on(self, device: torch.device) -> Callable[[Hashable, Callable[[], None], str], None] | None:
         """What captures refreshes: where there is one process, a damping that stays as it is, and a GPU."""
@@ -442,7 +438,7 @@ def dot(X: Tensor | Scaled, Y: Tensor) -> Tensor:
 def known_runs(stack: Stack, groups: slice, active: Sequence[bool]) -> list[slice]:
     """Active neighbours that have statistics, as far as the host knows: one layer that is never called stops no
     other."""
-    seen, fresh, runs = stack.memory.get("observed", [False] * stack.groups), freshness(stack), list[slice]()
+    seen, fresh, runs = observed(stack), freshness(stack), list[slice]()
     for place in range(groups.start, groups.stop):
         if active[place] and (seen[place] or fresh[place]):
             start = runs.pop().start if runs and runs[-1].stop == place else place
@@ -450,7 +446,14 @@ def known_runs(stack: Stack, groups: slice, active: Sequence[bool]) -> list[slic
     return runs
 
 
+def observed(stack: Stack) -> list[bool]:
+    """Which groups have statistics, as far as the host knows: it asks the device about a state that was loaded."""
+    if "observed" not in stack.memory:
+        loaded = [factor.trace() > 0 for factor in stack.factors] if stack.memory.get("loaded") else []
+        stack.memory["observed"] = torch.stack(loaded).all(0).tolist() if loaded else [False] * stack.groups
+    return stack.memory["observed"]
+
+
 def remember(stack: Stack, known: Sequence[bool]) -> None:
-    """Which groups have statistics, as far as the host can know."""
-    before = stack.memory.setdefault("observed", [False] * stack.groups)
-    stack.memory["observed"] = [old or new for old, new in zip(before, known, strict=True)]
+    """That groups have statistics."""
+    stack.memory["observed"] = [old or new for old, new in zip(observed(stack), known, strict=True)]

@@ -367,15 +367,18 @@ class Capture:
         """A step needs to know the model."""
         if self.notes is not None:
             return
-        evaluating = not self.model.training
+        when, advice = "", "build the optimizer before torch.compile and call the model itself, not its parts"
+        if not self.model.training:
+            when = ", which is in eval mode"
+            advice = "call model.train() before the loop (from_pretrained returns a model in eval mode)"
+        elif self.forwards:  # and `look_again` since
+            when = " as it is now: layers or parameters have changed"
+            advice = "change the model, and call add_param_group, before the forward rather than before step()"
         raise LayerwiseError(
             describe(
-                f"a step of {member} before it has seen a training forward of its model"
-                + (", which is in eval mode" if evaluating else ""),
+                f"a step of {member} before it has seen a training forward of its model{when}",
                 "model(x) in train mode, with gradients, after the optimizer was built",
-                "call model.train() before the loop (from_pretrained returns a model in eval mode)"
-                if evaluating
-                else "build the optimizer before torch.compile and call the model itself, not its parts",
+                advice,
             )
         )
 

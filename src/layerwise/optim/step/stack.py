@@ -179,6 +179,7 @@ class Stack:
         if not any(saved.get(spec.name) for spec in self.specs):
             self.memory |= {"fresh": [False] * self.groups, "begun": False}  # which nobody need ask the device
             return
+        self.memory["loaded"] = True
         owners = {name: entry for entry in kept(self.state) for name in entry.tensors()}
         sizes = {name: tuple(X.shape[1:]) for name, X in self._portable(slice(0, 1)).items()}
         needed, beside = set(sizes), {name for name, entry in self.state.items() if isinstance(entry, Tensor)}
@@ -237,14 +238,19 @@ class Stack:
 
     def copied(self) -> dict[str, Tensor]:
         """All of it as it is stored, for `restore`."""
+        self.memory["former fresh"] = [*self.memory.get("fresh", ())]
         return {name: X.clone() for name, X in tensors(self.state).items()}
 
     def restore(self, before: Mapping[str, Tensor], active: list[bool]) -> None:
         """Give layers that were not active their former state back; zeros, for what was only made in this step."""
-        for name, X in tensors(self.state).items():
-            for (_, groups), on in zip(self.layers, active, strict=True):
-                if not on:
-                    X[groups] = before[name][groups] if name in before else 0
+        entries, former = tensors(self.state).items(), self.memory["former fresh"]
+        for (_, groups), on in zip(self.layers, active, strict=True):
+            if on:
+                continue
+            for name, X in entries:
+                X[groups] = before[name][groups] if name in before else 0
+            if former:  # what the host knows of the entry "fresh"
+                self.memory["fresh"][groups] = former[groups]
 
     @cached_property
     def factors(self) -> list[Factor]:
