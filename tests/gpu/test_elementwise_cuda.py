@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from layerwise.optim.cuda import elementwise, elementwise_torch
-from layerwise.optim.cuda.magnitudes import magnitudes
+from layerwise.optim.cuda.gradient_sizes import largest_of_each
 from layerwise.optim.cuda.triton import elementwise as triton_elementwise
 from layerwise.optim.cuda.triton.products import available
 from layerwise.optim.step.update import rows_apart
@@ -78,12 +78,12 @@ def test_ema(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], dtype: tor
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_finite_gate(dtype: torch.dtype):
     tensors = [torch.full((300, 7000), 6e4, device="cuda").to(dtype), *(randn(7).to(dtype) for _ in range(400))]
-    assert bool(magnitudes([*tensors, randn(5).double()]).finite)
+    assert bool(largest_of_each([*tensors, randn(5).double()]).isfinite().all())
     for bad in (torch.nan, torch.inf, -torch.inf):
         for at in (0, 250):
             broken = [X.clone() if place == at else X for place, X in enumerate(tensors)]
             broken[at].view(-1)[-1] = bad
-            assert not bool(magnitudes(broken).finite)
+            assert largest_of_each(broken).isfinite().logical_not().nonzero().tolist() == [[at]]
 
 
 @pytest.mark.parametrize(("shape", "rotated", "all_finite"), STACKED)
@@ -193,7 +193,7 @@ def all_of(lr: float, weights: list[Tensor], stack: Tensor, all_finite: Tensor) 
     elementwise.adam_norms_(stack.clone(), stack.square(), stack, **moments, all_finite=all_finite)
     elementwise.ema_(stack, stack.clone(), ones, lr)
     elementwise.momentum_update_(stack.clone(), stack, lr, all_finite=all_finite)
-    magnitudes(weights)
+    largest_of_each(weights)
     elementwise.dot(stack, stack)
 
 

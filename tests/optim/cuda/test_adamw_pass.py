@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import layerwise as lw
 from interpreter import INTERPRETED, only_interpreted
-from layerwise.optim.cuda import adamw, elementwise, magnitudes, pieces
+from layerwise.optim.cuda import adamw, elementwise, pieces
 from layerwise.optim.cuda.triton.pieces import COLUMNS, ROWS
 from layerwise.optim.engine import Layerwise
 from random_tensors import randn
@@ -23,7 +23,7 @@ BETAS, EPS, LR, DECAY = (0.9, 0.95), 1e-3, 0.03, 0.2
 @pytest.fixture(autouse=True)
 def _by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
-        for module in (pieces, elementwise, magnitudes):
+        for module in (pieces, elementwise):
             monkeypatch.setattr(module, "available", lambda device: True, raising=False)
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from interpreter import INTERPRETED, only_interpreted
 from layerwise.optim.cuda import elementwise
 from layerwise.optim.cuda.elementwise import corrections_
+from layerwise.optim.cuda.gradient_sizes import largest_of_each
 from layerwise.optim.cuda.linalg import split_fp16
-from layerwise.optim.cuda.magnitudes import magnitudes
 from layerwise.optim.cuda.scaled import Scaled, unscaled
 from layerwise.optim.cuda.triton import elementwise as triton_elementwise
 from layerwise.optim.cuda.triton import splits as triton_splits
@@ -101,23 +101,18 @@ def test_adam_of_many_small_groups(way: str, shape: tuple[int, int, int], all_fi
 
 
 def test_magnitudes_of_several_types():
-    tensors = [randn(3, 2), torch.zeros(0), randn(4).bfloat16(), -5 * torch.ones(2, 2), torch.tensor([2.0]).half()]
-    found = magnitudes(tensors)
-    assert found.places[1] == -1
-    for X, place in zip(tensors, found.places, strict=True):
-        if X.numel():
-            assert float(found.largest[place]) == float(X.abs().max())
-    assert bool(found.finite)
-    assert found.largest.dtype == torch.float32
+    tensors = [randn(3, 2), randn(4).bfloat16(), -5 * torch.ones(2, 2), torch.tensor([2.0]).half()]
+    found = largest_of_each(tensors)
+    assert found.tolist() == [float(X.abs().max()) for X in tensors]
+    assert found.dtype == torch.float32
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_one_bad_entry_of_one_type_is_found(value: float):
     bad = torch.ones(5, dtype=torch.bfloat16)
     bad[3] = value
-    assert not bool(magnitudes([torch.ones(3), bad, torch.ones(2, dtype=torch.float64)]).finite)
-    assert bool(magnitudes([torch.full((2,), 1e300, dtype=torch.float64), torch.ones(3)]).finite)
-    assert bool(magnitudes([]).finite)
+    found = largest_of_each([torch.ones(3), bad, torch.full((2,), 1e300, dtype=torch.float64)])
+    assert found.isfinite().tolist() == [True, False, True]
 
 
 @only_interpreted

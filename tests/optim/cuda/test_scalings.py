@@ -75,10 +75,10 @@ def test_moments_of_soap_are_not_rounded():
     ],
 )
 def test_when_momentum_is_rounded(beta: float, solver: str, precision: str, dtype: torch.dtype):
-    rule, shape = RotatedAdam(betas=(beta, 0.99)), Shape(2, 3, 4, torch.float32, CPU)
-    assert rule.init(shape, CudaBackend(solver, precision))["M"].dtype == dtype
-    wide = Shape(2, 3, 4, torch.float64, CPU)
-    assert rule.init(wide, CudaBackend(solver, precision))["M"].dtype == torch.float64
+    for rule in (RotatedAdam(betas=(beta, 0.99)), CorrectedEigenvalues(averages=True, average_decay=beta)):
+        shape, wide = (Shape(2, 3, 4, dtype, CPU) for dtype in (torch.float32, torch.float64))
+        assert rule.init(shape, CudaBackend(solver, precision))["M"].dtype == dtype
+        assert rule.init(wide, CudaBackend(solver, precision))["M"].dtype == torch.float64
 
 
 # --- precision -------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from layerwise.optim.cuda.storage import StoredMatrix
 from layerwise.optim.cuda.triton.device import on_gpu
 from layerwise.optim.cuda.triton.splits import bound_scale
 from layerwise.optim.eigenbasis import squares_of_layer
-from layerwise.optim.reference import DenseBasis, Reference, above
+from layerwise.optim.reference import DenseBasis, Reference
 from layerwise.optim.rule import Context, Observation, Recorded, Requirements, Shape, State
 from layerwise.optim.solver import method
 from layerwise.optim.step.stack import Stack
@@ -190,16 +190,9 @@ class CudaBackend(Backend):
         """In one pass, the moments in the gradient's own order in memory."""
         if all_finite(context) is None:
             return self.exact.adam_(state, grad, betas, eps, context)
-        if grad.dtype == torch.float32:
-            transposed = not grad.is_contiguous() and grad.mT.is_contiguous()
-            D = adam_(**self._moments(state, grad, transposed, betas, eps, context))
-            return D.mT if transposed else D
-        (b1, b2), m, v, steps = betas, state["m"], state["v"], state["steps"]
-        steps += taken(1.0, grad, context)
-        m.lerp_(grad, taken(1 - b1, grad, context))
-        v.lerp_(grad.square(), taken(1 - b2, grad, context))
-        t = steps.clamp_min(1).view(-1, 1, 1)  # 0 only if the very first step is left out
-        return m / (1 - b1**t) / (v.sqrt() / (1 - b2**t).sqrt()).add_(eps)
+        transposed = not grad.is_contiguous() and grad.mT.is_contiguous()
+        D = adam_(**self._moments(state, grad, transposed, betas, eps, context))
+        return D.mT if transposed else D
 
     def adam_norms_(
         self, state: State, grad: Float[Tensor, "K O I"] | Half, betas: tuple[float, float], eps: float,
@@ -252,19 +245,6 @@ class CudaBackend(Backend):
             state["M"] = M.copy_(wide["M"])
             return Y
         M, V, steps = state["M"], state["V"], state["steps"]
-        if isinstance(grad, Tensor) and grad.dtype != torch.float32:
-            rotated = unscaled(rotated)
-            steps += taken(1.0, grad, context)
-            M.lerp_(rotated, taken(1 - b1, grad, context))
-            V.lerp_(rotated.square(), taken(1 - b2, grad, context))
-            t = steps.clamp_min(1)
-            least, t = floor(1 - b2**t), t.view(-1, 1, 1)
-            step = (M / V.sqrt().add_(eps)).mul_((1 - b2**t).sqrt() / (1 - b1**t))
-            if least is None:
-                return step
-            kept = above(V, least)
-            context.health.count("floored_layers", (kept.flatten(1).amin(1) == 0).sum())
-            return step.mul_(kept)
         c1, c2 = corrections_(steps, b1, b2, finite)
         halves = isinstance(basis, TrackedBasis)
         scale = bound_scale(ROOM * step_bound(b1, b2)) if halves else 1.0

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from layerwise.optim.cuda.magnitudes import magnitudes
 from layerwise.optim.cuda.pieces import Tables
 from layerwise.optim.step.stack import Stack
 
@@ -29,20 +29,32 @@ def sizes_of(stacks: Sequence[Stack], tables: Tables) -> GradientSizes | None:
     """The largest magnitude of every gradient that stacks on one device have, if there is one."""
     pieces = [own for stack in stacks if (own := tables.reads(stack)) is not None]
     by_table = {id(p) for own in pieces for p in own.stack.params.values()}
-    others = {id(p): p.grad for p in tables.params if p.grad is not None and id(p) not in by_table}
-    grads = [grad.coalesce().values() if grad.is_sparse else grad for grad in others.values()]
-    if not pieces and not grads:
-        return None
+    grads = {id(p): p.grad for p in tables.params if p.grad is not None and id(p) not in by_table}
+    grads = {name: grad.coalesce().values() if grad.is_sparse else grad for name, grad in grads.items()}
+    grads = {name: grad for name, grad in grads.items() if grad.numel()}
     largest, places = list[Tensor](), dict[int, int]()
     if pieces:
         largest.append(tables.magnitudes(pieces))
         places |= {name: tables.slots[name] for name in by_table}
     if grads:
-        found, before = magnitudes(grads), len(tables.params) if pieces else 0
-        largest.append(found.largest)
-        places |= {n: before + at if at >= 0 else -1 for n, at in zip(others, found.places, strict=True)}
+        before = len(tables.params) if pieces else 0
+        largest.append(largest_of_each([*grads.values()]))
+        places |= {name: before + at for at, name in enumerate(grads)}
+    if not largest:
+        return None
     whole = largest[0] if len(largest) == 1 else torch.cat(largest)
     return GradientSizes((whole < MOST_GRADIENT).all(), whole, places)
+
+
+@torch.no_grad()
+def largest_of_each(tensors: Sequence[Float[Tensor, "..."]]) -> Float[Tensor, "T"]:
+    """Largest magnitudes of tensors that are not empty, in float32 or more.
+
+    >>> largest_of_each([torch.tensor([1.0, -3.0]), torch.ones(2, 2).bfloat16()])
+    tensor([3., 1.])
+    """
+    norms = torch.stack(torch._foreach_norm([*tensors], torch.inf))  # pyright: ignore[reportPrivateImportUsage]
+    return norms.to(torch.promote_types(norms.dtype, torch.float32))
 
 
 def bounds(

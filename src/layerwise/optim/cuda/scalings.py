@@ -1,8 +1,8 @@
 """In which precision averages in an eigenbasis are kept; they are computed in that of the factors.
 
-EKFAC's scalings, where they are measured, and SOAP's momentum are kept in bfloat16 where the kernels that read and
-write them run. To store one rounds it by at most 2⁻⁸ of itself; an average gathers that from step to step, hence
-`MOST_DECAY` and `MOST_MOMENTUM`. Sums over examples are made in float32 before.
+EKFAC's scalings, where they are measured, and the momentum of EKFAC and SOAP are kept in bfloat16 where the kernels
+that read and write them run. To store one rounds it by at most 2⁻⁸ of itself; an average gathers that from step to
+step, hence `MOST_DECAY` and `MOST_MOMENTUM`. Sums over examples are made in float32 before.
 """
 
 import torch
