@@ -54,7 +54,8 @@ class Average:
             return R
         R = backend.tensor(R)
         backend.average_(self.M, R, self.decay, self.context)
-        return R.lerp(self.M, self.decay) if self.nesterov else self.M
+        M = self.M.to(R.dtype)  # which may be kept in half precision
+        return R.lerp(M, self.decay) if self.nesterov else M
 
 
 class Kept(ABC):

@@ -11,6 +11,7 @@ from layerwise.optim.backend import Backend
 from layerwise.optim.cuda import backend as cuda_backend
 from layerwise.optim.cuda.backend import CudaBackend
 from layerwise.optim.cuda.device_step import DeviceStep
+from layerwise.optim.cuda.scaled import unscaled
 from layerwise.optim.engine import Layerwise
 from layerwise.optim.members.ekfac import CorrectedEigenvalues
 from layerwise.optim.reference import DenseBasis, Reference
@@ -178,3 +179,25 @@ def test_examples_in_half_precision_train_alike(positions: tuple[int, ...], monk
     for exact, half in zip(*found, strict=True):
         assert not torch.equal(exact, half)
         assert float((exact - half).norm() / exact.norm()) < 2e-2
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("finite", [None, True], ids=["eager", "asynchronous"])
+@pytest.mark.parametrize("solver", ["eigh", "products"])
+def test_an_average_in_bfloat16_is_divided_as_one_in_float32(solver: str, finite: bool | None, nesterov: bool):
+    """Also where no kernel moves it: with Nesterov's momentum, and where several processes take steps together."""
+    backend = CudaBackend(solver)
+    rule = CorrectedEigenvalues(averages=True, scaling="running", split="trace")
+    shape, generator = Shape(3, 16, 32, torch.float32, CPU), torch.Generator().manual_seed(0)
+    ways = []
+    for dtype in (torch.float32, torch.bfloat16):
+        state = rule.init(shape, backend)
+        state["M"] = state["M"].to(dtype)
+        for seed in (1, 2, 3):
+            G = torch.randn(3, 16, 32, generator=generator.manual_seed(seed))
+            context = context_of(backend, shape, finite=None if finite is None else torch.tensor(finite))
+            context.options.update(momentum=0.9, nesterov=nesterov)
+            D = unscaled(rule.direction(state, G, context))
+        assert state["M"].dtype == dtype
+        ways.append(D)
+    assert float((ways[1] - ways[0]).norm()) < 5e-3 * float(ways[0].norm())

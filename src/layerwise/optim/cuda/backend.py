@@ -210,8 +210,9 @@ class CudaBackend(Backend):
         return found
 
     def average_(self, mean: Float[Tensor, "K O I"], X: Float[Tensor, "K O I"], decay: float, context: Context) -> None:
-        """With a weight on the device; what is not finite would stay so for ever."""
-        mean.copy_(torch.where(torch.isfinite(X), mean.lerp(X, taken(1 - decay, X, context)), mean))
+        """With a weight on the device; what is not finite would stay so for ever. The mean may be of half precision."""
+        former = mean.to(X.dtype)
+        mean.copy_(torch.where(torch.isfinite(X), former.lerp(X, taken(1 - decay, X, context)), former))
 
     @staticmethod
     def _moments(
