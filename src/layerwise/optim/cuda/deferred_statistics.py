@@ -25,7 +25,7 @@ from layerwise.optim.step.stack import Stack
 
 PENDING, OVERWRITTEN, MOST_GROUPS = "pending statistics", "rows overwritten", "groups taken in together"
 """Where a stack's memory has what is not taken in yet; that some could not be; and how many groups a part has."""
-SHARES = 4
+SHARES = 2
 """Into about so many parts the statistics of all stacks are divided. Each is some ten launches outside of graphs, half
 a millisecond of the host's, however few its layers are; refreshes, which are replayed, are cut finer."""
 
