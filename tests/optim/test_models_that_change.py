@@ -230,3 +230,17 @@ def test_a_change_between_backward_and_step_is_named(name: str):
     opt.add_param_group({"params": list(model[3].parameters())})
     with pytest.raises(LayerwiseError, match=r"have changed.* before the forward rather than before"):
         opt.step()
+
+
+@pytest.mark.parametrize("name", ["KFAC", "EKFAC"])
+def test_inputs_that_are_not_finite_are_named(name: str):
+    """By them a model cannot be examined: nothing has changed."""
+    model = mlp(6, 8, 3).float()
+    opt = getattr(lw.optim, name)(model)
+    x = torch.randn(5, 6)
+    x[0, 0] = -torch.inf
+    nn.functional.cross_entropy(model(x), torch.arange(5) % 3).backward()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(LayerwiseError, match=r"with inputs that are finite.* masks as booleans"):
+        opt.step()

@@ -1,5 +1,5 @@
-"""Averages in bfloat16, EKFAC's scalings and SOAP's momentum: when they are kept so, how precise steps are, and what is
-saved. On a CPU by force."""
+"""Averages in bfloat16, EKFAC's scalings and the momentum of EKFAC and SOAP: when they are kept so, how precise steps
+are, and what is saved. On a CPU by force."""
 
 import copy
 from collections.abc import Iterator
@@ -75,10 +75,33 @@ def test_moments_of_soap_are_not_rounded():
     ],
 )
 def test_when_momentum_is_rounded(beta: float, solver: str, precision: str, dtype: torch.dtype):
-    for rule in (RotatedAdam(betas=(beta, 0.99)), CorrectedEigenvalues(averages=True, average_decay=beta)):
-        shape, wide = (Shape(2, 3, 4, dtype, CPU) for dtype in (torch.float32, torch.float64))
-        assert rule.init(shape, CudaBackend(solver, precision))["M"].dtype == dtype
-        assert rule.init(wide, CudaBackend(solver, precision))["M"].dtype == torch.float64
+    rule, shape = RotatedAdam(betas=(beta, 0.99)), Shape(2, 3, 4, torch.float32, CPU)
+    assert rule.init(shape, CudaBackend(solver, precision))["M"].dtype == dtype
+    wide = Shape(2, 3, 4, torch.float64, CPU)
+    assert rule.init(wide, CudaBackend(solver, precision))["M"].dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("options", "dtypes"),
+    [
+        ({}, (torch.bfloat16, torch.bfloat16)),
+        ({"momentum": 0.99}, (torch.float32, torch.float32)),
+        ({"betas": (0.99, 0.999)}, (torch.float32, torch.float32)),
+        ({"overrides": {"0": {"momentum": 0.99}}}, (torch.float32, torch.bfloat16)),
+        ({"precision": "high"}, (torch.float32, torch.float32)),
+        ({"solver": "eigh"}, (torch.float32, torch.float32)),
+    ],
+    ids=str,
+)
+def test_when_momentum_of_ekfac_is_rounded(options: dict[str, Any], dtypes: tuple[torch.dtype, ...]):
+    """By the momentum of each layer's own group."""
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+    how = {"solver": "products", "precision": "half", "scaling": "running"} | options
+    opt = lw.optim.EKFAC(model, **how)
+    torch.nn.functional.cross_entropy(model(torch.randn(6, 5)), torch.arange(6) % 3).backward()
+    opt.step()
+    kept = {name: stack.state["M"].dtype for stack in opt._stacks or [] for name in stack.params if "M" in stack.state}
+    assert (kept["0.weight"], kept["2.weight"]) == dtypes
 
 
 # --- precision -------------------------------------------------------------------------------------------------

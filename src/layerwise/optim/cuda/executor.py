@@ -67,6 +67,8 @@ class AsynchronousExecutor(Executor):
     def __post_init__(self) -> None:
         self.processes = self.accumulator.processes
         self._stagger()
+        for stack in self.stacks:
+            observed(stack)  # of a state that was loaded: before a step changes it
         by_device = dict[torch.device, list[Stack]]()
         for stack in self.stacks:
             by_device.setdefault(stack.shape.device, []).append(stack)
@@ -191,34 +193,34 @@ class AsynchronousExecutor(Executor):
         """Statistics, and decompositions whose turn it is."""
         for part in parts:
             stack, rule, context, requires = part.stack, part.stack.rule, part.context, part.stack.requires
+            known, on = observed(stack), stack.by_group(part.active)
             # Factors of a gradient may be averaged only after this step's refreshes, by the rule's direction. A rule
             # that has not begun does both at once.
             of_gradients = requires.refreshes and not (requires.inputs or requires.outgrads)
             after = of_gradients and not requires.gradient and any(freshness(stack))
             if of_gradients and not after and (context.observes or not requires.gradient):
-                remember(stack, stack.by_group(part.active))
-            observed = self.accumulator.observation(stack, seen) if seen and rule is self.rule else None
+                remember(stack, on)
+            found = self.accumulator.observation(stack, seen) if seen and rule is self.rule else None
             # Of an earlier batch: no part of this step, so that layers without a gradient keep them too.
-            if observed is not None:
+            if found is not None:
                 deferred_statistics.take_all(stack)
             else:
                 deferred_statistics.take_due(stack, context.step, self.every)
             part.before = self.former_state(part)
-            if observed is not None:
-                self.statistics.take(stack, observed, context, whole=part.before is None)
+            if found is not None:
+                self.statistics.take(stack, found, context, whole=part.before is None)
                 deferred_statistics.take_due(stack, context.step, self.every)
                 # Of layers that are not active the step takes all of it back.
-                on = stack.by_group(part.active)
-                remember(stack, [known and active for known, active in zip(observed.known, on, strict=True)])
+                remember(stack, [seen and active for seen, active in zip(found.known, on, strict=True)])
             if by_gradient:
                 self.learn_gradient(part)
             if requires.refreshes:
-                self._refresh_due(stack, context, stack.by_group(part.active))
-            if after:
-                remember(stack, stack.by_group(part.active))
+                self._refresh_due(stack, context, on, known)
+            if after and any(new and not seen for new, seen in zip(on, known, strict=True)) and context.is_taken():
+                remember(stack, on)
             if requires.examples:
-                examples = None if observed is None else replace(observed, A=None, G=None)
-                part.examples = self.examples.run(stack, examples, context, stack.by_group(part.active))
+                examples = None if found is None else replace(found, A=None, G=None)
+                part.examples = self.examples.run(stack, examples, context, on)
 
     @staticmethod
     def learn_gradient(part: Part) -> None:
@@ -226,9 +228,12 @@ class AsynchronousExecutor(Executor):
         if part.context.observes and part.stack.requires.gradient:
             part.stack.rule.observe(part.stack.state, Observation(gradient=part.handed), part.context)
 
-    def _refresh_due(self, stack: Stack, context: Context, active: Sequence[bool]) -> None:
+    def _refresh_due(self, stack: Stack, context: Context, active: Sequence[bool], before: Sequence[bool]) -> None:
         """All groups at the first step and, while statistics are young, at its doublings; then each in its turn. Not
-        what the step will take back, groups that are not active, unless other processes may see them otherwise."""
+        what the step will take back, groups that are not active, unless other processes may see them otherwise.
+
+        `before`: which had statistics before this step, which count again if it is left out.
+        """
         step, fresh = context.step, freshness(stack)
         active = active if self.processes.count == 1 else [True] * stack.groups
         due = list[slice]()
@@ -241,7 +246,7 @@ class AsynchronousExecutor(Executor):
         owners = self.processes.owners([float(groups.stop - groups.start) for groups in due])
         for groups, owner in zip(due, owners, strict=True):
             if not all(fresh[groups]) and not context.is_taken():  # the host asks the device at first steps alone
-                observed(stack)[groups] = fresh[groups]  # not at a step that is left out
+                observed(stack)[groups] = before[groups]
                 continue
             if owner == self.processes.rank:
                 stack.rule.refresh(stack.state, groups, context)
@@ -455,5 +460,5 @@ def observed(stack: Stack) -> list[bool]:
 
 
 def remember(stack: Stack, known: Sequence[bool]) -> None:
-    """That groups have statistics."""
+    """That groups have statistics, in a list of its own."""
     stack.memory["observed"] = [old or new for old, new in zip(observed(stack), known, strict=True)]

@@ -48,8 +48,6 @@ class CorrectedEigenvalues(UpdateRule):
     averages: bool = field(default=False, kw_only=True)
     """Whether the average of the gradient is divided in its place. It is kept in the basis, as the state "M", and
     rotated when the basis is renewed: other steps rotate the gradient alone."""
-    average_decay: float = field(default=1.0, kw_only=True)
-    """The momentum that the average begins with: the smaller it is, the fewer bits a GPU may keep it in."""
     name = "ekfac"
     formula = "U_P[(U_Pᵀ ∇L U_Q)/(s + λ)]U_Qᵀ"
 
@@ -83,7 +81,7 @@ class CorrectedEigenvalues(UpdateRule):
         measured = self.scaling != "none"
         state["basis"] = backend.eigenbasis(state.get("P"), state.get("Q"), shape, measured=measured)
         state["s"] = backend.scalings(shape, state["basis"], self.scaling, self.scaling_decay)
-        return state | ({"M": backend.momentum(shape, state["basis"], self.average_decay)} if self.averages else {})
+        return state | ({"M": shape.zeros(shape.outputs, shape.inputs)} if self.averages else {})
 
     def taken_over(self, found: dict[str, Tensor], sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         """The average of the gradient: as it is, where its basis comes with it; else AdamW's m, which earlier versions
@@ -254,7 +252,6 @@ class EKFAC(Layerwise):
             sua=sua,
             examples_over=examples_over,
             averages=scale == "adam",
-            average_decay=momentum,
         )
         super().__init__(
             model,

@@ -94,6 +94,17 @@ class Seen:
     """Calls of layers that statistics came of."""
 
 
+CHANGED = (
+    " as it is now: layers or parameters have changed",
+    "change the model, and call add_param_group, before the forward rather than before step()",
+)
+NOT_FINITE = (
+    " with inputs that are finite",
+    "give masks as booleans rather than as −inf, and leave out examples with infinity or NaN",
+)
+"""Why a model is not known, and what helps."""
+
+
 class Capture:
     """Hooks on a model; `collect` hands over a step's statistics."""
 
@@ -116,6 +127,8 @@ class Capture:
         self.forwards = 0
         """Training forwards so far: names the random labels of each."""
         self.notes: Notes | None = None
+        self.unknown: tuple[str, str] | None = None
+        """Why there are none, where that is known, and what helps: for an error."""
         self.observe: Callable[[LayerSpec, Recorded], bool | None] | None = None
         """Gets what a layer did; answers False for a layer that it never wants."""
         self.observe_rows: Callable[[LayerSpec, Tensor, Tensor, int, float, tuple[int, int]], bool] | None = None
@@ -340,6 +353,7 @@ class Capture:
             return True
         finite = all(bool(torch.isfinite(t).all()) for t in leaves(x) if t.is_floating_point())
         if not all_agree(self.model, finite):  # what follows gathers a sharded model
+            self.unknown = NOT_FINITE
             return False
         try:
             with gathered(self.model):
@@ -371,9 +385,8 @@ class Capture:
         if not self.model.training:
             when = ", which is in eval mode"
             advice = "call model.train() before the loop (from_pretrained returns a model in eval mode)"
-        elif self.forwards:  # and `look_again` since
-            when = " as it is now: layers or parameters have changed"
-            advice = "change the model, and call add_param_group, before the forward rather than before step()"
+        elif self.unknown is not None:
+            when, advice = self.unknown
         raise LayerwiseError(
             describe(
                 f"a step of {member} before it has seen a training forward of its model{when}",
@@ -384,7 +397,7 @@ class Capture:
 
     def look_again(self, table: LayerTable) -> None:
         """The model has changed: examine it at the next forward."""
-        self.table, self.notes = table, None
+        self.table, self.notes, self.unknown = table, None, CHANGED
         self.ask_again()
 
     def ask_again(self) -> None:

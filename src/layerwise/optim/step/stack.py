@@ -176,6 +176,8 @@ class Stack:
         if self.state:
             return
         self.state = self.rule.init(self.shape, self.backend)
+        if self.requires.averages and "M" in self.state and "basis" in self.state:
+            self.state["M"] = self.backend.momentum(self.shape, self.state["basis"], self.group["momentum"])
         if not any(saved.get(spec.name) for spec in self.specs):
             self.memory |= {"fresh": [False] * self.groups, "begun": False}  # which nobody need ask the device
             return

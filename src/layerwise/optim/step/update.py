@@ -319,6 +319,8 @@ class Executor(ABC):
         if all(part.active):
             return None
         self._begin_moments(part.stack)  # else a step might give them other rows than are copied
+        if part.stack.requires.refreshes:
+            freshness(part.stack)
         return part.stack.copied()
 
     @staticmethod
