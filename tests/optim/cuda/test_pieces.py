@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -274,6 +275,27 @@ def test_bounds_hold_for_every_group(open_: bool, scale: float):
                 assert torch.equal(found[id(stack)], largest)
             else:
                 assert bool((found[id(stack)] >= largest).all())
+
+
+def test_gradients_that_no_table_reads_have_their_places_after_those_of_tables(monkeypatch: pytest.MonkeyPatch):
+    """One of two stacks is read by kernels, as on a GPU, the other's gradients by torch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    opt = lw.optim.Shampoo(model)
+    loss = nn.functional.cross_entropy(model(torch.randn(8, 3)), torch.arange(8) % 2)
+    loss.backward()
+    opt.step()
+    stacks = opt._stacks or []
+    tables, first = Tables(stacks, torch.device("cpu")), stacks[0]
+    monkeypatch.setattr(tables, "reads", lambda stack: SimpleNamespace(stack=stack) if stack is first else None)
+    by_slot = torch.stack([p.grad.abs().amax() for p in tables.params if p.grad is not None])
+    read = torch.tensor([id(p) in {id(q) for q in first.params.values()} for p in tables.params])
+    monkeypatch.setattr(tables, "magnitudes", lambda pieces: torch.where(read, by_slot, 0.0))
+    sizes = sizes_of(stacks, tables)
+    assert sizes is not None
+    assert bool(sizes.finite)
+    for p, largest in zip(tables.params, by_slot, strict=True):
+        assert sizes.largest[sizes.places[id(p)]] == largest
 
 
 def test_a_bound_is_of_the_step_s_own_gradient_alone():

@@ -43,7 +43,7 @@ def kind_of(stack: Stack) -> Hashable:
     sides = (shape.outputs, shape.inputs)
     sizes = ((side.bit_length(), side % ahead.ALIGNED == 0) for side in sides)
     layout = tuple((form.transposed, form.cut, form.groups > 1, len(form.parts)) for form in forms)
-    rule = (id(stack.rule), stack.fallback, bool(stack.group["momentum"]))
+    rule = (id(stack.rule), stack.fallback, stack.group["momentum"])  # by which averages have their type, too
     return rule, tuple(sizes), min(sides) == 1, layout, len(forms), *(getattr(shape, f) for f in SHAPE_FIELDS)
 
 
