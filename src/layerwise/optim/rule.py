@@ -143,6 +143,11 @@ class Requirements:
         """Whether the rule itself keeps an average of the gradient."""
         return self.own_momentum is not None or self.averages
 
+    @property
+    def learns(self) -> bool:
+        """Whether a step has more to do than a direction: statistics to take, or decompositions to refresh."""
+        return self.inputs or self.outgrads or self.gradient or self.examples or self.refreshes
+
 
 @dataclass
 class Observation:

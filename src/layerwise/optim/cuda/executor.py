@@ -161,7 +161,7 @@ class AsynchronousExecutor(Executor):
         A gradient that overflows when it is scaled is not finite, nor is one whose squares would overflow.
         """
         if not sizes:  # nothing has a gradient
-            return {stack.shape.device: _true(stack.shape.device) for stack in self.stacks}
+            return {device: torch.ones((), dtype=torch.bool, device=device) for device in self.tables}
         grows = abs(scale) > 1
         flags = [(s.largest * abs(scale) < MOST_GRADIENT).all() if grows else s.finite for s in sizes.values()]
         taken = flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
@@ -193,6 +193,9 @@ class AsynchronousExecutor(Executor):
         """Statistics, and decompositions whose turn it is."""
         for part in parts:
             stack, rule, context, requires = part.stack, part.stack.rule, part.context, part.stack.requires
+            if not requires.learns:  # AdamW's entries, which are many groups
+                part.before = self.former_state(part)
+                continue
             known, on = observed(stack), stack.by_group(part.active)
             # Factors of a gradient may be averaged only after this step's refreshes, by the rule's direction. A rule
             # that has not begun does both at once.
@@ -400,10 +403,6 @@ class AsynchronousExecutor(Executor):
 def _has(stack: Stack, side: str, power: float | None) -> bool:
     """Whether a refresh costs something on a side."""
     return power is not None and (side in stack.state or not stack.state)
-
-
-def _true(device: torch.device) -> Tensor:
-    return torch.ones((), dtype=torch.bool, device=device)
 
 
 def multiplies_in_fp16(stack: Stack) -> bool:

@@ -1,6 +1,6 @@
 """`Stack`: all layers of one shape and one parameter group, as one tensor ``[K, O, I]``."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -88,8 +88,10 @@ class Stack:
 
     # --- parameters and gradients ------------------------------------------------------------------------
 
-    def by_group(self, layers: Iterable[bool]) -> list[bool]:
-        """What is known of each layer, of each of its groups."""
+    def by_group(self, layers: Sequence[bool]) -> list[bool]:
+        """What is known of each layer, of each of its groups: of norm layers thousands, an entry each."""
+        if all(layers):
+            return [True] * self.groups
         return [on for spec, on in zip(self.specs, layers, strict=True) for _ in range(spec.form.groups)]
 
     @cached_property
