@@ -41,6 +41,8 @@ TRITON = {
                 faults = {"raises": lambda: 1 / 0, "dies": lambda: os._exit(3), "hangs": lambda: time.sleep(60)}
                 faults[options["process"]]()
             (here / src.name).touch()
+            from types import SimpleNamespace
+            return SimpleNamespace(src=src, metadata=None)
         """,
     "runtime/__init__": "",
     "runtime/cache": """
@@ -53,6 +55,21 @@ TRITON = {
         def get_cache_manager(key):
             here = Path(__file__).parents[1]
             return SimpleNamespace(get_group=lambda name: {name: ""} if (here / name[:-5]).exists() else None)
+        """,
+    "runtime/build": """
+        import subprocess
+        def build(source):
+            command = ["sh", "-c", f"echo gcc $0 $1 > {source}", "-O3", "-shared"]
+            subprocess.check_call(command, stdout=subprocess.DEVNULL)
+        """,
+    "backends/__init__": "",
+    "backends/nvidia/__init__": "",
+    "backends/nvidia/driver": """
+        from pathlib import Path
+        from triton.runtime.build import build
+        class CudaLauncher:
+            def __init__(self, src, metadata):
+                build(Path(__file__).parents[2] / "launcher")
         """,
     "_C/__init__": "",
     "_C/libtriton": """
@@ -130,6 +147,12 @@ def test_a_process_compiles_first_and_is_kept(compiler: Any):
     compile_processes.end()
     assert process._process.returncode is not None
     assert compile_processes._IDLE == []
+
+
+def test_c_is_compiled_too_and_not_optimized(compiler: Any):
+    with asking():
+        compiler.compile("a_kernel")
+    assert (compiler.folder / "launcher").read_text() == "gcc -O0 -shared\n"
 
 
 def test_only_what_is_asked_for(compiler: Any, monkeypatch: pytest.MonkeyPatch):

@@ -18,13 +18,8 @@ def takes(executor: Executor, own: StackPieces) -> bool:
     return isinstance(own.stack.rule, AdamRule) and not executor.momentum_of(own.stack)
 
 
-def not_gathered(own: StackPieces) -> Tensor:
-    """What stands for a gradient that is read where it lies; a gathered one has three axes."""
-    return own.like[:0]
-
-
 def is_gathered(grad: Tensor | Half) -> bool:
-    """Whether a stack's gradient was gathered.
+    """Whether a stack's gradient was gathered; what stands for one that is read where it lies has no axes of a stack.
 
     >>> is_gathered(Tensor(2, 3, 0)), is_gathered(Tensor(0))
     (True, False)

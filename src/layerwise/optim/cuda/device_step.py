@@ -21,7 +21,7 @@ class DeviceStep:
     """The step's own, where it is split into fp16: the only tensor that `largest` is about."""
     largest: Float[Tensor, "K"] | None = None
     """What none of its entries exceeds, one number a group, where that is known."""
-    replay: Callable[[Hashable, Callable[[], None], str], None] | None = None
+    replay: Callable[..., bool] | None = None
     """Makes a call as a CUDA graph, or captures it; None: calls of this step are only made."""
     scale: float = 1.0
     """What gradients are multiplied by when they are read; gathered ones have been."""
@@ -70,4 +70,4 @@ def run(key: Hashable, call: Callable[[], None], context: Context, kind: str = "
     if replay is None:
         call()
     else:
-        replay(key, call, kind)
+        replay(key, call, kind=kind)

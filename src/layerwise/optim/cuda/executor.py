@@ -7,7 +7,7 @@ staggered (`stagger`), statistics and examples of a batch deferred, and whole st
 (`captured_step`).
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -148,7 +148,7 @@ class AsynchronousExecutor(Executor):
         tables = self.tables[stack.shape.device]
         own, plain = tables.reads(stack), not whole and self.is_plain
         if own is not None and plain and adamw.takes(self, own):
-            return adamw.not_gathered(own), [True] * len(stack.specs)
+            return own.like[:0], [True] * len(stack.specs)
         if own is not None:
             half = plain and len(stack.specs) == stack.groups and takes_half(stack) and not looks_ahead(stack)
             return tables.gather(own, scale, finite, largest if half else None), [True] * len(stack.specs)
@@ -260,14 +260,11 @@ class AsynchronousExecutor(Executor):
             pairs = zip(due, owners, strict=True)
             self.processes.share([(owner, X) for groups, owner in pairs for X in stack.renewed(groups)])
 
-    def _replay_on(self, device: torch.device) -> Callable[[Hashable, Callable[[], None], str], None] | None:
+    def _replay_on(self, device: torch.device) -> Callable[..., bool] | None:
         """What captures refreshes: where there is one process, a damping that stays as it is, and a GPU."""
         steady = self.damping.schedule is None and not self.damping.adaptive
         repeats = device.type == "cuda" and steady and self.processes.count == 1
-        return partial(self._replay, device) if repeats else None
-
-    def _replay(self, device: torch.device, key: Hashable, call: Callable[[], None], kind: str) -> None:
-        self.graphs.run(key, call, device, kind=kind)
+        return partial(self.graphs.run, device=device) if repeats else None
 
     # --- the update --------------------------------------------------------------------------------------------
 
