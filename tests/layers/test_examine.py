@@ -17,7 +17,7 @@ from layerwise.foundations.errors import InputError, InteractionError
 from layerwise.foundations.likelihoods import Categorical
 from layerwise.layers.capture.examine import _KEPT, examine, examined_as
 from layerwise.layers.capture.recorder import Batch, ModelRecorder
-from layerwise.layers.capture.verify import verify
+from layerwise.layers.capture.verify import _squares, verify
 from layerwise.layers.io.layer_io import Layout
 from layerwise.layers.table import LayerTable
 
@@ -167,6 +167,16 @@ def test_a_sliced_table_of_positions_falls_back_and_is_right():
     assert "its weight is used, but its module is never called" in reason
     assert recorder.table.spec("head").sites
     _assert_same(got, _expected(model, _x(), _y()))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_how_much_calls_leave_unexplained_is_known_beyond_the_range_of_squares(size: float):
+    model = nn.Linear(D, C)
+    (spec,) = LayerTable.from_model(model).layers
+    truth = {name: size * torch.randn_like(p) for name, p in model.named_parameters()}
+    own = {part: 0.9 * part.of(truth) for part in spec.form.parts}
+    gap, scale = _squares(own, truth, spec, torch.device("cpu")).tolist()
+    assert gap / scale == pytest.approx(0.01, rel=1e-4)
 
 
 def test_a_table_looked_up_once_for_all_examples_stays_a_layer():
