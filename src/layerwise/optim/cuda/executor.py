@@ -193,7 +193,7 @@ class AsynchronousExecutor(Executor):
         """Statistics, and decompositions whose turn it is."""
         for part in parts:
             stack, rule, context, requires = part.stack, part.stack.rule, part.context, part.stack.requires
-            if not requires.learns:  # AdamW's entries, which are many groups
+            if not requires.learns:  # AdamW's stacks: in those of norm layers every number is a group
                 part.before = self.former_state(part)
                 continue
             known, on = observed(stack), stack.by_group(part.active)
