@@ -31,9 +31,12 @@ def factored_damping(
     [0.354, 0.707, 0.25]
     """
     O, I = (s_P.shape[1], s_Q.shape[1]) if own is None else own
-    mean_P, mean_Q = s_P.sum(-1) / O, s_Q.sum(-1) / I
+    sum_P, sum_Q = s_P.sum(-1), s_Q.sum(-1)
     if not relative:
-        return *split_damping(float(damping), split, mean_Q, mean_P), torch.full_like(mean_P, damping)
-    left, right = damping**0.5 * mean_P, damping**0.5 * mean_Q
-    known = (mean_P > 0) & (mean_Q > 0)
-    return torch.where(known, left, 0.0), torch.where(known, right, 0.0), torch.where(known, left * right, 1.0)
+        return *split_damping(float(damping), split, sum_Q / I, sum_P / O), torch.full_like(sum_P, damping)
+    # In place, as each operation is a launch for every stack and step on a GPU; `where` with a number would be two.
+    product = sum_P * sum_Q
+    unknown = (product > 0).logical_not_()  # so that NaN is unknown, too
+    left, right = sum_P.mul_(damping**0.5 / O), sum_Q.mul_(damping**0.5 / I)
+    constant = product.mul_(damping / (O * I)).masked_fill_(unknown, 1.0)
+    return left.masked_fill_(unknown, 0.0), right.masked_fill_(unknown, 0.0), constant

@@ -33,7 +33,7 @@ def stand_ins(params: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     found = {}
     for name, p in params.items():
         found[name] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        found[name].grad = torch.empty_like(found[name]) if p.requires_grad else None
+        found[name].grad = torch.empty_like(p, device="meta") if p.requires_grad else None
     return found
 
 
