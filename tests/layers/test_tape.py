@@ -4,6 +4,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -154,6 +155,38 @@ def test_a_layer_the_output_does_not_depend_on_has_gradient_zero(vectors: int):
     assert set(streamed) == {"idle", "work"}
     assert not streamed["idle"].any()
     assert streamed["work"].any()
+    tape, f = _record(model)
+    left = list[str]()
+    tape.stream(f, torch.ones_like(f), lambda spec, io: left.append(spec.name), forgetting=True)
+    assert left == ["work"]
+
+
+class Branches(nn.Module):
+    """Two layers side by side, a residual branch, and one layer on top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = (self.a(x) + self.b(x.flip(0))).tanh()
+        return self.d(h + self.c(h))
+
+
+def test_a_streamed_backward_asks_for_the_gradients_of_the_first_layers_alone(monkeypatch: pytest.MonkeyPatch):
+    """Those of others are handed over as they come, and kept by nobody."""
+    tape, f = _record(Branches().double())
+    asked, grad = list[int](), torch.autograd.grad
+
+    def counted(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(len(inputs))
+        return grad(outputs, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "grad", counted)
+    streamed = list[str]()
+    tape.stream(f, torch.ones_like(f), lambda spec, io: streamed.append(spec.name))
+    assert asked == [2]
+    assert sorted(streamed) == ["a", "b", "c", "d"]
 
 
 class ChangesItsInput(nn.Module):

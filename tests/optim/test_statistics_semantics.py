@@ -621,6 +621,20 @@ def test_a_layer_one_of_whose_calls_has_no_gradient(name: str, how: str):
     assert (flat(a) - start).norm() < 10 * (flat(b) - start).norm()
 
 
+@pytest.mark.parametrize("how", ["detach", "no_grad"])
+def test_with_drawn_labels_a_call_without_gradient_is_left_out(how: str):
+    """Its inputs are in no statistics: steps are those of the model without it."""
+    torch.manual_seed(0)
+    a = StopGradient(how).double()
+    b = copy.deepcopy(a)
+    b.how = "none"
+    one, two = observer("KFAC sampled", a, seed=0), observer("KFAC sampled", b, seed=0)
+    for batch in DATA[:3]:
+        train_step(a, one, batch, cross_entropy)
+        train_step(b, two, batch, cross_entropy)
+    torch.testing.assert_close(flat(a), flat(b))
+
+
 # --- random labels ----------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ Gradients are taken with respect to gradient *edges*, not tensors: an in-place o
 """
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from layerwise.foundations.errors import InputError, UnsupportedError, describe
 from layerwise.foundations.sharded import is_sharded, local, whole_gradient, whole_input
 from layerwise.foundations.types import unwrap
+from layerwise.layers.capture.graph import Graph
 from layerwise.layers.capture.model_call import backward_of_another, in_own_forward, own_backward, without_fast_path
 from layerwise.layers.capture.uses import ProductTracer, Use, same_use
 from layerwise.layers.capture.vectorised import batched_grad
@@ -399,10 +401,12 @@ class Tape:
         retain_graph: bool = False,
         mask: Tensor | None = None,
         leaves: Sequence[Tensor] = (),
+        forgetting: bool = False,
     ) -> list[Tensor | None]:
         """Pull one cotangent back and hand over each layer as its gradient arrives, so that none is kept.
 
-        Returns the gradients of `leaves`, which are taken in the same backward.
+        Returns the gradients of `leaves`, which are taken in the same backward. `forgetting` leaves out calls on which
+        the output does not depend (`forget_unreached`), and reads the graph only if there are some.
         """
         self._check_inputs()
         examples = f.shape[0]
@@ -424,7 +428,7 @@ class Tape:
                 if missing[spec.name] == 0:
                     hand_over(spec)
 
-        sources = _sources(f, [event for event in self.events if event.edge is not None])
+        sources = _sources(self.events)
         self._arrived = arrived
         grads: tuple[Tensor | None, ...] = ()
         try:
@@ -438,8 +442,11 @@ class Tape:
                     arrived(event, event.shaped(ends[event.edge.node], vectors=False))
         finally:
             self._arrived = None
-        for spec in list(remaining.values()):  # the output does not depend on some of their calls
-            hand_over(spec)
+        if remaining and forgetting:  # the output does not depend on some of their calls
+            self.forget_unreached(Graph.of(f).places)
+        for spec in list(remaining.values()):
+            if self.calls_of(spec):
+                hand_over(spec)
         return list(grads[len(sources) :])
 
     def listen(self) -> None:
@@ -627,22 +634,24 @@ def explained() -> Iterator[None]:
         ) from error
 
 
-def _sources(f: Tensor, events: Sequence[Event]) -> list[GradientEdge]:
+def _sources(events: Iterable[Event]) -> list[GradientEdge]:
     """Edges from which no other recorded edge can be reached.
 
-    A backward down to these passes through every recorded layer, and keeps no gradient but theirs.
+    A backward down to these passes through every recorded layer, and keeps no gradient but theirs. From most edges
+    another one is some operations away, which a search by breadth meets first: not the whole graph is read.
     """
     recorded = {event.edge.node: event.edge for event in events if event.edge is not None}
-    reaches: dict[Any, bool] = {}
-    stack: list[tuple[Any, list[Any] | None]] = [(get_gradient_edge(f).node, None)]
-    while stack:  # depth first; a node comes again, with its children, when they are settled
-        node, children = stack.pop()
-        if children is not None:
-            reaches[node] = any(child in recorded or reaches[child] for child in children)
-        elif node not in reaches:
-            children = [child for child, _ in node.next_functions if child is not None]
-            reaches[node] = False
-            if children:
-                stack.append((node, children))
-                stack += [(child, None) for child in children if child not in reaches]
-    return [edge for node, edge in recorded.items() if node in reaches and not reaches[node]]
+    dead_ends, found = set[Any](), list[GradientEdge]()
+    for first, edge in recorded.items():
+        met, left, reaches = {first}, deque([first]), False
+        while left and not reaches:
+            for child, _ in left.popleft().next_functions:
+                if child in recorded:
+                    reaches = True
+                elif child is not None and child not in met and child not in dead_ends:
+                    met.add(child)
+                    left.append(child)
+        if not reaches:
+            dead_ends |= met - {first}
+            found.append(edge)
+    return found

@@ -24,7 +24,6 @@ from layerwise.foundations.sharded import all_agree, gathered, is_fully_sharded
 from layerwise.foundations.types import Tree, leaves, statistics_dtype
 from layerwise.foundations.vectors import unwrap
 from layerwise.layers.capture.examine import Notes, examine
-from layerwise.layers.capture.graph import Graph
 from layerwise.layers.capture.model_call import (
     as_statistics,
     backward_of_another,
@@ -277,7 +276,6 @@ class Capture:
         assert self.likelihood is not None
         likelihood = with_class_axis(self.likelihood, f)
         n = forward.examples
-        tape.forget_unreached(Graph.of(f).places)
         cotangent: Cotangent = HessianRoot(likelihood)
         if self.estimator == "sampled":
             rank = Processes().rank if self.draws_as is None else self.draws_as
@@ -298,7 +296,7 @@ class Capture:
                 waiting.append((spec, io, v))
 
             with explained():
-                tape.stream(terms.f, rows[0], wait, retain_graph=True)
+                tape.stream(terms.f, rows[0], wait, retain_graph=True, forgetting=True)
 
         def commit(g: Tensor) -> None:
             if not forward.labelled and not backward_of_another(self) and forward.watch.counts(g):
