@@ -65,6 +65,7 @@ OURS = [
     _member("KFAC sampled 10", "KFAC", 10.0, factor_every=10),
     _member("KFAC", "KFAC"),
     _member("EKFAC running 10", "EKFAC", 9.0, scaling="running", factor_every=10),
+    _member("EKFAC", "EKFAC"),
     _member("Shampoo 10", "Shampoo", 8.0, factor_every=10),
     _member("Shampoo", "Shampoo"),
     _member("SOAP 10", "SOAP", 9.0, factor_every=10),
@@ -91,5 +92,7 @@ def rows(chosen: list[str] | None, peers: bool = True) -> list[Row]:
     if chosen is None:
         return [row for row in known if row.available()]
     if unknown := sorted(set(chosen) - {row.name for row in known}):
-        raise SystemExit(f"Unknown --members {', '.join(unknown)}. Available: {', '.join(r.name for r in known)}.")
+        raise SystemExit(
+            f"Unknown --members {', '.join(map(repr, unknown))}. Available: {', '.join(repr(r.name) for r in known)}."
+        )
     return [row for row in known if row.name in chosen]
