@@ -32,8 +32,8 @@ def cold_caches() -> Iterator[dict[str, str]]:
 def as_installed() -> None:
     """Sources as pip leaves them: compiled to bytecode, also where processes of this machine are told to write none.
 
-    A start imports some two hundred files of torch and Triton, which takes a third of a second longer without bytecode;
-    and so do the processes that compile kernels.
+    A start imports 170 files of this library and 40 of Triton, which takes 0.3 and 0.1 s longer without bytecode; the
+    processes that compile kernels import Triton, too.
     """
     for found in map(find_spec, ("layerwise", "torch", "triton")):
         if found is not None and found.origin is not None:

@@ -29,3 +29,19 @@ def test_numbers_of_each_group(kind: str):
     for x, y in zip(found, expected, strict=True):
         assert x.dtype == torch.float32
         torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_relative_damping_of_a_factor_that_says_nothing_is_one(value: float):
+    s_P, s_Q = torch.full((1, 3), value), torch.ones(1, 4)
+    for sides in ((s_P, s_Q), (s_Q, s_P)):
+        assert [x.item() for x in factored_damping(*sides, 0.1, relative=True)] == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("size", [1e-14, 1e14])
+def test_relative_damping_is_in_proportion_to_the_factors(size: float):
+    s_P, s_Q = torch.rand(2, 300) + 0.1, torch.rand(2, 500) + 0.1
+    one = factored_damping(s_P, s_Q, 0.1, relative=True)
+    other = factored_damping(size * s_P, size * s_Q, 0.1, relative=True)
+    for x, y, power in zip(one, other, (1, 1, 2), strict=True):
+        torch.testing.assert_close(y, x * size**power)
